@@ -1,0 +1,29 @@
+"""What the stages of a model cost: seconds and bytes, on CPU and CUDA, measured without changing the model."""
+
+from rotor_profiling.isolate import RandomState, isolated
+from rotor_profiling.kind import stage_kind, value_kind
+from rotor_profiling.loss import LossCost, measure_loss
+from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
+from rotor_profiling.optimizer import OptimizerCost, optimizer_cost
+from rotor_profiling.stage import StageCost, leaves_of, measure_stage
+from rotor_profiling.storage import storage_bytes, storages, tensors_in
+
+__all__ = [
+    "LossCost",
+    "MemoryMeter",
+    "OptimizerCost",
+    "Phase",
+    "RandomState",
+    "StageCost",
+    "isolated",
+    "leaves_of",
+    "measure_loss",
+    "measure_stage",
+    "memory_meter",
+    "optimizer_cost",
+    "stage_kind",
+    "storage_bytes",
+    "storages",
+    "tensors_in",
+    "value_kind",
+]

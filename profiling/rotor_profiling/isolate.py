@@ -1,0 +1,102 @@
+"""Run a function of a model so that nothing of the model moves: not its gradients, its buffers or the random stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Slot = tuple[dict[str, Any], str, torch.Tensor]
+"""A place where a module keeps a tensor: its table of parameters or buffers, the name there, and the tensor."""
+
+
+def parameter_slots(function: Callable[..., Any]) -> list[Slot]:
+    """Every place where `function`, if it is a module, keeps a parameter that is trained."""
+    return [slot for slot in _slots(function, "_parameters") if slot[2].requires_grad]
+
+
+def buffer_slots(function: Callable[..., Any]) -> list[Slot]:
+    """Every place where `function`, if it is a module, keeps a buffer."""
+    return _slots(function, "_buffers")
+
+
+def _slots(function: Callable[..., Any], table: str) -> list[Slot]:
+    if not isinstance(function, nn.Module):
+        return []
+    tables = [getattr(module, table) for module in function.modules()]
+    return [(entries, name, tensor) for entries in tables for name, tensor in entries.items() if tensor is not None]
+
+
+def trained_parameters(function: Callable[..., Any]) -> list[torch.Tensor]:
+    """The trained parameters of `function`, each once, in the order in which they are found."""
+    return list({id(tensor): tensor for _, _, tensor in parameter_slots(function)}.values())
+
+
+@contextmanager
+def substituted(slots: list[Slot], replacement: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Put `replacement[id(tensor)]` in the place of each slot's tensor for the duration of the context."""
+    for entries, name, tensor in slots:
+        entries[name] = replacement[id(tensor)]
+    try:
+        yield
+    finally:
+        for entries, name, tensor in slots:
+            entries[name] = tensor
+
+
+def alias(parameter: torch.Tensor) -> torch.Tensor:
+    """A leaf over the same memory, with a gradient and hooks of its own."""
+    twin = parameter.detach()
+    if type(parameter) is nn.Parameter:
+        twin = nn.Parameter(twin)
+    twin.__dict__.update(parameter.__dict__)
+    return twin.requires_grad_()
+
+
+@contextmanager
+def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[list[torch.Tensor]]:
+    """Run `function` on aliases of its parameters and copies of its buffers, and put the random state back afterwards.
+
+    Yields the aliases: gradients arrive there, and hooks of the real parameters stay silent.
+    """
+    parameters, buffers = parameter_slots(function), buffer_slots(function)
+    aliases = {id(tensor): alias(tensor) for _, _, tensor in parameters}
+    copies = {id(tensor): tensor.clone() for _, _, tensor in buffers}
+    state = RandomState.now((device,))
+    try:
+        with substituted(parameters, aliases), substituted(buffers, copies):
+            yield list(aliases.values())
+    finally:
+        state.restore()
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The random streams of the CPU and of some devices at one moment.
+
+    The CPU's state is kept as Python bytes: it is bookkeeping, not memory that the model's allocator hands out.
+    """
+
+    cpu: bytes
+    devices: tuple[tuple[torch.device, bytes], ...]
+
+    @classmethod
+    def now(cls, devices: tuple[torch.device, ...]) -> RandomState:
+        states = [(device, torch.get_device_module(device)) for device in devices if device.type not in ("cpu", "meta")]
+        return cls(
+            torch.get_rng_state().numpy().tobytes(),
+            tuple((device, module.get_rng_state(device).numpy().tobytes()) for device, module in states),
+        )
+
+    def restore(self) -> None:
+        torch.set_rng_state(_tensor(self.cpu))
+        for device, state in self.devices:
+            torch.get_device_module(device).set_rng_state(_tensor(state), device)
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -1,0 +1,48 @@
+"""When two stages are of one kind: same structure, same shapes, same input; then one measurement serves both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+
+def stage_kind(function: Callable[..., Any], value: Any) -> Hashable:
+    """A key that is equal for stages that cost the same. Anything that cannot be compared makes a kind of its own."""
+    return _function_kind(function), value_kind(value)
+
+
+def value_kind(value: Any) -> Hashable:
+    """The structure of a value and, for every tensor in it, shape, strides, dtype, device and need of a gradient."""
+    leaves, spec = tree_flatten(value)
+    return str(spec), tuple(_plain(leaf) for leaf in leaves)
+
+
+def _function_kind(function: Callable[..., Any]) -> Hashable:
+    if not isinstance(function, nn.Module):
+        return id(function)
+    return tuple(
+        (name, type(module), tuple((key, _attribute(value)) for key, value in sorted(vars(module).items())))
+        for name, module in function.named_modules()
+    )
+
+
+def _attribute(value: Any) -> Hashable:
+    if isinstance(value, dict):
+        return tuple((key, None if isinstance(item, nn.Module) else _plain(item)) for key, item in value.items())
+    return _plain(value)
+
+
+def _plain(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item) for item in value)
+    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device | type):
+        return value
+    if isinstance(value, set | frozenset) and all(isinstance(item, str) for item in value):
+        return tuple(sorted(value))
+    return id(value)

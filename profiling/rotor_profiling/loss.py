@@ -1,0 +1,63 @@
+"""What the loss costs: the time of its forward and backward together, and the bytes it needs beyond its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rotor_profiling.isolate import RandomState
+from rotor_profiling.memory import memory_meter
+from rotor_profiling.stage import leaves_of
+from rotor_profiling.timing import median_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LossCost:
+    """`temp_bytes` are held at most while the loss runs, `kept_bytes` to the end of the step: the loss itself."""
+
+    seconds: float
+    temp_bytes: int
+    kept_bytes: int
+
+
+def measure_loss(
+    loss: Callable[[Any], torch.Tensor], output: Any, *, device: torch.device, output_bytes: int
+) -> LossCost:
+    """Measure `loss` on `output`, whose tensors that need a gradient have `requires_grad` set.
+
+    ValueError if the loss is not a single number with a gradient.
+    """
+    state = RandomState.now((device,))
+    try:
+        with torch.enable_grad():
+            _check(loss(leaves_of(output)))
+            with memory_meter(device) as meter:
+                leaf = leaves_of(output)
+                meter.mark("loss")
+                value = loss(leaf)
+                value.backward()
+                meter.mark("end")
+                del value, leaf
+
+            def run(lap: Callable[[], None]) -> None:
+                loss(leaves_of(output)).backward()
+                lap()
+
+            (seconds,) = median_seconds(run, device, laps=1)
+    finally:
+        state.restore()
+    phase = meter.phases["loss"]
+    return LossCost(seconds, max(0, phase.rise - output_bytes), max(0, phase.kept - output_bytes))
+
+
+def _check(value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(
+            f"the loss has to be a tensor with a single number, not {found}; reduce it with mean() or sum()"
+        )
+    if not value.requires_grad:
+        raise ValueError("the loss does not depend on the model's output, so there is nothing to train")

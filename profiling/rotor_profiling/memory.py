@@ -1,0 +1,183 @@
+"""Bytes that PyTorch's allocators hand out while a piece of code runs.
+
+On CUDA the allocator's own counters are read. The CPU allocator keeps none, and the resident size of the process says
+little about tensors; but the profiler reports every allocation and every free of the CPU allocator, so that their
+running sum is exact.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+_MARK = "rotor_profiling.mark:"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Memory of one phase in bytes, relative to the moment when the meter started."""
+
+    start: int
+    peak: int
+    end: int
+
+    @property
+    def rise(self) -> int:
+        """The most that was held at once, beyond what was held when the phase started."""
+        return self.peak - self.start
+
+    @property
+    def kept(self) -> int:
+        """What is still held at the end of the phase, beyond what was held at its start."""
+        return self.end - self.start
+
+
+class MemoryMeter(Protocol):
+    """A context manager that splits what runs inside it into named phases.
+
+    `mark(name)` starts the phase `name`; it lasts until the next mark or the end of the context. `phases` can be read
+    once the context has been left. Work before the first mark belongs to the phase `""`.
+    """
+
+    phases: dict[str, Phase]
+
+    def mark(self, name: str) -> None: ...
+
+    def __enter__(self) -> MemoryMeter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def memory_meter(device: torch.device) -> MemoryMeter:
+    """The meter for what runs on `device`. ValueError for a kind of device whose allocator cannot be read."""
+    if device.type == "cpu":
+        return CpuMeter()
+    if device.type == "cuda":
+        return CudaMeter(device)
+    raise ValueError(f"memory can be measured on cpu and cuda devices, not on {device.type!r}; move the model to one")
+
+
+@dataclass(slots=True)
+class CpuMeter:
+    """Allocator events of the CPU, collected by `torch.profiler`.
+
+    Frees of blocks that are older than the meter are not counted: their sizes are unknown to the profiler.
+    """
+
+    phases: dict[str, Phase] = field(default_factory=dict)
+    _profile: Any = None
+
+    def __enter__(self) -> CpuMeter:
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False
+        )
+        with _quiet():
+            self._profile.__enter__()
+        return self
+
+    def mark(self, name: str) -> None:
+        with torch.profiler.record_function(_MARK + name):
+            pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        profile, self._profile = self._profile, None
+        with _quiet():
+            profile.__exit__(kind, error, trace)
+        if error is None:
+            self.phases = _split(sorted(_events(profile.profiler.kineto_results.experimental_event_tree())))
+
+
+def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
+    """(time in ns, mark or "", address, bytes) of every mark and every CPU allocation (+) or free (-)."""
+    pending = list(roots)
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        name = event.name
+        if name == "[memory]":
+            block = event.extra_fields
+            if block.device.type == "cpu":
+                yield event.start_time_ns, "", block.ptr, block.alloc_size
+        elif name.startswith(_MARK):
+            yield event.start_time_ns, name, 0, 0
+
+
+def _split(events: list[tuple[int, str, int, int]]) -> dict[str, Phase]:
+    phases: dict[str, Phase] = {}
+    live: dict[int, int] = {}
+    name, start, peak, held = "", 0, 0, 0
+    for _, mark, address, size in events:
+        if mark:
+            phases[name] = Phase(start, peak, held)
+            name, start, peak = mark.removeprefix(_MARK), held, held
+        elif size > 0:
+            live[address] = size
+            held += size
+            peak = max(peak, held)
+        else:
+            held -= live.pop(address, 0)
+    phases[name] = Phase(start, peak, held)
+    return phases
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the log lines that the profiler writes when it starts and stops off stderr.
+
+    They come from its C++ library, which reads `KINETO_LOG_LEVEL` before anything of ours runs.
+    """
+    sys.stderr.flush()
+    try:
+        saved = os.dup(2)
+    except OSError:  # no stderr at all
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+@dataclass(slots=True)
+class CudaMeter:
+    """Counters of the CUDA caching allocator; sizes are those of its blocks (multiples of 512 bytes)."""
+
+    device: torch.device
+    phases: dict[str, Phase] = field(default_factory=dict)
+    _origin: int = 0
+    _name: str = ""
+    _start: int = 0
+
+    def __enter__(self) -> CudaMeter:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._origin = torch.cuda.memory_allocated(self.device)
+        return self
+
+    def mark(self, name: str) -> None:
+        held = torch.cuda.memory_allocated(self.device) - self._origin
+        peak = torch.cuda.max_memory_allocated(self.device) - self._origin
+        self.phases[self._name] = Phase(self._start, peak, held)
+        self._name, self._start = name, held
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.mark("")

@@ -1,0 +1,210 @@
+"""What one stage costs: its times and its bytes, measured by running it the very ways in which it is run in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from rotor_profiling.isolate import isolated
+from rotor_profiling.memory import Phase, memory_meter
+from rotor_profiling.storage import storage_bytes, tensors_in
+from rotor_profiling.timing import median_seconds
+
+
+class Attached(Protocol):
+    """A stage that was run again with a graph of its own."""
+
+    outputs: list[torch.Tensor]
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]: ...
+
+
+class Runner(Protocol):
+    """The ways in which an executor runs a stage."""
+
+    function: Callable[..., Any]
+
+    def forward(self, value: Any) -> Any:
+        """Run the stage in the graph that is being built around it."""
+
+    def first(self, value: Any) -> tuple[Any, Any]:
+        """Run it without a graph; return its output, and its surroundings for running it again."""
+
+    def again(self, value: Any, surroundings: Any) -> Any:
+        """Run it once more without a graph, exactly as the first time."""
+
+    def attach(self, value: Any, surroundings: Any) -> Attached:
+        """Run it once more with a graph of its own, exactly as the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Measured seconds and bytes of a stage; the words are those of `rotor_solver.Option` and `rotor_solver.Stage`."""
+
+    forward_seconds: float
+    nograd_seconds: float
+    backward_seconds: float
+    activation_bytes: int
+    saved_bytes: int
+    forward_temp_bytes: int
+    nograd_temp_bytes: int
+    backward_temp_bytes: int
+    replay_temp_bytes: int
+
+
+def measure_stage(
+    runner: Runner,
+    value: Any,
+    *,
+    device: torch.device,
+    input_bytes: int,
+    owned: Sequence[int] = (),
+    fresh_gradients: bool = False,
+    timed: bool = True,
+) -> StageCost:
+    """Measure a stage on the input `value`, whose tensors that need a gradient have `requires_grad` set.
+
+    `input_bytes` is |a_i| as the chain counts it; `owned` holds the addresses of storages that belong to the caller
+    (parameters, the batch) and so are not the stage's. Unless `fresh_gradients`, parameters already have a gradient
+    when the backward runs, as they do where gradients are kept between steps. Nothing of the model is changed.
+    """
+    with isolated(runner.function, device) as parameters, torch.enable_grad():
+        if not fresh_gradients:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        _step(runner, value)
+        phases, activation, gradient = _phases(runner, value, parameters, device, owned, fresh_gradients)
+        saved = max(phases["forward"].kept, phases["attach"].kept)
+        both = activation + input_bytes
+        seconds = _seconds(runner, value, device) if timed else [0.0, 0.0, 0.0]
+    return StageCost(
+        nograd_seconds=seconds[0],
+        forward_seconds=seconds[1],
+        backward_seconds=seconds[2],
+        activation_bytes=activation,
+        saved_bytes=saved,
+        forward_temp_bytes=max(phases["forward"].rise, phases["attach"].rise) - saved,
+        nograd_temp_bytes=max(0, phases["first"].rise - activation, phases["again"].rise - activation),
+        backward_temp_bytes=max(-input_bytes, phases["backward"].rise - both),
+        replay_temp_bytes=max(-input_bytes, phases["replay"].rise + gradient - both),
+    )
+
+
+def _phases(
+    runner: Runner,
+    value: Any,
+    parameters: list[torch.Tensor],
+    device: torch.device,
+    owned: Sequence[int],
+    fresh_gradients: bool,
+) -> tuple[dict[str, Phase], int, int]:
+    """Memory of every way to run the stage, |a_{i+1}|, and the bytes of the gradient handed to the replay."""
+    if fresh_gradients:
+        _forget(parameters)
+    with memory_meter(device) as meter:
+        meter.mark("first")
+        with torch.no_grad():
+            output, surroundings = runner.first(value)
+        activation = storage_bytes(tensors_in(output), owned)
+        meter.mark("between")
+        del output
+        meter.mark("again")
+        with torch.no_grad():
+            output = runner.again(value, surroundings)
+        del output
+        meter.mark("between")
+        leaf = leaves_of(value)
+        torch.clear_autocast_cache()
+        meter.mark("forward")
+        output = runner.forward(leaf)
+        meter.mark("between")
+        source = _source(output)
+        del output
+        if source is not None:
+            one = torch.ones_like(source)
+            meter.mark("backward")
+            source.backward(one)
+            del one
+        meter.mark("between")
+        del source, leaf
+        if fresh_gradients:
+            _forget(parameters)
+        torch.clear_autocast_cache()
+        meter.mark("attach")
+        attached = runner.attach(value, surroundings)
+        meter.mark("gradient")
+        gradients = [torch.ones_like(output) if output.requires_grad else None for output in attached.outputs]
+        meter.mark("replay")
+        kept = attached.backward(gradients)
+        meter.mark("between")
+        del kept, attached, gradients
+    phases = {"backward": Phase(0, 0, 0), **meter.phases}
+    return phases, activation, phases["gradient"].kept
+
+
+def _seconds(runner: Runner, value: Any, device: torch.device) -> list[float]:
+    """Median seconds of the forward without a graph, of the forward with one, and of the backward."""
+    with torch.no_grad():
+        _, surroundings = runner.first(value)
+    gradients = [torch.ones_like(tensor) for tensor in _with_graph(runner.forward(leaves_of(value)))]
+
+    def run(lap: Callable[[], None]) -> None:
+        with torch.no_grad():
+            runner.again(value, surroundings)
+        lap()
+        outputs = _with_graph(runner.forward(leaves_of(value)))
+        lap()
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        lap()
+
+    return median_seconds(run, device, laps=3)
+
+
+def _step(runner: Runner, value: Any) -> None:
+    """One untimed run: libraries choose their algorithms and allocate what they keep for good."""
+    source = _source(runner.forward(leaves_of(value)))
+    if source is not None:
+        source.backward()
+
+
+def _forget(parameters: list[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def leaves_of(value: Any) -> Any:
+    """`value` with every tensor replaced by a leaf over the same memory, `requires_grad` as it was."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
+
+
+def _with_graph(output: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+
+def _source(output: Any) -> torch.Tensor | None:
+    """A scalar whose backward hands every tensor in `output` a gradient that is made at that moment.
+
+    The engine gives such a gradient away as it would give away one that another layer made, so memory is released as
+    early as in training. None where nothing in `output` has a graph.
+    """
+    tensors = _with_graph(output)
+    return _NewGradient.apply(*tensors) if tensors else None  # type: ignore[no-untyped-call, no-any-return] # torch
+
+
+class _NewGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
+        return tensors[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return tuple(
+            torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
+            for shape, stride, dtype, device in ctx.like
+        )

@@ -1,0 +1,37 @@
+"""Bytes of tensors, each piece of memory counted once however many tensors share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+_CUDA_BLOCK = 512
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested structure of tuples, lists, dicts and registered classes, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Address and bytes of every distinct storage behind `tensors`, as the device's allocator counts them."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        if tensor.device.type == "cuda":
+            size = -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
+        if size:
+            sizes[storage.data_ptr()] = size
+    return sizes
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], owned_elsewhere: Iterable[int] = ()) -> int:
+    """Bytes behind `tensors`, without the storages whose addresses are in `owned_elsewhere`."""
+    sizes = storages(tensors)
+    for address in owned_elsewhere:
+        sizes.pop(address, None)
+    return sum(sizes.values())

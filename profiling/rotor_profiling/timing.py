@@ -1,0 +1,65 @@
+"""Seconds that a piece of code takes on its device: medians of repeated runs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+FEWEST_RUNS = 3
+MOST_RUNS = 20
+ENOUGH_SECONDS = 0.05
+
+
+def median_seconds(runs: Callable[[Callable[[], None]], None], device: torch.device, laps: int) -> list[float]:
+    """Median seconds of each of `laps` consecutive parts of `runs`, which calls its argument after each part.
+
+    `runs` is repeated until the medians rest on enough runs. CUDA work is timed with events on the current stream.
+    """
+    clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
+    measured: list[list[float]] = []
+    spent = 0.0
+    while len(measured) < FEWEST_RUNS or (spent < ENOUGH_SECONDS and len(measured) < MOST_RUNS):
+        clock.start()
+        runs(clock.lap)
+        measured.append(clock.stop())
+        assert len(measured[-1]) == laps
+        spent += sum(measured[-1])
+    return [statistics.median(run[lap] for run in measured) for lap in range(laps)]
+
+
+class _CpuClock:
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def start(self) -> None:
+        self._times = [time.perf_counter()]
+
+    def lap(self) -> None:
+        self._times.append(time.perf_counter())
+
+    def stop(self) -> list[float]:
+        return [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
+
+
+class _CudaClock:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+
+    def start(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._events = []
+        self.lap()
+
+    def lap(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+
+    def stop(self) -> list[float]:
+        torch.cuda.synchronize(self._device)
+        pairs = zip(self._events, self._events[1:], strict=False)
+        return [before.elapsed_time(after) / 1000 for before, after in pairs]

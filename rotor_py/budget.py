@@ -1,0 +1,158 @@
+"""How a limit for the whole step is split: what is fixed, and what is left for the chain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rotor_profiling import OptimizerCost, storage_bytes, storages, tensors_in
+from rotor_py.device import allocated_bytes
+from rotor_py.measurement import Measurement
+from rotor_py.units import format_bytes, limit_text
+from rotor_solver import Backward, Chain, InfeasibleError, Loss, Sequence, min_bytes, simulate, store_all
+
+
+@dataclass(frozen=True, slots=True)
+class FixedMemory:
+    """Bytes on the device that every plan has to live with, from the beginning of the step to its end.
+
+    `batch` counts what the caller passes in where layers run before the chain; otherwise it is the chain's a_0.
+    `other` is what else this process holds on the device.
+    """
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    batch: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.buffers + self.gradients + self.optimizer + self.batch + self.other
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The memory of a step around the chain.
+
+    `floor_bytes` is what the parts of the step need in which the plan has no say: the layers before the chain, and
+    the optimizer's step. `snapshot_bytes` are needed as soon as anything is computed twice.
+    """
+
+    fixed: FixedMemory
+    chain: Chain
+    floor_bytes: int = 0
+    snapshot_bytes: int = 0
+
+    def peak_bytes(self, sequence: Sequence) -> int:
+        """The predicted peak of a whole step that follows `sequence`."""
+        return max(self.floor_bytes, self.fixed.total + self._extra(sequence) + simulate(self.chain, sequence).peak)
+
+    def chain_limit(self, mem_limit: int) -> int:
+        """What is left for the chain, its input included, if something is computed twice."""
+        return mem_limit - self.fixed.total - self.snapshot_bytes
+
+    def least_bytes(self) -> int:
+        """The least limit for which there is a plan."""
+        stored = self.peak_bytes(store_all(self.chain))
+        return min(stored, max(self.floor_bytes, self.fixed.total + self.snapshot_bytes + min_bytes(self.chain)))
+
+    def refuse(self, mem_limit: int) -> InfeasibleError:
+        """The error for a limit that is too small, in terms of the whole step."""
+        least = self.least_bytes()
+        largest = max(range(len(self.chain.stages)), key=lambda i: self.chain.stages[i].options[0].saved, default=None)
+        needs = ""
+        if largest is not None:
+            stage = self.chain.stages[largest]
+            needs = f" {stage.name} alone keeps {format_bytes(stage.options[0].saved)} for its backward."
+        message = (
+            f"a training step needs at least {format_bytes(least)} ({least} bytes), of which {self.split()}; the limit "
+            f"is {format_bytes(mem_limit)} ({mem_limit} bytes).{needs} Try a smaller batch, or a limit of "
+            f"{limit_text(least)}."
+        )
+        return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, stage=largest)
+
+    def split(self) -> str:
+        """The fixed part in words."""
+        parts = [
+            f"{format_bytes(size)} {name}"
+            for name, size in (
+                ("parameters", self.fixed.parameters),
+                ("buffers", self.fixed.buffers),
+                ("gradients", self.fixed.gradients),
+                ("optimizer state", self.fixed.optimizer),
+                ("batch", self.fixed.batch),
+                ("other", self.fixed.other),
+            )
+            if size
+        ]
+        return f"{format_bytes(self.fixed.total)} is fixed" + (f" ({', '.join(parts)})" if parts else "")
+
+    def _extra(self, sequence: Sequence) -> int:
+        return self.snapshot_bytes if recomputes(sequence) else 0
+
+
+def recomputes(sequence: Sequence) -> bool:
+    """Whether a forward runs after the loss."""
+    operations = list(sequence)
+    return any(not isinstance(operation, Backward) for operation in operations[operations.index(Loss()) + 1 :])
+
+
+def make_budget(
+    model: nn.Module,
+    sample: object,
+    measurement: Measurement,
+    device: torch.device,
+    *,
+    fresh_gradients: bool,
+    optimizer: OptimizerCost | None,
+) -> Budget:
+    """The budget of a step of `model` on `sample`; `optimizer` is None where nothing is known about it."""
+    chain = measurement.chain(fresh_gradients=fresh_gradients)
+    parameters = list(model.parameters())
+    trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.device == device)
+    here = _on(device, parameters)
+    sizes = storages(here)
+    buffers = storage_bytes(_on(device, model.buffers()), owned_elsewhere=sizes)
+    batch = storage_bytes(_on(device, tensors_in(sample)))
+    gradients = 0 if fresh_gradients else trained
+    state = optimizer.state_bytes if optimizer else 0
+    prefix = measurement.prefix
+    fixed = FixedMemory(
+        parameters=sum(sizes.values()),
+        buffers=buffers,
+        gradients=gradients,
+        optimizer=state,
+        batch=batch if prefix else 0,
+        other=measurement.loss.kept_bytes
+        + _other(device, parameters, sum(sizes.values()) + buffers + batch, optimizer),
+    )
+    entered = fixed.total + measurement.input_bytes
+    output_bytes = measurement.stages[-1].activation_bytes
+    at_step = output_bytes + (trained if fresh_gradients else 0) + (optimizer.step_bytes if optimizer else 0)
+    return Budget(
+        fixed=fixed,
+        chain=chain,
+        floor_bytes=entered + max(prefix.temp_bytes if prefix else 0, at_step),
+        snapshot_bytes=measurement.snapshot_bytes,
+    )
+
+
+def _on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor.device == device]
+
+
+def _other(
+    device: torch.device, parameters: list[nn.Parameter], accounted: int, optimizer: OptimizerCost | None
+) -> int:
+    """What the process holds on the device beyond what is accounted for; unknown, and so nothing, on the CPU."""
+    allocated = allocated_bytes(device)
+    if allocated is None:
+        return 0
+    present = storage_bytes(_on(device, [p.grad for p in parameters if p.grad is not None]))
+    state = optimizer.present_bytes if optimizer else 0
+    return max(0, allocated - accounted - present - state)

@@ -1,0 +1,373 @@
+"""`Checkpointable(model)`: a model that trains inside a memory limit, with the numbers of plain training."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rotor_profiling import optimizer_cost, tensors_in
+from rotor_py.budget import Budget, make_budget
+from rotor_py.chain import Cut, cut
+from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.executor import replay
+from rotor_py.fingerprint import input_fingerprint, model_fingerprint
+from rotor_py.input_spec import TensorSpec, covers, spec_of, words
+from rotor_py.measurement import Measurement, Progress, measure
+from rotor_py.plan import Plan
+from rotor_py.program import program
+from rotor_py.runner import StageRunner
+from rotor_py.units import format_bytes, parse_bytes
+from rotor_solver import Algorithm, Chain, Persistent, Sequence, StoreAll, simulate, store_all
+
+_log = logging.getLogger("rotor_py")
+_TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
+_OWN = frozenset(
+    [
+        "model",
+        "names",
+        "functions",
+        "inspection_values",
+        "chain",
+        "sequence",
+        "mem_limit",
+        "mem_slots",
+        "verbosity",
+        "preserve_rng_state",
+        "loss_tmp_memory_usage",
+        "budget",
+        "progress",
+        "training",
+    ]
+)
+
+
+class Checkpointable(nn.Module):
+    """A model whose training step stays inside `mem_limit`, at the least extra time.
+
+    It shares the parameters, buffers, children and hooks of `model`: state dicts and names are those of the model, and
+    so are its attributes. In training mode a forward follows a plan, which the first call makes if there is none yet;
+    in eval mode, or without gradients, it is the model.
+
+    Args:
+        model: any nesting of `nn.Sequential`.
+        custom_input: an input to measure with, now: a tensor, a tuple of positional or a dict of keyword arguments.
+        mem_limit: the peak of a whole training step on the device: bytes, or a text such as "4GB", "512MiB", "80%".
+            None is 90 % of what the device can give this process.
+        mem_slots: how finely the solver divides memory.
+        verbosity: 0 says nothing; from 1 on, plans and the progress of measuring are logged to `rotor_py`.
+        preserve_rng_state: whether what is computed again draws the same random numbers.
+        loss_tmp_memory_usage: bytes that the loss needs beyond its gradient, where `loss` is not given.
+        loss: the loss as a function of the output, to be measured.
+        optimizer: the optimizer, whose state counts.
+        fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`, its default), so that their
+            memory is there for activations. If they are kept, to accumulate, leave it False.
+        plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        custom_input: Any = None,
+        mem_limit: int | str | None = None,
+        mem_slots: int = 500,
+        verbosity: int = 0,
+        preserve_rng_state: bool = True,
+        loss_tmp_memory_usage: int = 0,
+        *,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        fresh_grads: bool = False,
+        plan: str | Path | Plan | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        if isinstance(model, Checkpointable):
+            raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
+        super().__init__()
+        for table in _TABLES:
+            self.__dict__[table] = model.__dict__[table]
+        self.__dict__["model"] = model
+        self.training = model.training
+        self.mem_limit = mem_limit
+        self.mem_slots = mem_slots
+        self.verbosity = verbosity
+        self.preserve_rng_state = preserve_rng_state
+        self.loss_tmp_memory_usage = loss_tmp_memory_usage
+        self.names: list[str] = []
+        self.functions: list[nn.Module] = []
+        self.inspection_values: Measurement | None = None
+        self.chain: Chain | None = None
+        self.sequence: Sequence | None = None
+        self.budget: Budget | None = None
+        self.progress = progress
+        self._loss = loss
+        self._optimizer = optimizer
+        self._fresh_grads = fresh_grads
+        self._cut: Cut | None = None
+        self._state: object = None
+        self._value: Any = None
+        self._plan: Plan | None = None
+        if mem_limit is not None:
+            self._limit_bytes(mem_limit)
+        if plan is not None:
+            self._adopt(plan if isinstance(plan, Plan) else Plan.load(plan))
+        elif custom_input is not None:
+            self.measure(custom_input)
+            if mem_limit is not None:
+                self.compute_sequence()
+
+    # What the wrapped model is
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__.get("model")
+        if model is None:
+            raise AttributeError(name)
+        return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        model = self.__dict__.get("model")
+        if model is None or name in _OWN or name in self.__dict__ or name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(model, name, value)
+
+    def train(self, mode: bool = True) -> Checkpointable:
+        """Set training mode, as for the model."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    # Planning
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model trains on, and whose memory the limit is about."""
+        devices = {tensor.device for tensor in self.model.parameters()}
+        devices |= {leaf.device for leaf in tree_leaves(self._value) if isinstance(leaf, TensorSpec)}
+        accelerators = sorted({device for device in devices if device.type != "cpu"}, key=str)
+        if len(accelerators) > 1:
+            raise UnsupportedModelError(
+                f"the model is spread over {', '.join(map(str, accelerators))}; a plan is for one device"
+            )
+        return accelerators[0] if accelerators else torch.device("cpu")
+
+    def measure(self, custom_input: Any) -> None:
+        """Measure every stage on `custom_input`: a tensor, a tuple of positional or a dict of keyword arguments.
+
+        Parameters, gradients, buffers, random state and mode are afterwards what they were. Stages are measured in
+        training mode.
+        """
+        arguments, keywords = _arguments(custom_input)
+        self._prepare(self._chain_input(arguments, keywords))
+
+    def build_chain(self, mem_limit: int | str | None = None) -> Chain:
+        """The measured chain, in seconds and bytes; `mem_limit`, if given, becomes the limit of the next plan."""
+        if mem_limit is not None:
+            self._limit_bytes(mem_limit)
+            self.mem_limit = mem_limit
+        return self._measured().chain
+
+    def compute_sequence(
+        self,
+        custom_mem_limit_bytes: int | str | None = None,
+        mem_slots: int | None = None,
+        algo: Algorithm | None = None,
+        **algo_kwargs: Any,
+    ) -> Sequence:
+        """Find the sequence to train by; `algo` is an algorithm of `rotor_solver` or a class of one.
+
+        InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits.
+        """
+        budget = self._measured()
+        limit = self._limit_bytes(self.mem_limit if custom_mem_limit_bytes is None else custom_mem_limit_bytes)
+        slots = self.mem_slots if mem_slots is None else mem_slots
+        if algo is None:
+            algo = Persistent(slots=slots)
+        elif isinstance(algo, type):
+            algo = algo(**algo_kwargs)
+        self.sequence = self._solve(budget, limit, algo)
+        if custom_mem_limit_bytes is not None:
+            self.mem_limit = custom_mem_limit_bytes
+        if self.verbosity:
+            _log.warning("%s", self.summary())
+        return self.sequence
+
+    def plan(self) -> Plan:
+        """The plan in use, for a file."""
+        if self._plan is not None:
+            return self._plan
+        budget, sequence = self._measured(), self.sequence
+        if sequence is None:
+            sequence = self.compute_sequence()
+        assert self._cut is not None
+        return Plan(
+            model=model_fingerprint(self.model),
+            input=input_fingerprint(self._value, self.device),
+            prefix=[name for name, _ in self._cut.prefix],
+            stages=self._cut.groups(),
+            sequence=sequence,
+            mem_limit=self._limit_bytes(self.mem_limit),
+            peak_bytes=budget.peak_bytes(sequence),
+            fresh_grads=self._fresh_grads,
+        )
+
+    def save_plan(self, path: str | Path) -> None:
+        """Write the plan in use to a file, for `Checkpointable(..., plan=path)`."""
+        self.plan().save(path)
+
+    def summary(self) -> str:
+        """One line about the plan in use: limit, fixed part, least possible, planned peak and overhead."""
+        budget, sequence = self._measured(), self.sequence
+        assert sequence is not None
+        plain = simulate(budget.chain, store_all(budget.chain))
+        planned = simulate(budget.chain, sequence)
+        overhead = planned.makespan / plain.makespan - 1 if plain.makespan else 0.0
+        return (
+            f"limit {format_bytes(self._limit_bytes(self.mem_limit))}; {budget.split()}; least possible "
+            f"{format_bytes(budget.least_bytes())}; predicted peak {format_bytes(budget.peak_bytes(sequence))}, "
+            f"{overhead:.1%} more time than storing all ({format_bytes(budget.peak_bytes(store_all(budget.chain)))})"
+        )
+
+    # Training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; in training mode, so that the backward follows the plan."""
+        if not self.training or not torch.is_grad_enabled():
+            return self.model.forward(*args, **kwargs)
+        value = self._chain_input(args, kwargs)
+        if not self._trains(value):
+            return self.model.forward(*args, **kwargs)
+        self._make_ready(value)
+        assert self._cut is not None
+        assert self.sequence is not None
+        for _, layer in self._cut.prefix:
+            value = layer(value)
+        runners = [StageRunner(function, name, self.preserve_rng_state) for name, function in self._cut.stages]
+        return replay(runners, program(len(runners), self.sequence), value)
+
+    def _make_ready(self, value: Any) -> None:
+        """Measure and solve, if the model is not what it was when that was last done."""
+        state = _model_state(self.model, self.device)
+        if self._plan is not None:
+            if state != self._state:
+                self._plan.refuse_other(model=model_fingerprint(self.model))
+                self._cut, self._state = self._plan.cut(self.model), state
+                self._name_stages()
+            if self._value is None or not covers(self._value, value):
+                self._plan.refuse_other(value=input_fingerprint(value, self.device))
+                self._value = spec_of(value)
+            return
+        if self._cut is None or state != self._state:
+            self._prepare(value)
+        elif not covers(self._value, value):
+            raise UnsupportedModelError(
+                f"the input is {words(spec_of(value))}, and the plan was made for {words(self._value)}; call measure() with "
+                "the largest input there will be"
+            )
+        if self.sequence is None:
+            self.compute_sequence()
+
+    def _prepare(self, value: Any) -> None:
+        """Cut and measure on the chain's input `value`; what was planned before is no longer valid."""
+        self._cut = self.sequence = self.budget = None
+        self._value = spec_of(value)
+        device = self.device
+        with _in_training(self), torch.enable_grad():
+            found = cut(self.model, value, device)
+            measurement = measure(
+                found,
+                value,
+                device,
+                preserve_rng_state=self.preserve_rng_state,
+                fresh_gradients=self._fresh_grads,
+                loss=self._loss,
+                loss_temp_bytes=self.loss_tmp_memory_usage,
+                progress=self.progress,
+            )
+            self._state = _model_state(self.model, device)
+        cost = optimizer_cost(self._optimizer) if self._optimizer is not None else None
+        self.budget = make_budget(
+            self.model, value, measurement, device, fresh_gradients=self._fresh_grads, optimizer=cost
+        )
+        self.inspection_values, self.chain, self._cut = measurement, self.budget.chain, found
+        self._name_stages()
+
+    def _name_stages(self) -> None:
+        assert self._cut is not None
+        self.names = [name for name, _ in self._cut.stages]
+        self.functions = [function for _, function in self._cut.stages]
+
+    def _adopt(self, plan: Plan) -> None:
+        plan.refuse_other(model=model_fingerprint(self.model))
+        self._plan, self.sequence, self._cut = plan, plan.sequence, plan.cut(self.model)
+        if self.mem_limit is None:
+            self.mem_limit = plan.mem_limit
+        self._name_stages()
+
+    def _solve(self, budget: Budget, limit: int, algorithm: Algorithm) -> Sequence:
+        stored = store_all(budget.chain)
+        if isinstance(algorithm, Persistent) and budget.peak_bytes(stored) <= limit:
+            return StoreAll().solve(budget.chain, limit)
+        if limit < budget.least_bytes():
+            raise budget.refuse(limit)
+        sequence = algorithm.solve(budget.chain, budget.chain_limit(limit))
+        assert budget.peak_bytes(sequence) <= limit
+        return sequence
+
+    def _measured(self) -> Budget:
+        if self.budget is None:
+            raise ValueError("nothing has been measured yet; call measure(input), or train one step")
+        return self.budget
+
+    def _limit_bytes(self, limit: int | str | None) -> int:
+        device = self.device
+        if limit is None:
+            return int(DEFAULT_SHARE * available_bytes(device))
+        return parse_bytes(limit, device_bytes=total_bytes(device))
+
+    def _trains(self, value: Any) -> bool:
+        return any(tensor.requires_grad for tensor in (*tensors_in(value), *self.model.parameters()))
+
+    def _chain_input(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """The one value that goes into the first layer."""
+        bound = inspect.signature(self.model.forward).bind(*arguments, **keywords)
+        (value,) = bound.arguments.values()
+        return value
+
+
+def _arguments(custom_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(custom_input, dict):
+        return (), custom_input
+    return (custom_input if isinstance(custom_input, tuple) else (custom_input,)), {}
+
+
+@contextmanager
+def _in_training(module: Checkpointable) -> Iterator[None]:
+    """Training mode for the duration of the context, where the whole is not in training mode already."""
+    if module.training:
+        yield
+        return
+    modes = [(each, each.training) for each in module.model.modules()]
+    module.train()
+    try:
+        yield
+    finally:
+        module.training = False
+        for each, mode in modes:
+            each.training = mode
+
+
+def _model_state(model: nn.Module, device: torch.device) -> object:
+    """What a plan depends on beside the input: layers, their modes, which parameters train, autocast."""
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    modules = tuple((id(module), module.training) for module in model.modules())
+    parameters = tuple((id(parameter), parameter.requires_grad) for parameter in model.parameters())
+    return device, autocast, modules, parameters

@@ -1,0 +1,50 @@
+"""What a device has to give."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+DEFAULT_SHARE = 0.9
+"""Of what the device can give this process, the part that is used where no limit is set."""
+
+
+def total_bytes(device: torch.device) -> int:
+    """All the memory of `device`; on the CPU, all that this process may use."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(memory, _group_limit() or memory)
+
+
+def available_bytes(device: torch.device) -> int:
+    """What the device can give this process, what the process already has included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    return min(_free_memory() or total_bytes(device), total_bytes(device))
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """What PyTorch has handed out on `device` so far; None on the CPU, where nobody counts."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def _group_limit() -> int | None:
+    """The limit that a container sets, if there is one."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return int(Path(path).read_text())
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _free_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,248 @@
+"""Replay a sequence inside autograd.
+
+# Note [Replaying a sequence inside autograd]
+#
+# The chain becomes part of the caller's graph, one stage after the other, and the engine walks it backwards.
+#
+#  1. A stage whose first forward is `Fe` runs as in plain training: its own operators are in the caller's graph, and
+#     the engine runs its backward. It costs what plain autograd costs, because it is plain autograd.
+#  2. Every other stage is one node of the graph, with the stage's parameters among its inputs. The engine so knows
+#     every parameter: hooks fire, `autograd.grad` finds them, gradients leave as soon as they are made.
+#  3. All nodes of one forward share a tape. A node's backward makes the tape run the operations up to and including
+#     the `B` of its stage.
+#  4. The first run of a stage moves buffers and the random state; what it found around it is recorded. A later run
+#     finds the same (random state, autocast, buffers) and leaves no trace.
+#  5. Inputs that the tape keeps are detached: the tape holds values, the graph holds history. Nothing that the tape
+#     holds refers to the graph, so there are no cycles, and dropping the output drops everything.
+#  6. The tape lets go of an input as soon as no later operation reads it.
+#  7. The inner graph of a stage that was run again ends at aliases of the parameters (see `StageRunner.attach`).
+#  8. A backward pass is known by its graph task. One that retains the graph works on a copy of what the tape holds, so
+#     that another can follow; one that does not takes it along, and a second one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Operations
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from rotor_profiling.storage import tensors_in
+from rotor_py.program import Program, Step, program
+from rotor_py.runner import AttachedStage, StageRunner
+from rotor_py.surroundings import Surroundings
+from rotor_solver import Backward, ForwardEnable, Sequence
+
+
+class CheckpointOptim(torch.autograd.Function):
+    """The autograd function that replays a sequence; one node per stage that is not in the graph from the start."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Run a chain forward so that its backward follows a sequence.
+
+        `apply(functions, sequence, names, preserve_rng_state, arg)`: `functions` are the stages (modules, or callables
+        without parameters), each called with what the one before returned, the first with `arg`; `sequence` is a
+        `Sequence` or its text; `names` name the stages in errors. Stages that draw random numbers draw the same ones
+        again if `preserve_rng_state`. Returns what the last stage returned. ValueError for an invalid sequence.
+        """
+        functions, sequence, names, preserve_rng_state, arg = args
+        runners = [
+            StageRunner(function, name, preserve_rng_state) for function, name in zip(functions, names, strict=True)
+        ]
+        if isinstance(sequence, str):
+            sequence = Sequence.parse(sequence)
+        return replay(runners, program(len(runners), sequence), arg)
+
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, stage: int, spec: TreeSpec, leaves: list[Any], *tensors: torch.Tensor) -> Any:
+        ctx.tape, ctx.stage = tape, stage
+        ctx.set_materialize_grads(False)
+        remaining = iter(tensors)
+        leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in leaves]
+        value = tree_unflatten(leaves, spec)
+        del leaves
+        before = [tensor._version for tensor in tensors_in(value)]
+        output, tape.surroundings[stage] = tape.runners[stage].first(value)
+        tape.refuse_overwritten(stage, value, before)
+        ctx.mark_non_differentiable(*_passed_on(value, output))
+        flat, tape.output_specs[stage] = tree_flatten(output)
+        tape.output_leaves[stage] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        return tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True cannot go through stage {ctx.tape.runners[ctx.stage].name!r}, which is recomputed "
+                "in the backward; raise the memory limit until it is stored, or train this loss without Checkpointable"
+            )
+        return None, None, None, None, *ctx.tape.backward(ctx.stage, gradients)
+
+
+_TENSOR = object()
+
+
+@dataclass(slots=True)
+class _Held:
+    """What the tape holds: inputs a_i (detached), and stages run with a graph of their own, by stage."""
+
+    inputs: dict[int, Any] = field(default_factory=dict)
+    attached: dict[int, AttachedStage] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One backward pass over the tape."""
+
+    task: int
+    held: _Held
+    retain_graph: bool
+    position: int = 0
+
+
+class Tape:
+    """The shared state of the nodes of one forward."""
+
+    def __init__(self, runners: list[StageRunner], instructions: Program) -> None:
+        self.runners = runners
+        self.program = instructions
+        self.surroundings: dict[int, Surroundings] = {}
+        self.needs_gradient: dict[int, list[bool]] = {}
+        self.output_specs: dict[int, TreeSpec] = {}
+        self.output_leaves: dict[int, list[Any]] = {}
+        self._held: _Held | None = _Held()
+        self._pass: _Pass | None = None
+
+    def forward(self, value: Any) -> Any:
+        """Run the operations before the loss; return the output, in the caller's graph."""
+        frontier = 0
+        held = self._held
+        assert held is not None
+        for step in self.program.forward:
+            stage = step.operation.stage  # type: ignore[union-attr] # no loss here
+            if stage < frontier:
+                self._run_again(held, step)
+                continue
+            if stage not in self.program.in_graph:
+                self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
+            if stage in step.live:
+                held.inputs[stage] = _detached(value)  # Rule 5
+            if stage in self.program.in_graph:
+                before = [tensor._version for tensor in tensors_in(held.inputs.get(stage))]
+                value = self.runners[stage].forward(value)  # Rule 1
+                self.refuse_overwritten(stage, held.inputs.get(stage), before)
+            else:
+                value = self._node(stage, value)  # Rule 2
+            frontier += 1
+            _release(held, step)
+        return value
+
+    def _node(self, stage: int, value: Any) -> Any:
+        flat, spec = tree_flatten(value)
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        del flat, value
+        parameters = self.runners[stage].parameters()
+        outputs = iter(_apply_node(self, stage, spec, leaves, *tensors, *parameters))
+        made = [next(outputs) if leaf is _TENSOR else leaf for leaf in self.output_leaves.pop(stage)]
+        return tree_unflatten(made, self.output_specs.pop(stage))
+
+    def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Run the operations up to and including `B` of `stage` (Rule 3)."""
+        current = self._current_pass()
+        try:
+            steps = self.program.replay
+            while current.position < len(steps):
+                step = steps[current.position]
+                current.position += 1
+                match step.operation:
+                    case Backward(reached) if reached == stage:
+                        return self._backward(current, step, gradients)
+                    case Backward(reached):
+                        current.held.attached.pop(reached, None)
+                        _release(current.held, step)
+                    case _:
+                        self._run_again(current.held, step)
+            raise AssertionError(f"the sequence has no backward of stage {stage}")
+        except BaseException:
+            self._held = self._pass = None
+            raise
+
+    def _backward(
+        self, current: _Pass, step: Step, gradients: Operations[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        stage = step.operation.stage  # type: ignore[union-attr] # a backward
+        attached = current.held.attached.pop(stage)
+        _release(current.held, step)
+        return attached.backward(gradients, retain_graph=current.retain_graph)
+
+    def _current_pass(self) -> _Pass:
+        task = torch._C._current_graph_task_id()
+        if self._pass is None or self._pass.task != task:
+            if self._held is None:
+                raise RuntimeError(
+                    "this forward was already used by a backward, which freed what it had kept; call backward with "
+                    "retain_graph=True the first time, or run the forward again"
+                )
+            retain = torch._C._autograd._get_current_graph_task_keep_graph()
+            held = self._held
+            if retain:  # Rule 8
+                held = _Held(dict(held.inputs), dict(held.attached))
+            else:
+                self._held = None
+            self._pass = _Pass(task, held, retain)
+        return self._pass
+
+    def _run_again(self, held: _Held, step: Step) -> None:
+        stage = step.operation.stage  # type: ignore[union-attr] # a forward
+        runner, value, surroundings = self.runners[stage], held.inputs[stage], self.surroundings[stage]  # Rule 4
+        before = [tensor._version for tensor in tensors_in(value)]
+        if isinstance(step.operation, ForwardEnable):
+            for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
+                tensor.requires_grad_(needed)
+            held.attached[stage] = runner.attach(value, surroundings)
+            output = held.attached[stage].output
+        else:
+            output = runner.again(value, surroundings)
+        if stage + 1 in step.live:
+            held.inputs[stage + 1] = _detached(output)
+        self.refuse_overwritten(stage, value, before)
+        _release(held, step)
+
+    def refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None:
+        """RuntimeError if the run of a stage wrote into its own input, which a later run would read."""
+        if any(tensor._version != version for tensor, version in zip(tensors_in(value), before, strict=True)):
+            raise RuntimeError(
+                f"stage {self.runners[stage].name!r} overwrites its own input, which is needed again; use the layer "
+                "without inplace=True, or make it one stage with the layer before it"
+            )
+
+
+def replay(runners: list[StageRunner], instructions: Program, value: Any) -> Any:
+    """Run a chain forward on `value`; what it returns is part of the caller's graph."""
+    tape = Tape(runners, instructions)
+    return tape.forward(value)
+
+
+def _apply_node(*args: Any) -> Any:
+    """Add a node of `CheckpointOptim`, whose own `apply` takes a whole chain."""
+    return torch.autograd.Function.apply.__func__(CheckpointOptim, *args)  # type: ignore[attr-defined] # a classmethod
+
+
+def _detached(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+
+
+def _release(held: _Held, step: Step) -> None:
+    """Let go of every input that no later operation reads (Rule 6)."""
+    for stage in held.inputs.keys() - step.live:
+        del held.inputs[stage]
+
+
+def _passed_on(value: Any, output: Any) -> list[torch.Tensor]:
+    """Tensors that a stage hands on as they came, without a gradient."""
+    without_gradient = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
+    return [tensor for tensor in tensors_in(output) if id(tensor) in without_gradient]

@@ -1,0 +1,54 @@
+"""Inputs without their memory: enough to tell whether a plan made for one serves another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What memory depends on in an input tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def covers(self, other: TensorSpec) -> bool:
+        """Whether `other` is the same but for a first dimension that may be smaller: a batch with fewer samples."""
+        if replace(other, shape=self.shape) != self or len(other.shape) != len(self.shape):
+            return False
+        return other.shape[1:] == self.shape[1:] and other.shape[:1] <= self.shape[:1]
+
+    def __str__(self) -> str:
+        gradient = " that needs a gradient" if self.requires_grad else ""
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')} on {self.device}{gradient}"
+
+
+def spec_of(value: Any) -> Any:
+    """`value` with a `TensorSpec` in the place of every tensor."""
+    return tree_map_only(torch.Tensor, TensorSpec.of, value)
+
+
+def covers(planned: Any, value: Any) -> bool:
+    """Whether `value` needs no more memory than the input whose spec is `planned`."""
+    found, spec = tree_flatten(spec_of(value))
+    expected, planned_spec = tree_flatten(planned)
+    return spec == planned_spec and all(
+        before.covers(after) if isinstance(before, TensorSpec) and isinstance(after, TensorSpec) else before == after
+        for before, after in zip(expected, found, strict=True)
+    )
+
+
+def words(spec: Any) -> str:
+    """A spec, as one says it."""
+    specs = [leaf for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
+    return " and ".join(map(str, specs)) or "without tensors"

@@ -1,0 +1,90 @@
+"""A plan: which stages, in which sequence, for which limit; and its file, which is data and nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_py.chain import Cut, joined, layers
+from rotor_py.errors import PlanMismatchError
+from rotor_py.fingerprint import refuse_difference
+from rotor_solver import Sequence
+
+SCHEMA = 1
+_LARGEST_FILE = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A sequence, and all that is needed to know that it fits: what it was made for, and for which limit.
+
+    `prefix` and `stages` name the layers of each part; a stage is a list of layers.
+    """
+
+    model: dict[str, Any]
+    input: dict[str, Any]
+    prefix: list[str]
+    stages: list[list[str]]
+    sequence: Sequence
+    mem_limit: int
+    peak_bytes: int
+    fresh_grads: bool
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        data = {"schema": SCHEMA, "torch": torch.__version__, **fields, "sequence": str(self.sequence)}
+        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan. ValueError if the file is not one; OSError if it cannot be read."""
+        file = Path(path)
+        if file.stat().st_size > _LARGEST_FILE:
+            raise ValueError(f"{file} is not a plan: it has {file.stat().st_size} bytes, a plan has a few thousand")
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file} is not a plan, or only a part of one: {error}; save it again") from None
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"{file} is not a plan of schema {SCHEMA} but of {found!r}; save it again")
+        for name, kind in _FIELDS.items():
+            if not isinstance(data.get(name), kind):
+                raise ValueError(f"{file} is not a whole plan: {name!r} is {data.get(name)!r}; save it again")
+        fields = {name: data[name] for name in _FIELDS}
+        return cls(**{**fields, "sequence": Sequence.parse(data["sequence"])})
+
+    def cut(self, model: nn.Module) -> Cut:
+        """The chain that this plan makes of `model`. PlanMismatchError if it is not the model it was made for."""
+        found = dict(layers(model))
+        if missing := [name for group in [self.prefix, *self.stages] for name in group if name not in found]:
+            raise PlanMismatchError(f"layer {missing[0]}", "present", "absent")
+        return Cut(
+            tuple((name, found[name]) for name in self.prefix),
+            tuple(joined([(name, found[name]) for name in group]) for group in self.stages),
+        )
+
+    def refuse_other(self, *, model: dict[str, Any] | None = None, value: dict[str, Any] | None = None) -> None:
+        """PlanMismatchError if the fingerprint of a model or an input is not that of the plan."""
+        if model is not None:
+            refuse_difference(self.model, model)
+        if value is not None:
+            refuse_difference(self.input, value)
+
+
+_FIELDS: dict[str, type] = {
+    "model": dict,
+    "input": dict,
+    "prefix": list,
+    "stages": list,
+    "sequence": str,
+    "mem_limit": int,
+    "peak_bytes": int,
+    "fresh_grads": bool,
+}

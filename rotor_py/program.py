@@ -1,0 +1,100 @@
+"""A sequence, read once as instructions for the executor: what runs in the graph, and how long each input is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Operations
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rotor_solver import (
+    Backward,
+    Chain,
+    ForwardCheck,
+    ForwardEnable,
+    ForwardNograd,
+    Loss,
+    Operation,
+    Sequence,
+    simulate,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation, and the inputs a_i that the tape still needs once it is done."""
+
+    operation: Operation
+    live: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The operations before the loss, those after it, and the stages whose first forward already has a graph.
+
+    Such a stage runs in the graph of plain training, and the engine runs its backward: the tape has no part in it.
+    """
+
+    forward: tuple[Step, ...]
+    replay: tuple[Step, ...]
+    in_graph: frozenset[int]
+
+
+@lru_cache(maxsize=64)
+def program(stages: int, sequence: Sequence) -> Program:
+    """Read `sequence` for a chain of `stages` stages. ValueError if it is not valid."""
+    simulate(_unit_chain(stages), sequence)
+    operations = tuple(sequence)
+    in_graph = frozenset(_first_with_graph(operations))
+    live = _liveness(operations, in_graph)
+    steps = [Step(operation, needed) for operation, needed in zip(operations, live, strict=True)]
+    loss = operations.index(Loss())
+    return Program(tuple(steps[:loss]), tuple(steps[loss + 1 :]), in_graph)
+
+
+def _first_with_graph(operations: Operations[Operation]) -> list[int]:
+    seen: set[int] = set()
+    found = []
+    for operation in operations:
+        match operation:
+            case Loss():
+                return found
+            case ForwardEnable(stage) if stage not in seen:
+                found.append(stage)
+        if not isinstance(operation, Loss | Backward):
+            seen.add(operation.stage)
+    return found
+
+
+def _liveness(operations: Operations[Operation], in_graph: frozenset[int]) -> list[frozenset[int]]:
+    """For every operation, the inputs that a later run of their stage reads before they are computed anew.
+
+    The first run of a stage takes its input from the run of the stage before, not from the tape.
+    """
+    first = _first_runs(operations)
+    live: frozenset[int] = frozenset()
+    result = []
+    for position in range(len(operations) - 1, -1, -1):
+        result.append(live)
+        match operations[position]:
+            case ForwardEnable(stage) | ForwardCheck(stage) | ForwardNograd(stage):
+                live = live - {stage} if first[stage] == position else (live - {stage + 1}) | {stage}
+    return result[::-1]
+
+
+def _first_runs(operations: Operations[Operation]) -> dict[int, int]:
+    first: dict[int, int] = {}
+    for position, operation in enumerate(operations):
+        if isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd):
+            first.setdefault(operation.stage, position)
+    return first
+
+
+def _unit_chain(stages: int) -> Chain:
+    return Chain.from_arrays(
+        forward_time=[1.0] * stages,
+        backward_time=[1.0] * (stages + 1),
+        activation=[1] * (stages + 1),
+        saved=[1] * stages,
+        forward_temp=[0] * stages,
+        backward_temp=[0] * (stages + 1),
+    )

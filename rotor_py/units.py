@@ -1,0 +1,64 @@
+"""Sizes as people write them: `4GB` is 4·10⁹ bytes, `512MiB` is 512·2²⁰, `80%` is a share of the device."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_SIZE = re.compile(r"\s*(?P<number>\d+(\.\d*)?|\.\d+)(e(?P<power>\d+))?\s*(?P<unit>[a-z%]*)\s*", re.IGNORECASE)
+_DECIMAL = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12, "p": 15}
+_BINARY = {"ki": 10, "mi": 20, "gi": 30, "ti": 40, "pi": 50}
+_HINT = "write for example 4GB (4·10⁹ bytes), 512MiB (512·2²⁰ bytes) or 80%"
+
+
+def parse_bytes(size: int | str, *, device_bytes: int | None = None) -> int:
+    """The number of bytes that `size` stands for, rounded down.
+
+    A number is a number of bytes. `80%` is that share of `device_bytes`. ValueError, in one sentence, for anything
+    that is not a positive size.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise ValueError(f"{size!r} is not a size in bytes; {_HINT}")
+    result = size if isinstance(size, int) else _parse(size, device_bytes)
+    if result <= 0:
+        raise ValueError(f"a size has to be more than zero bytes, not {size!r}; {_HINT}")
+    return result
+
+
+def _parse(text: str, device_bytes: int | None) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; {_HINT}")
+    number = Decimal(match["number"]).scaleb(int(match["power"] or 0))
+    unit = match["unit"].lower()
+    if unit == "%":
+        if device_bytes is None:
+            raise ValueError(f"{text!r} is a share of a device, and no device is known here; {_HINT}")
+        if number > 100:
+            raise ValueError(f"{text!r} is more than the whole device; {_HINT}")
+        return int(number * device_bytes / 100)
+    prefix = unit.removesuffix("b")
+    if prefix in _DECIMAL:
+        return int(number.scaleb(_DECIMAL[prefix]))
+    if prefix in _BINARY:
+        return int(number * 2 ** _BINARY[prefix])
+    raise ValueError(f"{match['unit']!r} in {text!r} is not a unit of size; {_HINT}")
+
+
+def format_bytes(size: int) -> str:
+    """`size` with three significant digits and its decimal unit: 4.00 GB, 57.2 MB, 999 B."""
+    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        scaled = size / 10**power
+        if abs(scaled) >= 0.9995:
+            digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+            return f"{scaled:.{digits}f} {unit}"
+    return f"{size} B"
+
+
+def limit_text(size: int) -> str:
+    """`size` as a limit that can be typed, rounded up so that it still suffices: 2.32GB, 57.3MB."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if size >= 10**power:
+            hundredths = -(-size * 100 // 10**power)
+            return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".") + unit
+    return str(size)

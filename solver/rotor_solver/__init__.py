@@ -1,0 +1,45 @@
+"""Optimal schedules for training a chain of stages inside a memory limit. Pure NumPy and Numba.
+
+Words of the code, and symbols of the paper (Beaumont et al., "Optimal checkpointing for heterogeneous chains",
+HAL hal-02352969):
+
+    activation of stage i        |a_{i+1}|, bytes of its output; input_bytes is |a_0|
+    saved                        |ā_{i+1}|, bytes that autograd keeps of stage i, its output included
+    forward_time, backward_time  uf_i, ub_i, in seconds; loss_time is ub_L
+    forward_temp, backward_temp  of_i, ob_i, scratch bytes; loss_temp is ob_L
+    gradient                     |g_i|, bytes of the gradients of the stage's parameters
+    ForwardEnable, ForwardCheck, ForwardNograd, Loss, Backward    Fe_i, CF_i, Fn_i, L, B_i
+"""
+
+from rotor_solver.chain import Chain, Option, Stage
+from rotor_solver.ends import RecomputeAll, StoreAll, min_bytes, recompute_all, store_all
+from rotor_solver.errors import InfeasibleError
+from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
+from rotor_solver.persistent import Persistent
+from rotor_solver.sequence import Sequence
+from rotor_solver.simulate import Simulation, simulate
+from rotor_solver.solve import Algorithm, solve
+
+__all__ = [
+    "Algorithm",
+    "Backward",
+    "Chain",
+    "ForwardCheck",
+    "ForwardEnable",
+    "ForwardNograd",
+    "InfeasibleError",
+    "Loss",
+    "Operation",
+    "Option",
+    "Persistent",
+    "RecomputeAll",
+    "Sequence",
+    "Simulation",
+    "Stage",
+    "StoreAll",
+    "min_bytes",
+    "recompute_all",
+    "simulate",
+    "solve",
+    "store_all",
+]

@@ -1,0 +1,249 @@
+"""Chains of stages and what they cost, in seconds and bytes. `Chain` checks everything, once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+LARGEST_SIZE = 2**50
+"""Bytes; larger sizes are refused, so that sums of them are exact everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a stage forward with a graph, and then backward.
+
+    `saved` is what the backward needs, the stage's output included and its input not. The temporary sizes are what a
+    run needs beyond its inputs and outputs. `replay_temp` stands for `backward_temp` where the forward is
+    run again after the loss; it is the same unless given.
+    """
+
+    forward_time: float
+    backward_time: float
+    saved: int
+    forward_temp: int = 0
+    backward_temp: int = 0
+    replay_temp: int | None = None
+    name: str = ""
+
+    @property
+    def backward_temp_of_replay(self) -> int:
+        return self.backward_temp if self.replay_temp is None else self.replay_temp
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage: `activation` is the size of its output, `options` the ways to run it with a graph.
+
+    `nograd_time` and `nograd_temp` are for runs without a graph; unless given, they are those of the first option's
+    forward. `gradient` is what the stage's backward leaves in memory for good: the gradients of its parameters.
+    """
+
+    activation: int
+    options: tuple[Option, ...]
+    nograd_time: float | None = None
+    nograd_temp: int | None = None
+    gradient: int = 0
+    name: str = ""
+
+    @property
+    def seconds_without_graph(self) -> float:
+        return self.options[0].forward_time if self.nograd_time is None else self.nograd_time
+
+    @property
+    def temp_without_graph(self) -> int:
+        return self.options[0].forward_temp if self.nograd_temp is None else self.nograd_temp
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Stages 0 … L-1 in the order in which they run, and the loss, which counts as stage L.
+
+    `input_bytes` is the size of the chain's input. `loss_time` is the loss's forward and backward together.
+    `output_held` says that the caller keeps the chain's output to the end of the step.
+    Sizes are integers (integral floats and NumPy's are converted). ValueError names the field and the stage otherwise.
+    """
+
+    stages: tuple[Stage, ...]
+    input_bytes: int
+    loss_time: float = 0.0
+    loss_temp: int = 0
+    output_held: bool = False
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        set_field(self, "input_bytes", _size(self.input_bytes, "input_bytes"))
+        set_field(self, "loss_time", _seconds(self.loss_time, "loss_time"))
+        set_field(self, "loss_temp", _size(self.loss_temp, "loss_temp"))
+        set_field(self, "output_held", bool(self.output_held))
+        stages: list[Stage] = []
+        for index, stage in enumerate(self.stages):
+            incoming = stages[-1].activation if stages else self.input_bytes
+            stages.append(_checked(stage, f"stage {index}" + (f" ({stage.name})" if stage.name else ""), incoming))
+        set_field(self, "stages", tuple(stages))
+
+    @classmethod
+    def from_arrays(
+        cls,
+        forward_time: Iterable[Any],
+        backward_time: Iterable[Any],
+        activation: Iterable[Any],
+        saved: Iterable[Any],
+        forward_temp: Iterable[Any],
+        backward_temp: Iterable[Any],
+        *,
+        gradient: Iterable[Any] | None = None,
+        nograd_time: Iterable[Any] | None = None,
+        nograd_temp: Iterable[Any] | None = None,
+        replay_temp: Iterable[Any] | None = None,
+        output_held: bool = False,
+        names: Iterable[str] | None = None,
+    ) -> Chain:
+        """A chain of L stages with one option each, from lists of seconds and bytes.
+
+        `backward_time`, `activation` and `backward_temp` have L+1 entries: activation[i] is the size of stage i's
+        input, and the last entries of the other two are the loss's. All other lists have L entries; saved[i] is what
+        stage i keeps for its backward.
+        """
+        forward = list(forward_time)
+        length = len(forward)
+
+        def column(values: Iterable[Any] | None, name: str, extra: int = 0) -> list[Any]:
+            listed = [None] * length if values is None else list(values)
+            if len(listed) != length + extra:
+                raise ValueError(
+                    f"{name} has {len(listed)} entries; a chain of {length} stages (the length of forward_time) "
+                    f"needs {length + extra}"
+                )
+            return listed
+
+        backward, backward_temps = column(backward_time, "backward_time", 1), column(backward_temp, "backward_temp", 1)
+        sizes = column(activation, "activation", 1)
+        options = [
+            (Option(*costs),)
+            for costs in zip(
+                forward,
+                backward[:-1],
+                column(saved, "saved"),
+                column(forward_temp, "forward_temp"),
+                backward_temps[:-1],
+                column(replay_temp, "replay_temp"),
+                strict=True,
+            )
+        ]
+        stages = map(
+            Stage,
+            sizes[1:],
+            options,
+            column(nograd_time, "nograd_time"),
+            column(nograd_temp, "nograd_temp"),
+            [0] * length if gradient is None else column(gradient, "gradient"),
+            [""] * length if names is None else column(names, "names"),
+        )
+        return cls(tuple(stages), sizes[0], backward[-1], backward_temps[-1], output_held)
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    @property
+    def activation(self) -> tuple[int, ...]:
+        """Sizes of every stage's input, and last of the chain's output: L+1 entries."""
+        return (self.input_bytes, *(stage.activation for stage in self.stages))
+
+    @property
+    def forward_time(self) -> tuple[float, ...]:
+        """Forward seconds of every stage's first option."""
+        return tuple(option.forward_time for option in self._first_options())
+
+    @property
+    def backward_time(self) -> tuple[float, ...]:
+        """Backward seconds of every stage's first option, and last of the loss: L+1 entries."""
+        return (*(option.backward_time for option in self._first_options()), self.loss_time)
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """What every stage's first option keeps for its backward."""
+        return tuple(option.saved for option in self._first_options())
+
+    @property
+    def forward_temp(self) -> tuple[int, ...]:
+        """Temporary memory of the forward of every stage's first option."""
+        return tuple(option.forward_temp for option in self._first_options())
+
+    @property
+    def backward_temp(self) -> tuple[int, ...]:
+        """Temporary memory of the backward of every stage's first option, and last of the loss: L+1 entries."""
+        return (*(option.backward_temp for option in self._first_options()), self.loss_temp)
+
+    @property
+    def replay_temp(self) -> tuple[int, ...]:
+        """Temporary memory of a backward whose forward was run again, for every stage's first option."""
+        return tuple(_given(option.replay_temp, option.backward_temp) for option in self._first_options())
+
+    @property
+    def nograd_time(self) -> tuple[float, ...]:
+        """Seconds of a forward without a graph."""
+        return tuple(_given(stage.nograd_time, stage.options[0].forward_time) for stage in self.stages)
+
+    @property
+    def nograd_temp(self) -> tuple[int, ...]:
+        """Temporary memory of a forward without a graph."""
+        return tuple(_given(stage.nograd_temp, stage.options[0].forward_temp) for stage in self.stages)
+
+    @property
+    def gradient(self) -> tuple[int, ...]:
+        """What every stage's backward leaves in memory for good."""
+        return tuple(stage.gradient for stage in self.stages)
+
+    def _first_options(self) -> Iterator[Option]:
+        return (stage.options[0] for stage in self.stages)
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _checked(stage: Stage, where: str, incoming: int) -> Stage:
+    if not stage.options:
+        raise ValueError(f"{where} has no options; a stage needs at least one way to run")
+    return replace(
+        stage,
+        activation=_size(stage.activation, f"activation of {where}"),
+        options=tuple(_checked_option(option, where, incoming) for option in stage.options),
+        nograd_time=None if stage.nograd_time is None else _seconds(stage.nograd_time, f"nograd_time of {where}"),
+        nograd_temp=None if stage.nograd_temp is None else _size(stage.nograd_temp, f"nograd_temp of {where}"),
+        gradient=_size(stage.gradient, f"gradient of {where}"),
+    )
+
+
+def _checked_option(option: Option, where: str, incoming: int) -> Option:
+    replay = option.replay_temp
+    return replace(
+        option,
+        forward_time=_seconds(option.forward_time, f"forward_time of {where}"),
+        backward_time=_seconds(option.backward_time, f"backward_time of {where}"),
+        saved=_size(option.saved, f"saved of {where}"),
+        forward_temp=_size(option.forward_temp, f"forward_temp of {where}"),
+        backward_temp=_size(option.backward_temp, f"backward_temp of {where}", least=-incoming),
+        replay_temp=None if replay is None else _size(replay, f"replay_temp of {where}", least=-incoming),
+    )
+
+
+def _seconds(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{what} is {value!r}; it has to be a finite number of seconds, zero or more")
+    return float(value)
+
+
+def _size(value: Any, what: str, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value != int(value):
+        raise ValueError(f"{what} is {value!r}; it has to be a whole number of bytes")
+    if not least <= value <= LARGEST_SIZE:
+        raise ValueError(f"{what} is {value!r}; it has to be between {least} and {LARGEST_SIZE} bytes")
+    return int(value)

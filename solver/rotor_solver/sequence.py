@@ -1,0 +1,75 @@
+"""Sequences of operations, and the text in which people write them: `Fe_0, CF_1, Fn_2, Fe_3, L, B_3, …`."""
+
+from __future__ import annotations
+
+import collections.abc
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import overload
+
+from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
+
+_TOKEN = re.compile(r"(?P<kind>Fe|CF|Fn|B)_(?P<stage>[0-9]+)(\^(?P<option>[0-9]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence(collections.abc.Sequence[Operation]):
+    """An immutable list of operations; two sequences are equal if their operations are.
+
+    `algorithm` names what found it. `lower_bound`, in seconds, is certified: no memory-persistent sequence within the
+    limit that it was found for is faster. None where that is not known.
+    """
+
+    operations: tuple[Operation, ...]
+    algorithm: str = field(default="", compare=False)
+    lower_bound: float | None = field(default=None, compare=False)
+
+    def __init__(self, operations: Iterable[Operation], algorithm: str = "", lower_bound: float | None = None) -> None:
+        object.__setattr__(self, "operations", tuple(operations))
+        object.__setattr__(self, "algorithm", algorithm)
+        object.__setattr__(self, "lower_bound", lower_bound)
+        for position, operation in enumerate(self.operations):
+            if not isinstance(operation, Operation):
+                raise ValueError(f"operation {position} of the sequence is {operation!r}, which is not an operation")
+
+    @classmethod
+    def parse(cls, text: str) -> Sequence:
+        """Read what `str` writes; brackets around it are allowed. ValueError names the token that is not understood."""
+        inside = text.strip().removeprefix("[").removesuffix("]").strip()
+        tokens = [token.strip() for token in inside.split(",")] if inside else []
+        return cls(_operation(position, token) for position, token in enumerate(tokens))
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+    def __iter__(self) -> Iterator[Operation]:
+        return iter(self.operations)
+
+    @overload
+    def __getitem__(self, index: int) -> Operation: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Operation, ...]: ...
+    def __getitem__(self, index: int | slice) -> Operation | tuple[Operation, ...]:
+        return self.operations[index]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.operations))
+
+
+def _operation(position: int, token: str) -> Operation:
+    if token == "L":
+        return Loss()
+    found = _TOKEN.fullmatch(token)
+    if found is not None:
+        stage, option = int(found["stage"]), found["option"]
+        match found["kind"], option:
+            case "Fe", _:
+                return ForwardEnable(stage, int(option or 0))
+            case "CF", None:
+                return ForwardCheck(stage)
+            case "Fn", None:
+                return ForwardNograd(stage)
+            case "B", None:
+                return Backward(stage)
+    raise ValueError(f"operation {position} is {token!r}; an operation reads Fe_3, Fe_3^1, CF_3, Fn_3, L or B_3")

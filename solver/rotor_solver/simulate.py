@@ -1,0 +1,177 @@
+"""The exact simulator: what a sequence holds in memory, in bytes, during and after every operation.
+
+It shares no code with the programs that find sequences, and has the last word on what they find.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rotor_solver.chain import Chain, Option
+from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
+from rotor_solver.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Makespan in seconds; peak, and the memory during and after every operation, in bytes. a_0 is counted."""
+
+    makespan: float
+    peak: int
+    during: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def simulate(chain: Chain, sequence: Sequence) -> Simulation:
+    """Run `sequence` on `chain`.
+
+    ValueError, naming the operation, if one uses what is not in memory, or if the sequence does not lead to δ_0.
+    """
+    machine = _Machine(chain)
+    during, after = [], []
+    for position, operation in enumerate(sequence):
+        try:
+            most = machine.run(operation)
+        except _MissingError as missing:
+            raise ValueError(f"operation {position}, {operation}, {missing}") from None
+        during.append(most)
+        after.append(machine.held)
+    if 0 not in machine.deltas:
+        raise ValueError(
+            f"the sequence of {len(sequence)} operations ends before the gradient of the input, δ_0, is known"
+        )
+    return Simulation(machine.seconds, max([chain.input_bytes, *during]), tuple(during), tuple(after))
+
+
+class _MissingError(Exception):
+    """What an operation lacks, as the end of a sentence."""
+
+
+@dataclass(slots=True)
+class _Attached:
+    option: Option
+    replayed: bool
+
+
+@dataclass(slots=True)
+class _Machine:
+    """What is in memory, and how many bytes it has: `held`."""
+
+    chain: Chain
+    held: int = 0
+    plain: set[int] = field(default_factory=set)
+    attached: dict[int, _Attached] = field(default_factory=dict)
+    deltas: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+    lost: bool = False
+    output: str = "none"
+    """Where the caller's a_L is counted: "none" before it exists, "plain", "attached", or "caller"."""
+
+    def __post_init__(self) -> None:
+        self._add_plain(0)
+
+    def run(self, operation: Operation) -> int:
+        """Carry out one operation; return the most bytes that are in memory while it runs."""
+        match operation:
+            case Loss():
+                return self._loss()
+            case ForwardEnable(stage, option):
+                return self._enable(self._stage(stage), option)
+            case ForwardCheck(stage):
+                return self._forward(self._stage(stage))
+            case ForwardNograd(stage):
+                most = self._forward(self._stage(stage))
+                self._drop_plain(stage)
+                return most
+            case Backward(stage):
+                return self._backward(self._stage(stage))
+
+    def _stage(self, stage: int) -> int:
+        if not 0 <= stage < len(self.chain):
+            raise _MissingError(f"is about a stage that is not there: the chain has {len(self.chain)}")
+        return stage
+
+    def _need_input(self, stage: int) -> None:
+        if stage not in self.plain and stage not in self.attached:
+            raise _MissingError(f"needs a_{stage}, which is not in memory")
+
+    def _enable(self, stage: int, option: int) -> int:
+        self._need_input(stage)
+        if stage + 1 in self.attached:
+            raise _MissingError(f"would make ā_{stage + 1}, which is in memory already")
+        options = self.chain.stages[stage].options
+        if option >= len(options):
+            raise _MissingError(f"uses option {option} of a stage that has {len(options)}")
+        most = self.held + options[option].saved + options[option].forward_temp
+        self.attached[stage + 1] = _Attached(options[option], self.lost)
+        self.held += options[option].saved
+        self._note_output(stage + 1, "attached")
+        self.seconds += options[option].forward_time
+        return most
+
+    def _forward(self, stage: int) -> int:
+        self._need_input(stage)
+        costs = self.chain.stages[stage]
+        most = self.held + costs.activation + costs.temp_without_graph
+        self._add_plain(stage + 1)
+        self._note_output(stage + 1, "plain")
+        self.seconds += costs.seconds_without_graph
+        return most
+
+    def _loss(self) -> int:
+        last = len(self.chain)
+        self._need_input(last)
+        if self.lost:
+            raise _MissingError("is a second loss")
+        most = self.held + self.chain.activation[last] + self.chain.loss_temp
+        self.lost = True
+        self._add_delta(last)
+        self._drop_plain(last)
+        self.seconds += self.chain.loss_time
+        return most
+
+    def _backward(self, stage: int) -> int:
+        if stage + 1 not in self.deltas:
+            raise _MissingError(f"needs δ_{stage + 1}, which is not in memory")
+        if stage + 1 not in self.attached:
+            raise _MissingError(f"needs ā_{stage + 1}, which is not in memory")
+        self._need_input(stage)
+        before = self.held
+        kept = self.attached.pop(stage + 1)
+        self.held -= kept.option.saved
+        if stage + 1 == len(self.chain) and not kept.replayed:
+            self._leave_to_caller("attached")
+        self.deltas.remove(stage + 1)
+        self.held -= self.chain.activation[stage + 1]
+        self._add_delta(stage)
+        self._drop_plain(stage)
+        self.held += self.chain.stages[stage].gradient
+        self.seconds += kept.option.backward_time
+        temp = kept.option.backward_temp_of_replay if kept.replayed else kept.option.backward_temp
+        return max(before + self.chain.activation[stage] + temp, self.held)
+
+    def _add_plain(self, index: int) -> None:
+        if index not in self.plain:
+            self.plain.add(index)
+            self.held += self.chain.activation[index]
+
+    def _drop_plain(self, index: int) -> None:
+        if index in self.plain:
+            self.plain.remove(index)
+            self.held -= self.chain.activation[index]
+            if index == len(self.chain):
+                self._leave_to_caller("plain")
+
+    def _add_delta(self, index: int) -> None:
+        self.deltas.add(index)
+        self.held += self.chain.activation[index]
+
+    def _note_output(self, index: int, where: str) -> None:
+        """The caller takes the first a_L that is made; one that is made again is memory of its own."""
+        if index == len(self.chain) and self.output == "none":
+            self.output = where
+
+    def _leave_to_caller(self, where: str) -> None:
+        if self.chain.output_held and self.output == where:
+            self.output = "caller"
+            self.held += self.chain.activation[-1]
