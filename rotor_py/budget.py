@@ -121,6 +121,7 @@ def make_budget(
     batch = storage_bytes(_on(device, tensors_in(sample)))
     gradients = 0 if fresh_gradients else trained
     state = optimizer.state_bytes if optimizer else 0
+    accounted = sum(sizes.values()) + buffers + batch
     prefix = measurement.prefix
     fixed = FixedMemory(
         parameters=sum(sizes.values()),
@@ -128,8 +129,7 @@ def make_budget(
         gradients=gradients,
         optimizer=state,
         batch=batch if prefix else 0,
-        other=measurement.loss.kept_bytes
-        + _other(device, parameters, sum(sizes.values()) + buffers + batch, optimizer),
+        other=measurement.loss.kept_bytes + _other(device, parameters, accounted, optimizer),
     )
     entered = fixed.total + measurement.input_bytes
     output_bytes = measurement.stages[-1].activation_bytes

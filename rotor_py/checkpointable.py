@@ -30,24 +30,22 @@ from rotor_solver import Algorithm, Chain, Persistent, Sequence, StoreAll, simul
 
 _log = logging.getLogger("rotor_py")
 _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
-_OWN = frozenset(
-    [
-        "model",
-        "names",
-        "functions",
-        "inspection_values",
-        "chain",
-        "sequence",
-        "mem_limit",
-        "mem_slots",
-        "verbosity",
-        "preserve_rng_state",
-        "loss_tmp_memory_usage",
-        "budget",
-        "progress",
-        "training",
-    ]
-)
+_OWN = frozenset({
+    "budget",
+    "chain",
+    "functions",
+    "inspection_values",
+    "loss_tmp_memory_usage",
+    "mem_limit",
+    "mem_slots",
+    "model",
+    "names",
+    "preserve_rng_state",
+    "progress",
+    "sequence",
+    "training",
+    "verbosity",
+})
 
 
 class Checkpointable(nn.Module):
@@ -269,8 +267,8 @@ class Checkpointable(nn.Module):
             self._prepare(value)
         elif not covers(self._value, value):
             raise UnsupportedModelError(
-                f"the input is {words(spec_of(value))}, and the plan was made for {words(self._value)}; call measure() with "
-                "the largest input there will be"
+                f"the input is {words(spec_of(value))}, and the plan was made for {words(self._value)}; call measure() "
+                "with the largest input there will be"
             )
         if self.sequence is None:
             self.compute_sequence()

@@ -53,7 +53,7 @@ def program(stages: int, sequence: Sequence) -> Program:
 
 def _first_with_graph(operations: Operations[Operation]) -> list[int]:
     seen: set[int] = set()
-    found = []
+    found: list[int] = []
     for operation in operations:
         match operation:
             case Loss():

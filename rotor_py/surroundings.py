@@ -1,4 +1,4 @@
-"""What surrounds a stage's forward, kept so that the stage can be run again exactly: random state, autocast, buffers."""
+"""What surrounds a stage's forward, kept so that it can be run again exactly: random state, autocast, buffers."""
 
 from __future__ import annotations
 
@@ -142,6 +142,6 @@ def _equal(copy: torch.Tensor, slot: Slot) -> bool:
 
 
 def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
-    """The buffers of which a copy is kept while `function` may be run again, as far as is known from its runs so far."""
+    """The buffers of which a copy is kept while `function` may be run again, as far as its runs so far have shown."""
     known = _moving.get(function, frozenset()) if isinstance(function, nn.Module) else frozenset()
     return [slot[2] for i, slot in enumerate(_own_buffers(function)) if i in known]

@@ -89,7 +89,7 @@ class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of meta storages that are created while the mode is active and have not been freed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
         self._held = _Held()
 
     @property

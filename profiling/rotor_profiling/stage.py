@@ -1,4 +1,4 @@
-"""What one stage costs: its times and its bytes, measured by running it the very ways in which it is run in training."""
+"""What one stage costs: its times and bytes, measured by running it the very ways in which it is run in training."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _source(output: Any) -> torch.Tensor | None:
     early as in training. None where nothing in `output` has a graph.
     """
     tensors = _with_graph(output)
-    return _NewGradient.apply(*tensors) if tensors else None  # type: ignore[no-untyped-call, no-any-return] # torch
+    return _NewGradient.apply(*tensors) if tensors else None  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 class _NewGradient(torch.autograd.Function):

@@ -236,14 +236,21 @@ def _checked_option(option: Option, where: str, incoming: int) -> Option:
 
 
 def _seconds(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+    number = _number(value)
+    if number is None or not math.isfinite(number) or number < 0:
         raise ValueError(f"{what} is {value!r}; it has to be a finite number of seconds, zero or more")
-    return float(value)
+    return float(number)
 
 
 def _size(value: Any, what: str, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value != int(value):
+    number = _number(value)
+    if number is None or not math.isfinite(number) or number != int(number):
         raise ValueError(f"{what} is {value!r}; it has to be a whole number of bytes")
-    if not least <= value <= LARGEST_SIZE:
+    if not least <= number <= LARGEST_SIZE:
         raise ValueError(f"{what} is {value!r}; it has to be between {least} and {LARGEST_SIZE} bytes")
-    return int(value)
+    return int(number)
+
+
+def _number(value: Any) -> Any:
+    """`value` if it is a real number, a NumPy scalar included, else None."""
+    return None if isinstance(value, bool) or not isinstance(value, Real) else value

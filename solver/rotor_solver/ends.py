@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rotor_solver.arrays import ChainArrays
 from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
@@ -43,7 +45,7 @@ def min_bytes(chain: Chain) -> int:
     return chain.input_bytes + int(least[0, len(chain)])
 
 
-def _memory_arguments(arrays: ChainArrays) -> tuple[object, ...]:
+def _memory_arguments(arrays: ChainArrays) -> tuple[Any, ...]:
     return (
         arrays.activation,
         arrays.check_need,

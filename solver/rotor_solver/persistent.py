@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
@@ -166,10 +167,10 @@ class _Table:
         values = np.empty(((length + 1) * (length + 2) // 2, top + 1), np.float64)
         table = cls(values, arrays, activation, saved, unit, rest)
         start = np.empty((length + 1, length + 1), np.int64)
-        kernels.fill(values, start, *table._costs(), arrays.loss_time, arrays.loss_need, unit, rest)
+        kernels.fill(*(values, start, *table._costs(), arrays.loss_time, arrays.loss_need, unit, rest))
         return table
 
-    def _costs(self) -> tuple[object, ...]:
+    def _costs(self) -> tuple[Any, ...]:
         arrays = self.arrays
         return (
             self.activation,
@@ -198,7 +199,7 @@ class _Table:
         costs = self._costs()
 
         def choose(i: int, last: int, m: int) -> int:
-            return int(kernels.best_choice(self.values, i, last, m, *costs, self.unit, self.rest))
+            return int(kernels.best_choice(*(self.values, i, last, m, *costs, self.unit, self.rest)))
 
         length = len(self.activation) - 1
         return Sequence(operations_of(length, slots, choose, self.saved, self.activation, self.arrays.first))

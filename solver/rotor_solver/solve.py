@@ -35,7 +35,7 @@ def solve(chain: Chain, mem_limit: int, algorithm: str | Algorithm = "persistent
         mem_limit = math.floor(mem_limit)
     if mem_limit < 0:
         raise ValueError(f"mem_limit is {mem_limit}; it has to be zero bytes or more")
-    by_name = {"persistent": Persistent(slots), "store-all": StoreAll(), "recompute-all": RecomputeAll()}
+    by_name: dict[str, Algorithm] = {each.name: each for each in (Persistent(slots), StoreAll(), RecomputeAll())}
     if isinstance(algorithm, str):
         if algorithm not in by_name:
             raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(by_name)}")
