@@ -78,6 +78,11 @@ class Budget:
 
     def split(self) -> str:
         """The fixed part in words."""
+        parts = self.parts()
+        return f"{format_bytes(self.fixed.total)} is fixed" + (f" ({parts})" if parts else "")
+
+    def parts(self) -> str:
+        """What the fixed part consists of, in words."""
         parts = [
             f"{format_bytes(size)} {name}"
             for name, size in (
@@ -90,7 +95,7 @@ class Budget:
             )
             if size
         ]
-        return f"{format_bytes(self.fixed.total)} is fixed" + (f" ({', '.join(parts)})" if parts else "")
+        return ", ".join(parts)
 
     def _extra(self, sequence: Sequence) -> int:
         return self.snapshot_bytes if recomputes(sequence) else 0

@@ -30,22 +30,24 @@ from rotor_solver import Algorithm, Chain, Persistent, Sequence, StoreAll, simul
 
 _log = logging.getLogger("rotor_py")
 _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
-_OWN = frozenset({
-    "budget",
-    "chain",
-    "functions",
-    "inspection_values",
-    "loss_tmp_memory_usage",
-    "mem_limit",
-    "mem_slots",
-    "model",
-    "names",
-    "preserve_rng_state",
-    "progress",
-    "sequence",
-    "training",
-    "verbosity",
-})
+_OWN = frozenset(
+    {
+        "budget",
+        "chain",
+        "functions",
+        "inspection_values",
+        "loss_tmp_memory_usage",
+        "mem_limit",
+        "mem_slots",
+        "model",
+        "names",
+        "preserve_rng_state",
+        "progress",
+        "sequence",
+        "training",
+        "verbosity",
+    }
+)
 
 
 class Checkpointable(nn.Module):

@@ -6,6 +6,7 @@ from rotor_profiling.loss import LossCost, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
 from rotor_profiling.optimizer import OptimizerCost, optimizer_cost
 from rotor_profiling.stage import StageCost, leaves_of, measure_stage
+from rotor_profiling.step import measured_peak
 from rotor_profiling.storage import storage_bytes, storages, tensors_in
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "leaves_of",
     "measure_loss",
     "measure_stage",
+    "measured_peak",
     "memory_meter",
     "optimizer_cost",
     "stage_kind",

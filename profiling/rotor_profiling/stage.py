@@ -89,7 +89,8 @@ def measure_stage(
         saved_bytes=saved,
         forward_temp_bytes=max(phases["forward"].rise, phases["attach"].rise) - saved,
         nograd_temp_bytes=max(0, phases["first"].rise - activation, phases["again"].rise - activation),
-        backward_temp_bytes=max(-input_bytes, phases["backward"].rise - both),
+        # From the end of the forward on: an output that the stage's own backward does not need may be gone by now.
+        backward_temp_bytes=max(-input_bytes, phases["backward"].peak - phases["forward"].end - both),
         replay_temp_bytes=max(-input_bytes, phases["replay"].rise + gradient - both),
     )
 
@@ -142,7 +143,8 @@ def _phases(
         kept = attached.backward(gradients)
         meter.mark("between")
         del kept, attached, gradients
-    phases = {"backward": Phase(0, 0, 0), **meter.phases}
+    end = meter.phases["forward"].end
+    phases = {"backward": Phase(end, end, end), **meter.phases}
     return phases, activation, phases["gradient"].kept
 
 

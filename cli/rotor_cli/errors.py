@@ -1,0 +1,62 @@
+"""How the command ends: exit codes, and errors that are shown as one sentence."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import click
+
+UNEXPECTED, USAGE, INFEASIBLE, MODEL_RAISED, DIFFERENT, INTERRUPTED = 1, 2, 3, 4, 5, 130
+_OWN = ("rotor_cli", "rotor_py", "rotor_profiling", "rotor_solver", "importlib", "<frozen")
+
+
+class Failure(click.ClickException):
+    """An end with an exit code and a message on stderr; no traceback."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.__dict__["exit_code"] = exit_code  # click declares it for the class
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"rotor-plan: {self.format_message()}", err=True, file=file)
+
+
+def usage(message: str) -> Failure:
+    """Wrong use of the command, or a model file that cannot be used."""
+    return Failure(message, USAGE)
+
+
+@contextmanager
+def model_code(file: str) -> Iterator[None]:
+    """Run code of the user's: what it raises is shown with its own traceback, from the user's file on."""
+    try:
+        yield
+    except (Failure, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise raised_by_model(error, file) from error
+
+
+def raised_by_model(error: BaseException, file: str) -> Failure:
+    """The failure that shows an error of the user's code."""
+    frames = _theirs(error.__traceback__, file)
+    text = "".join(traceback.format_exception(type(error), error.with_traceback(frames), frames, chain=False))
+    return Failure(f"the model itself raised an error\n\n{text.rstrip()}", MODEL_RAISED)
+
+
+def _theirs(trace: TracebackType | None, file: str) -> TracebackType | None:
+    """The traceback from the first frame of `file` on; without one, from the first frame that is not ours."""
+    wanted = Path(file).resolve()
+    first = trace
+    while trace is not None:
+        if Path(trace.tb_frame.f_code.co_filename).resolve() == wanted:
+            return trace
+        trace = trace.tb_next
+    while first is not None and any(own in first.tb_frame.f_code.co_filename for own in _OWN):
+        first = first.tb_next
+    return first

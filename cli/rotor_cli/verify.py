@@ -1,0 +1,134 @@
+"""Take real training steps, planned and plain, and compare peak, time and gradients."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_cli.facts import Verified
+from rotor_profiling import RandomState, measured_peak, tensors_in
+from rotor_py import Checkpointable
+
+_TIMED_STEPS = 3
+
+
+def verify(
+    planned: Checkpointable,
+    sample: Any,
+    loss: Callable[[Any], torch.Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    *,
+    fresh_grads: bool,
+) -> Verified:
+    """Train with the plan and without it, from the same state; the model is afterwards what it was before."""
+    step = _Step(planned.model, sample, loss, optimizer, device, fresh_grads)
+    peak, seconds, tensors = step.run(planned)
+    try:
+        plain_peak, plain_seconds, plain = step.run(planned.model)
+        _, _, again = step.run(planned.model)
+    except torch.OutOfMemoryError:
+        return Verified(peak, seconds, None, None, None)
+    return Verified(peak, seconds, _difference(tensors, plain), plain_peak, plain_seconds, _difference(again, plain))
+
+
+class _Step:
+    """A training step that can be taken again from the same state."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Any,
+        loss: Callable[[Any], torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        fresh_grads: bool,
+    ) -> None:
+        self.model, self.sample, self.loss, self.optimizer = model, sample, loss, optimizer
+        self.device, self.fresh_grads = device, fresh_grads
+
+    def run(self, network: nn.Module) -> tuple[int, float, list[torch.Tensor]]:
+        """Measured peak, median seconds of forward, loss and backward, and gradients and buffers after a step."""
+        with self._restored():
+            self._train(network)  # gradients and optimizer state exist from here on
+        with self._restored():
+            self._clear()
+            peak = measured_peak(lambda: self._train(network), self._present(), self.device)
+            results = [tensor.detach().to("cpu", copy=True) for tensor in self._results()]
+        times = []
+        with self._restored():
+            for _ in range(_TIMED_STEPS):
+                self._clear()
+                times.append(self._forward_backward(network))
+        return peak, statistics.median(times), results
+
+    def _train(self, network: nn.Module) -> None:
+        output = self._call(network)
+        value = self.loss(output)
+        value.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def _forward_backward(self, network: nn.Module) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        self.loss(self._call(network)).backward()
+        self._synchronize()
+        return time.perf_counter() - start
+
+    def _call(self, network: nn.Module) -> Any:
+        if isinstance(self.sample, dict):
+            return network(**self.sample)
+        return network(*self.sample) if isinstance(self.sample, tuple) else network(self.sample)
+
+    def _clear(self) -> None:
+        self.model.zero_grad(set_to_none=self.fresh_grads)
+
+    def _results(self) -> list[torch.Tensor]:
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [*gradients, *self.model.buffers()]
+
+    def _present(self) -> list[torch.Tensor]:
+        state = tensors_in([list(entry.values()) for entry in self.optimizer.state.values()]) if self.optimizer else []
+        return [*self.model.parameters(), *self._results(), *state, *tensors_in(self.sample)]
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Put parameters, buffers and the random state back."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        saved = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        state = RandomState.now((self.device,))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip(tensors, saved, strict=True):
+                    tensor.copy_(before)
+            state.restore()
+
+
+def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest absolute difference; infinite where tensors are missing or not a number on one side only."""
+    if len(found) != len(expected):
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(found, expected, strict=True):
+        if torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and _same(a, b)):
+            continue
+        distance = (a.double() - b.double()).abs().max().item()
+        worst = max(worst, distance if distance == distance else float("inf"))
+    return worst
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -1,0 +1,25 @@
+"""The memory that one whole training step really takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from rotor_profiling.memory import memory_meter
+from rotor_profiling.storage import storage_bytes
+
+
+def measured_peak(step: Callable[[], object], present: Iterable[torch.Tensor], device: torch.device) -> int:
+    """The most bytes that `device` holds while `step` runs.
+
+    On CUDA, all that the process has allocated. On the CPU, where nobody counts what is already there, the bytes of
+    the tensors `present` (parameters, buffers, gradients, optimizer state, the batch) and what `step` adds to them.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+    else:
+        before = storage_bytes(tensor for tensor in present if tensor.device == device)
+    with memory_meter(device) as meter:
+        step()
+    return before + meter.phases[""].peak

@@ -1,0 +1,243 @@
+"""Inception v3 (Szegedy et al., "Rethinking the Inception architecture", arXiv 1512.00567) as a chain.
+
+The images are 3 x 299 x 299; any size from 75 x 75 on works. The auxiliary classifier hangs off the middle of the
+network, so it has no place in a chain; a checkpoint of torchvision's model loads as it is, and the weights of the
+auxiliary classifier in it are passed over. torchvision runs its pretrained weights with `transform_input=True`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rotor_py.models.network import Network
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Inception3", "inception_v3"]
+
+
+class InceptionOptions(TypedDict, total=False):
+    """The keywords of `Inception3`."""
+
+    num_classes: int
+    aux_logits: bool
+    transform_input: bool
+    init_weights: bool
+    dropout: float
+
+
+def convolution(inplanes: int, outplanes: int, kernel_size: int | tuple[int, int], **options: Any) -> nn.Sequential:
+    """A convolution, its normalisation and its ReLU."""
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(inplanes, outplanes, kernel_size, bias=False, **options),
+            bn=nn.BatchNorm2d(outplanes, eps=0.001),
+            relu=nn.ReLU(inplace=True),
+        )
+    )
+
+
+class InceptionBlock(nn.Module):
+    """Branches side by side, whose outputs are concatenated."""
+
+    # The branches run in torchvision's order: in the backward their gradients are added up in the reverse of it, and
+    # another order would round differently.
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(self.branches(x), 1)
+
+    def branches(self, x: Tensor) -> list[Tensor]:
+        raise NotImplementedError
+
+
+class InceptionA(InceptionBlock):
+    """Branches with one 5 x 5 and with two 3 x 3 convolutions."""
+
+    def __init__(self, inplanes: int, pool_features: int) -> None:
+        super().__init__()
+        self.branch1x1 = convolution(inplanes, 64, 1)
+        self.branch5x5_1 = convolution(inplanes, 48, 1)
+        self.branch5x5_2 = convolution(48, 64, 5, padding=2)
+        self.branch3x3dbl_1 = convolution(inplanes, 64, 1)
+        self.branch3x3dbl_2 = convolution(64, 96, 3, padding=1)
+        self.branch3x3dbl_3 = convolution(96, 96, 3, padding=1)
+        self.branch_pool = convolution(inplanes, pool_features, 1)
+
+    def branches(self, x: Tensor) -> list[Tensor]:
+        return [
+            self.branch1x1(x),
+            self.branch5x5_2(self.branch5x5_1(x)),
+            self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x))),
+            self.branch_pool(_average(x)),
+        ]
+
+
+class InceptionB(InceptionBlock):
+    """Halves the size of the maps, after branches of 3 x 3 convolutions."""
+
+    def __init__(self, inplanes: int) -> None:
+        super().__init__()
+        self.branch3x3 = convolution(inplanes, 384, 3, stride=2)
+        self.branch3x3dbl_1 = convolution(inplanes, 64, 1)
+        self.branch3x3dbl_2 = convolution(64, 96, 3, padding=1)
+        self.branch3x3dbl_3 = convolution(96, 96, 3, stride=2)
+
+    def branches(self, x: Tensor) -> list[Tensor]:
+        return [
+            self.branch3x3(x),
+            self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x))),
+            F.max_pool2d(x, 3, stride=2),
+        ]
+
+
+class InceptionC(InceptionBlock):
+    """Branches of 7 x 7 convolutions, each taken apart into 1 x 7 and 7 x 1."""
+
+    def __init__(self, inplanes: int, channels_7x7: int) -> None:
+        super().__init__()
+        width = channels_7x7
+        row: dict[str, Any] = {"kernel_size": (1, 7), "padding": (0, 3)}
+        column: dict[str, Any] = {"kernel_size": (7, 1), "padding": (3, 0)}
+        self.branch1x1 = convolution(inplanes, 192, 1)
+        self.branch7x7_1 = convolution(inplanes, width, 1)
+        self.branch7x7_2 = convolution(width, width, **row)
+        self.branch7x7_3 = convolution(width, 192, **column)
+        self.branch7x7dbl_1 = convolution(inplanes, width, 1)
+        self.branch7x7dbl_2 = convolution(width, width, **column)
+        self.branch7x7dbl_3 = convolution(width, width, **row)
+        self.branch7x7dbl_4 = convolution(width, width, **column)
+        self.branch7x7dbl_5 = convolution(width, 192, **row)
+        self.branch_pool = convolution(inplanes, 192, 1)
+
+    def branches(self, x: Tensor) -> list[Tensor]:
+        one = self.branch1x1(x)
+        single = self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x)))
+        double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
+        double = self.branch7x7dbl_5(self.branch7x7dbl_4(double))
+        return [one, single, double, self.branch_pool(_average(x))]
+
+
+class InceptionD(InceptionBlock):
+    """Halves the size of the maps, after branches of 3 x 3 and 7 x 7 convolutions."""
+
+    def __init__(self, inplanes: int) -> None:
+        super().__init__()
+        self.branch3x3_1 = convolution(inplanes, 192, 1)
+        self.branch3x3_2 = convolution(192, 320, 3, stride=2)
+        self.branch7x7x3_1 = convolution(inplanes, 192, 1)
+        self.branch7x7x3_2 = convolution(192, 192, (1, 7), padding=(0, 3))
+        self.branch7x7x3_3 = convolution(192, 192, (7, 1), padding=(3, 0))
+        self.branch7x7x3_4 = convolution(192, 192, 3, stride=2)
+
+    def branches(self, x: Tensor) -> list[Tensor]:
+        three = self.branch3x3_2(self.branch3x3_1(x))
+        seven = self.branch7x7x3_3(self.branch7x7x3_2(self.branch7x7x3_1(x)))
+        return [three, self.branch7x7x3_4(seven), F.max_pool2d(x, 3, stride=2)]
+
+
+class InceptionE(InceptionBlock):
+    """Branches that end in 1 x 3 and 3 x 1 convolutions side by side."""
+
+    def __init__(self, inplanes: int) -> None:
+        super().__init__()
+        self.branch1x1 = convolution(inplanes, 320, 1)
+        self.branch3x3_1 = convolution(inplanes, 384, 1)
+        self.branch3x3_2a = convolution(384, 384, (1, 3), padding=(0, 1))
+        self.branch3x3_2b = convolution(384, 384, (3, 1), padding=(1, 0))
+        self.branch3x3dbl_1 = convolution(inplanes, 448, 1)
+        self.branch3x3dbl_2 = convolution(448, 384, 3, padding=1)
+        self.branch3x3dbl_3a = convolution(384, 384, (1, 3), padding=(0, 1))
+        self.branch3x3dbl_3b = convolution(384, 384, (3, 1), padding=(1, 0))
+        self.branch_pool = convolution(inplanes, 192, 1)
+
+    def branches(self, x: Tensor) -> list[Tensor]:
+        one = self.branch1x1(x)
+        single = self.branch3x3_1(x)
+        singles = [self.branch3x3_2a(single), self.branch3x3_2b(single)]
+        double = self.branch3x3dbl_2(self.branch3x3dbl_1(x))
+        doubles = [self.branch3x3dbl_3a(double), self.branch3x3dbl_3b(double)]
+        return [one, *singles, *doubles, self.branch_pool(_average(x))]
+
+
+def _average(x: Tensor) -> Tensor:
+    return F.avg_pool2d(x, 3, stride=1, padding=1)
+
+
+class FromImageNet(nn.Module):
+    """Images normalised with the mean and deviation of ImageNet's colours, rescaled to a mean and deviation of 0.5."""
+
+    mean = (0.485, 0.456, 0.406)
+    deviation = (0.229, 0.224, 0.225)
+
+    def forward(self, x: Tensor) -> Tensor:
+        colours = zip(x.unbind(1), self.mean, self.deviation, strict=True)
+        return torch.stack([c * (deviation / 0.5) + (mean - 0.5) / 0.5 for c, mean, deviation in colours], 1)
+
+
+class Inception3(Network):
+    """A stem, eleven blocks of branches, and a linear classifier after a dropout of rate `dropout`.
+
+    `transform_input` converts images normalised for the other networks. `init_weights=False` leaves the weights as
+    PyTorch's layers make them. `aux_logits=True` is refused, since the auxiliary classifier is no part of a chain.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 1000,
+        aux_logits: bool = False,
+        transform_input: bool = False,
+        *,
+        init_weights: bool = True,
+        dropout: float = 0.5,
+    ) -> None:
+        super().__init__()
+        if aux_logits:
+            raise ValueError(
+                "the auxiliary classifier hangs off the middle of the network and cannot be a stage of a chain; use "
+                "aux_logits=False, with which checkpoints that contain AuxLogits load as well"
+            )
+        if transform_input:
+            self.transform = FromImageNet()
+        self.Conv2d_1a_3x3 = convolution(3, 32, 3, stride=2)
+        self.Conv2d_2a_3x3 = convolution(32, 32, 3)
+        self.Conv2d_2b_3x3 = convolution(32, 64, 3, padding=1)
+        self.maxpool1 = nn.MaxPool2d(3, stride=2)
+        self.Conv2d_3b_1x1 = convolution(64, 80, 1)
+        self.Conv2d_4a_3x3 = convolution(80, 192, 3)
+        self.maxpool2 = nn.MaxPool2d(3, stride=2)
+        self.Mixed_5b = InceptionA(192, pool_features=32)
+        self.Mixed_5c = InceptionA(256, pool_features=64)
+        self.Mixed_5d = InceptionA(288, pool_features=64)
+        self.Mixed_6a = InceptionB(288)
+        self.Mixed_6b = InceptionC(768, channels_7x7=128)
+        self.Mixed_6c = InceptionC(768, channels_7x7=160)
+        self.Mixed_6d = InceptionC(768, channels_7x7=160)
+        self.Mixed_6e = InceptionC(768, channels_7x7=192)
+        self.Mixed_7a = InceptionD(768)
+        self.Mixed_7b = InceptionE(1280)
+        self.Mixed_7c = InceptionE(2048)
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.dropout = nn.Dropout(dropout)
+        self.flatten = nn.Flatten()
+        self.fc = nn.Linear(2048, num_classes)
+        if init_weights:
+            for module in self.modules():
+                if isinstance(module, nn.Conv2d | nn.Linear):
+                    nn.init.trunc_normal_(module.weight, std=0.1)
+        self.register_load_state_dict_pre_hook(_without_auxiliary_classifier)  # type: ignore[no-untyped-call]
+
+
+def _without_auxiliary_classifier(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(f"{prefix}AuxLogits.")]:
+        del state_dict[key]
+
+
+def inception_v3(**options: Unpack[InceptionOptions]) -> Inception3:
+    """Inception v3: 23,834,568 parameters. The keywords are those of `Inception3`."""
+    return Inception3(**options)

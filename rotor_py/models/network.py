@@ -1,0 +1,17 @@
+"""What all networks here have in common."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+
+class Network(nn.Sequential):
+    """A chain of named layers that is built by its own constructor; slices of it are plain `nn.Sequential`s."""
+
+    def __getitem__(self, idx: slice | int) -> nn.Sequential | nn.Module:
+        # nn.Sequential would call the constructor of the subclass with the layers of the slice
+        if isinstance(idx, slice):
+            return nn.Sequential(OrderedDict(list(self._modules.items())[idx]))
+        return super().__getitem__(idx)

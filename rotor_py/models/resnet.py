@@ -1,0 +1,239 @@
+"""ResNet (He et al., "Deep residual learning for image recognition", arXiv 1512.03385) as a chain of blocks.
+
+The images are 3 x 224 x 224; other sizes work too. A bottleneck has its stride in the 3 x 3 convolution, as in
+torchvision ("ResNet v1.5"). Checkpoints of torchvision's models of the same name load as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+from torch import Tensor, nn
+
+from rotor_py.models.network import Network
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "BasicBlock",
+    "Bottleneck",
+    "ResNet",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet152",
+    "resnet200",
+]
+
+Norm = Callable[[int], nn.Module]
+
+
+class ResNetOptions(TypedDict, total=False):
+    """The keywords of `ResNet` that all its depths share."""
+
+    num_classes: int
+    zero_init_residual: bool
+    groups: int
+    width_per_group: int
+    replace_stride_with_dilation: Sequence[bool] | None
+    norm_layer: Norm | None
+
+
+class ResidualBlock(nn.Module):
+    """`relu(branch(x) + shortcut(x))`, where the shortcut is the identity or `downsample`."""
+
+    expansion: int
+    relu: nn.ReLU
+    downsample: nn.Module | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.branch(x)
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)  # type: ignore[no-any-return]
+
+    def branch(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def last_norm(self) -> nn.Module:
+        """The normalisation that ends the branch."""
+        raise NotImplementedError
+
+
+class BasicBlock(ResidualBlock):
+    """Two 3 x 3 convolutions."""
+
+    expansion = 1
+
+    def __init__(
+        self,
+        inplanes: int,
+        planes: int,
+        stride: int = 1,
+        downsample: nn.Module | None = None,
+        groups: int = 1,
+        base_width: int = 64,
+        dilation: int = 1,
+        norm_layer: Norm | None = None,
+    ) -> None:
+        super().__init__()
+        if (groups, base_width, dilation) != (1, 64, 1):
+            raise ValueError(
+                f"a basic block has groups=1, width_per_group=64 and no dilation, but got groups={groups}, "
+                f"width_per_group={base_width} and dilation={dilation}; use a network of bottlenecks, such as resnet50"
+            )
+        norm = norm_layer or nn.BatchNorm2d
+        self.conv1 = nn.Conv2d(inplanes, planes, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = norm(planes)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(planes, planes, 3, padding=1, bias=False)
+        self.bn2 = norm(planes)
+        self.downsample = downsample
+
+    def branch(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        return self.bn2(self.conv2(out))  # type: ignore[no-any-return]
+
+    @property
+    def last_norm(self) -> nn.Module:
+        return self.bn2
+
+
+class Bottleneck(ResidualBlock):
+    """A 3 x 3 convolution between two 1 x 1 convolutions that narrow and widen."""
+
+    expansion = 4
+
+    def __init__(
+        self,
+        inplanes: int,
+        planes: int,
+        stride: int = 1,
+        downsample: nn.Module | None = None,
+        groups: int = 1,
+        base_width: int = 64,
+        dilation: int = 1,
+        norm_layer: Norm | None = None,
+    ) -> None:
+        super().__init__()
+        norm = norm_layer or nn.BatchNorm2d
+        width = planes * base_width // 64 * groups
+        self.conv1 = nn.Conv2d(inplanes, width, 1, bias=False)
+        self.bn1 = norm(width)
+        self.conv2 = nn.Conv2d(
+            width, width, 3, stride=stride, padding=dilation, dilation=dilation, groups=groups, bias=False
+        )
+        self.bn2 = norm(width)
+        self.conv3 = nn.Conv2d(width, planes * self.expansion, 1, bias=False)
+        self.bn3 = norm(planes * self.expansion)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = downsample
+
+    def branch(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        return self.bn3(self.conv3(out))  # type: ignore[no-any-return]
+
+    @property
+    def last_norm(self) -> nn.Module:
+        return self.bn3
+
+
+class ResNet(Network):
+    """A stem, four groups of `layers[0] … layers[3]` blocks, and a linear classifier.
+
+    `groups` and `width_per_group` make ResNeXt and wide networks of bottlenecks. `replace_stride_with_dilation` says
+    for each of the last three groups whether it keeps the size of its input and dilates its convolutions instead.
+    `norm_layer` makes a normalisation of so many channels. `zero_init_residual` starts every block as the identity.
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock | Bottleneck],
+        layers: Sequence[int],
+        num_classes: int = 1000,
+        zero_init_residual: bool = False,
+        groups: int = 1,
+        width_per_group: int = 64,
+        replace_stride_with_dilation: Sequence[bool] | None = None,
+        norm_layer: Norm | None = None,
+    ) -> None:
+        super().__init__()
+        dilate = (False, False, False) if replace_stride_with_dilation is None else replace_stride_with_dilation
+        if len(dilate) != 3:
+            raise ValueError(
+                f"replace_stride_with_dilation has {len(dilate)} elements; give 3, one for each group after the first"
+            )
+        if len(layers) != 4:
+            raise ValueError(f"layers has {len(layers)} elements; give 4, the numbers of blocks in the four groups")
+        norm = norm_layer or nn.BatchNorm2d
+        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.bn1 = norm(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+
+        channels, dilation = 64, 1
+        for group, (count, dilated) in enumerate(zip(layers, (False, *dilate), strict=True)):
+            planes = 64 * 2**group
+            width = planes * block.expansion
+            stride = 1 if group == 0 or dilated else 2
+            downsample = None
+            if stride != 1 or channels != width:
+                downsample = nn.Sequential(nn.Conv2d(channels, width, 1, stride=stride, bias=False), norm(width))
+            blocks = [block(channels, planes, stride, downsample, groups, width_per_group, dilation, norm)]
+            dilation *= 2 if dilated else 1
+            for _ in range(1, count):
+                blocks.append(block(width, planes, 1, None, groups, width_per_group, dilation, norm))
+            self.add_module(f"layer{group + 1}", nn.Sequential(*blocks))
+            channels = width
+
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.flatten = nn.Flatten()
+        self.fc = nn.Linear(channels, num_classes)
+        self._initialise(zero_init_residual)
+
+    def _initialise(self, zero_init_residual: bool) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif zero_init_residual and isinstance(module, ResidualBlock):
+                scale = module.last_norm.weight
+                if isinstance(scale, nn.Parameter):
+                    nn.init.zeros_(scale)
+
+
+def resnet18(**options: Unpack[ResNetOptions]) -> ResNet:
+    """ResNet-18: 11,689,512 parameters. The keywords are those of `ResNet`."""
+    return ResNet(BasicBlock, (2, 2, 2, 2), **options)
+
+
+def resnet34(**options: Unpack[ResNetOptions]) -> ResNet:
+    """ResNet-34: 21,797,672 parameters. The keywords are those of `ResNet`."""
+    return ResNet(BasicBlock, (3, 4, 6, 3), **options)
+
+
+def resnet50(**options: Unpack[ResNetOptions]) -> ResNet:
+    """ResNet-50: 25,557,032 parameters. The keywords are those of `ResNet`."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), **options)
+
+
+def resnet101(**options: Unpack[ResNetOptions]) -> ResNet:
+    """ResNet-101: 44,549,160 parameters. The keywords are those of `ResNet`."""
+    return ResNet(Bottleneck, (3, 4, 23, 3), **options)
+
+
+def resnet152(**options: Unpack[ResNetOptions]) -> ResNet:
+    """ResNet-152: 60,192,808 parameters. The keywords are those of `ResNet`."""
+    return ResNet(Bottleneck, (3, 8, 36, 3), **options)
+
+
+def resnet200(**options: Unpack[ResNetOptions]) -> ResNet:
+    """ResNet-200: 64,673,832 parameters. The keywords are those of `ResNet`.
+
+    The depths are those of He et al., "Identity mappings in deep residual networks", the blocks those of the other
+    networks here. torchvision has no network of this name.
+    """
+    return ResNet(Bottleneck, (3, 24, 36, 3), **options)

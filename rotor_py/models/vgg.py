@@ -1,0 +1,121 @@
+"""VGG (Simonyan and Zisserman, "Very deep convolutional networks", arXiv 1409.1556), with and without batch norm.
+
+The images are 3 x 224 x 224; any size from 32 x 32 on works. Checkpoints of torchvision's models of the same name load
+as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+from torch import nn
+
+from rotor_py.models.network import Network
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["VGG", "vgg11", "vgg11_bn", "vgg13", "vgg13_bn", "vgg16", "vgg16_bn", "vgg19", "vgg19_bn"]
+
+WIDTHS = (64, 128, 256, 512, 512)  # channels of the five groups of convolutions
+VGG11 = (1, 1, 2, 2, 2)  # convolutions in each group
+VGG13 = (2, 2, 2, 2, 2)
+VGG16 = (2, 2, 3, 3, 3)
+VGG19 = (2, 2, 4, 4, 4)
+
+
+class VGGOptions(TypedDict, total=False):
+    """The keywords of `VGG` that all its depths share."""
+
+    num_classes: int
+    init_weights: bool
+    dropout: float
+
+
+class VGG(Network):
+    """`features`, which ends with 512 channels, and a classifier of three linear layers.
+
+    `init_weights=False` leaves the weights as PyTorch's layers make them. `dropout` is the rate in the classifier.
+    """
+
+    def __init__(
+        self, features: nn.Sequential, num_classes: int = 1000, init_weights: bool = True, dropout: float = 0.5
+    ) -> None:
+        super().__init__()
+        self.features = features
+        self.avgpool = nn.AdaptiveAvgPool2d((7, 7))
+        self.flatten = nn.Flatten()
+        self.classifier = nn.Sequential(
+            nn.Linear(512 * 7 * 7, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(4096, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(4096, num_classes),
+        )
+        if init_weights:
+            self._initialise()
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.01)
+            if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def _features(counts: Sequence[int], *, batch_norm: bool) -> nn.Sequential:
+    """Groups of `counts[i]` 3 x 3 convolutions with `WIDTHS[i]` channels; each group ends in a pooling by two."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, count in zip(WIDTHS, counts, strict=True):
+        for _ in range(count):
+            norm = [nn.BatchNorm2d(width)] if batch_norm else []
+            layers += [nn.Conv2d(channels, width, 3, padding=1), *norm, nn.ReLU(inplace=True)]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers)
+
+
+def vgg11(**options: Unpack[VGGOptions]) -> VGG:
+    """VGG-11: 132,863,336 parameters. The keywords are those of `VGG`."""
+    return VGG(_features(VGG11, batch_norm=False), **options)
+
+
+def vgg11_bn(**options: Unpack[VGGOptions]) -> VGG:
+    """VGG-11 with batch norm: 132,868,840 parameters. The keywords are those of `VGG`."""
+    return VGG(_features(VGG11, batch_norm=True), **options)
+
+
+def vgg13(**options: Unpack[VGGOptions]) -> VGG:
+    """VGG-13: 133,047,848 parameters. The keywords are those of `VGG`."""
+    return VGG(_features(VGG13, batch_norm=False), **options)
+
+
+def vgg13_bn(**options: Unpack[VGGOptions]) -> VGG:
+    """VGG-13 with batch norm: 133,053,736 parameters. The keywords are those of `VGG`."""
+    return VGG(_features(VGG13, batch_norm=True), **options)
+
+
+def vgg16(**options: Unpack[VGGOptions]) -> VGG:
+    """VGG-16: 138,357,544 parameters. The keywords are those of `VGG`."""
+    return VGG(_features(VGG16, batch_norm=False), **options)
+
+
+def vgg16_bn(**options: Unpack[VGGOptions]) -> VGG:
+    """VGG-16 with batch norm: 138,365,992 parameters. The keywords are those of `VGG`."""
+    return VGG(_features(VGG16, batch_norm=True), **options)
+
+
+def vgg19(**options: Unpack[VGGOptions]) -> VGG:
+    """VGG-19: 143,667,240 parameters. The keywords are those of `VGG`."""
+    return VGG(_features(VGG19, batch_norm=False), **options)
+
+
+def vgg19_bn(**options: Unpack[VGGOptions]) -> VGG:
+    """VGG-19 with batch norm: 143,678,248 parameters. The keywords are those of `VGG`."""
+    return VGG(_features(VGG19, batch_norm=True), **options)

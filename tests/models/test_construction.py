@@ -1,0 +1,108 @@
+"""What the constructors accept and refuse, and the weights they start from."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import models
+from rotor_py.models.resnet import BasicBlock, Bottleneck
+
+
+def test_number_of_classes_sets_the_last_layer():
+    with torch.device("meta"):
+        for name in ("resnet18", "resnet1001", "vgg11", "densenet121", "inception_v3"):
+            *_, last = getattr(models, name)(num_classes=7).modules()
+            assert last.out_features == 7
+
+
+def test_norm_layer_replaces_every_batch_norm():
+    with torch.device("meta"):
+        model = models.resnet50(norm_layer=lambda channels: nn.GroupNorm(32, channels))
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+
+
+def test_resnext_is_made_of_groups():
+    with torch.device("meta"):
+        model = models.resnet50(groups=32, width_per_group=4)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_028_904  # published for ResNeXt-50 32x4d
+
+
+def test_dilation_keeps_the_size_of_the_maps():
+    with torch.device("meta"):
+        model = models.resnet50(replace_stride_with_dilation=[False, True, True])
+    assert model[:-3](torch.empty(1, 3, 64, 64, device="meta")).shape == (1, 2048, 8, 8)
+
+
+@pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
+def test_zero_init_residual_starts_blocks_as_the_identity(block):
+    model = models.ResNet(block, (2, 1, 1, 1), zero_init_residual=True).eval()
+    x = torch.rand(1, 64 * block.expansion, 4, 4)
+    assert torch.equal(model.layer1[1](x), x)
+
+
+def test_zero_init_residual_skips_norms_without_weights():
+    def norm(channels: int) -> nn.Module:
+        return nn.BatchNorm2d(channels, affine=False)
+
+    models.ResNet(BasicBlock, (1, 1, 1, 1), zero_init_residual=True, norm_layer=norm)
+
+
+def test_convolutions_start_with_the_variance_of_kaiming():
+    torch.manual_seed(0)
+    weight = models.ResNet(BasicBlock, (1, 1, 1, 1)).layer4[0].conv2.weight
+    assert weight.std().item() == pytest.approx(math.sqrt(2 / (512 * 9)), rel=0.01)
+
+
+def test_inception_starts_with_truncated_normals_unless_told_otherwise():
+    torch.manual_seed(0)
+    assert models.inception_v3().Mixed_7c.branch1x1.conv.weight.std().item() == pytest.approx(0.1, rel=0.01)
+    plain = models.inception_v3(init_weights=False).Mixed_7c.branch1x1.conv.weight
+    assert plain.abs().max().item() <= 1 / math.sqrt(2048)
+
+
+def test_vgg_initialises_its_weights_unless_told_otherwise():
+    features = nn.Sequential(nn.Conv2d(3, 4, 3))
+    with torch.device("meta"):
+        classifier = models.VGG(nn.Sequential()).classifier
+    assert [layer.p for layer in classifier if isinstance(layer, nn.Dropout)] == [0.5, 0.5]
+    with torch.device("meta"):
+        thin = models.VGG(features, init_weights=False, dropout=0.25)
+    assert features[0].bias.abs().sum() > 0
+    assert thin.classifier[2].p == 0.25
+    with torch.device("meta"):
+        models.VGG(features)
+    assert features[0].bias.abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", [name for name in models.__all__ if name.islower()])
+def test_options_are_keywords(name):
+    assert all(
+        p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in inspect.signature(getattr(models, name)).parameters.values()
+    )
+    with pytest.raises(TypeError, match="nonsense"):
+        getattr(models, name)(nonsense=1)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: models.resnet18(groups=2), "got groups=2, .*resnet50"),
+        (lambda: models.resnet34(width_per_group=128), "width_per_group=128"),
+        (lambda: models.resnet18(replace_stride_with_dilation=(False, False, True)), "dilation=2"),
+        (lambda: models.resnet50(replace_stride_with_dilation=(True,)), "has 1 elements; give 3"),
+        (lambda: models.ResNet(BasicBlock, (1, 1)), "has 2 elements; give 4"),
+        (lambda: models.PreActResNet((1, 1, 1, 1)), "has 4 elements; give 3"),
+        (lambda: models.densenet121(memory_efficient=True), "give Checkpointable a mem_limit"),
+        (lambda: models.densenet121(drop_rate=1.5), "dropout probability"),
+        (lambda: models.vgg11(dropout=-1), "dropout probability"),
+        (lambda: models.inception_v3(aux_logits=True), "use aux_logits=False"),
+    ],
+)
+def test_bad_arguments_are_refused(build, message):
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,49 @@
+"""Chains for hypothesis: small whole numbers, so that ties, zeros and tight limits are common and sums are exact."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from rotor_solver import Chain, Option, Stage
+
+TIMES = st.integers(0, 9).map(float)
+SIZES = st.integers(0, 6)
+SCRATCH = st.one_of(st.just(0), st.integers(0, 4), st.integers(0, 20))
+
+
+@st.composite
+def plain_chains(draw: st.DrawFn, max_stages: int = 4) -> Chain:
+    """Classical chains: one option per stage, and nothing that the paper does not have."""
+    length = draw(st.integers(0, max_stages))
+
+    def several(values: st.SearchStrategy[float], extra: int = 0) -> list[float]:
+        return draw(st.lists(values, min_size=length + extra, max_size=length + extra))
+
+    activation = several(SIZES, 1)
+    return Chain.from_arrays(
+        forward_time=several(TIMES),
+        backward_time=several(TIMES, 1),
+        activation=activation,
+        saved=[size + extra for size, extra in zip(activation[1:], several(SIZES), strict=True)],
+        forward_temp=several(SCRATCH),
+        backward_temp=several(SCRATCH, 1),
+    )
+
+
+@st.composite
+def rich_chains(draw: st.DrawFn, max_stages: int = 5) -> Chain:
+    """Chains with everything that the model knows, views and backwards without a gradient of the input included."""
+    stages: list[Stage] = []
+    input_bytes = incoming = draw(SIZES)
+    for _ in range(draw(st.integers(0, max_stages))):
+        temps = st.one_of(SCRATCH, st.integers(-incoming, 0))
+        option = st.builds(Option, TIMES, TIMES, SIZES, SCRATCH, temps, st.none() | temps)
+        stage = Stage(
+            activation=draw(SIZES),
+            options=tuple(draw(st.lists(option, min_size=1, max_size=3))),
+            nograd_time=draw(st.none() | TIMES),
+            nograd_temp=draw(st.none() | SCRATCH),
+            gradient=draw(st.one_of(st.just(0), SIZES, st.integers(0, 30))),
+        )
+        stages.append(stage)
+        incoming = stage.activation
+    return Chain(tuple(stages), input_bytes, draw(TIMES), draw(SCRATCH), output_held=draw(st.booleans()))
