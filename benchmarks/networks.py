@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rotor_profiling import measured_peak, tensors_in
-from rotor_solver import simulate, store_all
 from torch import nn
 
+from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, format_bytes, models
+from rotor_solver import simulate, store_all
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-18": models.resnet18,
@@ -161,24 +161,23 @@ def elsewhere(pair: list[Trainee], inputs: torch.Tensor) -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| network | batch | least | store-all | limit | predicted | measured | measured / predicted | time: predicted | "
-        "time: measured | largest difference |",
+        "| network | batch | least | store-all | limit | predicted | measured | measured / predicted "
+        "| time: predicted | time: measured | largest difference |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         sizes = [format_bytes(row[f"{key}_bytes"]) for key in ("least", "store_all", "limit", "predicted", "measured")]
         shape = "×".join(map(str, row["input"]))
         lines.append(
-            f"| {row['network']} | {shape} | {' | '.join(sizes)} | {row['measured_bytes'] / row['predicted_bytes']:.2%} | "
-            f"×{row['predicted_overhead']:.2f} | ×{row['measured_overhead']:.2f} | {row['largest_difference']:g} |"
+            f"| {row['network']} | {shape} | {' | '.join(sizes)} | {row['measured_bytes'] / row['predicted_bytes']:.2%} "
+            f"| ×{row['predicted_overhead']:.2f} | ×{row['measured_overhead']:.2f} | {row['largest_difference']:g} |"
         )
     return "\n".join(lines)
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    hardware = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    )
+    cuda = device.type == "cuda"
+    hardware = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
     return {"device": hardware, "torch": torch.__version__, "python": platform.python_version()}
 
 

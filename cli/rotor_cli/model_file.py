@@ -173,8 +173,8 @@ def _optimizer(make: Any, model: nn.Module, file: str) -> torch.optim.Optimizer:
     made = make(model.parameters()) if callable(make) else make
     if not isinstance(made, torch.optim.Optimizer):
         raise usage(
-            f"`optimizer` in {file} gives {type(made).__name__}; it has to be a function of the parameters that returns "
-            "a torch.optim.Optimizer"
+            f"`optimizer` in {file} gives {type(made).__name__}; it has to be a function of the parameters that "
+            "returns a torch.optim.Optimizer"
         )
     return made
 

@@ -145,8 +145,8 @@ def verified(facts: Facts) -> Text:
         )
         return text
     text.append(
-        f"; plain step {format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; gradients and "
-        f"buffers differ by at most {found.max_grad_difference:g}",
+        f"; plain step {format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; gradients "
+        f"and buffers differ by at most {found.max_grad_difference:g}",
         style="not bold",
     )
     return text

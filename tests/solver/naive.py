@@ -52,9 +52,10 @@ State = tuple[frozenset[int], frozenset[int], int, bool]
 
 
 def exhaustive_optimum(chain: Chain, limit: int) -> float:
-    """The least makespan of all schedules that recompute anything and drop anything at any time.
+    """The least makespan of all schedules that recompute anything and drop an input that stands alone at any time.
 
-    For chains with one option per stage, without parameter gradients, whose output nobody holds.
+    For chains with one option per stage, without parameter gradients, whose output nobody holds. What a backward was
+    to use is not dropped before it, since no operation does that.
     """
     if chain.input_bytes > limit:
         return math.inf
@@ -81,8 +82,6 @@ def _moves(chain: Chain, state: State) -> Iterator[tuple[float, int, State]]:
     held = sum(sizes[i] for i in plain) + sum(chain.saved[i - 1] for i in saved) + (sizes[delta] if lost else 0)
     for i in plain:
         yield 0.0, held, (plain - {i}, saved, delta, lost)
-    for i in saved:
-        yield 0.0, held, (plain, saved - {i}, delta, lost)
     for i in (plain | saved) - {length}:
         if i + 1 not in saved:
             during = held + chain.saved[i] + chain.forward_temp[i]

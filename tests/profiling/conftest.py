@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())

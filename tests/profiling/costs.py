@@ -1,0 +1,42 @@
+"""Stages on inputs of one unit of memory, so that their costs can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_profiling import StageCost, measure_stage, storage_bytes, storages, tensors_in
+from rotor_py.runner import StageRunner
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 64, 128
+UNIT = ROWS * WIDTH * 4
+"""Bytes of one activation."""
+WEIGHT = WIDTH * WIDTH * 4
+"""Bytes of the weight of a square linear layer: two units."""
+BIAS = WIDTH * 4
+START = 8
+"""The measured backward starts at a scalar, and with the gradient of a scalar: two numbers of four bytes."""
+
+assert WEIGHT == 2 * UNIT
+
+
+def unit(requires_grad: bool = True) -> torch.Tensor:
+    """An input of one unit."""
+    return torch.randn(ROWS, WIDTH).requires_grad_(requires_grad)
+
+
+def square(bias: bool = False) -> nn.Linear:
+    """A linear layer from one unit to one unit."""
+    return nn.Linear(WIDTH, WIDTH, bias=bias)
+
+
+def cost(function: Callable[[Any], Any], value: Any, **options: Any) -> StageCost:
+    """What `function` costs on `value`: bytes only, no random state kept, parameters owned by the caller."""
+    options = {"timed": False, "device": CPU, "input_bytes": storage_bytes(tensors_in(value))} | options
+    parameters = function.parameters() if isinstance(function, nn.Module) else ()
+    owned = [*storages(parameters), *options.pop("owned", ())]
+    return measure_stage(StageRunner(function, "stage", preserve_rng_state=False), value, owned=owned, **options)
