@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from rotor_profiling import tensors_in
 from rotor_py.chain import layers
 from rotor_py.errors import PlanMismatchError
+from rotor_py.input_spec import TensorSpec
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -24,17 +25,27 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def input_fingerprint(value: Any, device: torch.device) -> dict[str, Any]:
-    """Shapes and dtypes of an input, and the kind of device it is on, as plain data."""
+def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:
+    """Shapes and dtypes of an input (a value or the spec of one), its device and autocast, as plain data."""
     autocast = torch.is_autocast_enabled(device.type)
     return {
         "device": device.type,
         "autocast": _name(torch.get_autocast_dtype(device.type)) if autocast else "off",
         "tensors": [
-            f"{list(tensor.shape)} {_dtype(tensor)}{' with gradient' if tensor.requires_grad else ''}"
-            for tensor in tensors_in(value)
+            {"shape": list(leaf.shape), "dtype": _name(leaf.dtype), "requires_grad": leaf.requires_grad}
+            for leaf in tree_leaves(spec)
+            if isinstance(leaf, torch.Tensor | TensorSpec)
         ],
     }
+
+
+def refuse_other_input(planned: dict[str, Any], found: dict[str, Any]) -> None:
+    """PlanMismatchError if an input needs more than was planned for: anything but a batch with fewer samples."""
+    for before, after in zip(planned.get("tensors", []), found["tensors"], strict=False):
+        shape, expected = after["shape"], before.get("shape", [])
+        if shape and len(expected) == len(shape) and shape[0] < expected[0]:
+            after["shape"] = [expected[0], *shape[1:]]
+    refuse_difference(planned, found)
 
 
 def refuse_difference(planned: dict[str, Any], found: dict[str, Any]) -> None:

@@ -100,7 +100,8 @@ def measure(
         if progress is not None:
             progress(position, len(cut.stages), name)
         parameters = storages(trained_parameters(function)).keys()
-        kind = (stage_kind(function, value), held)
+        last = position == len(cut.stages) - 1
+        kind = (stage_kind(function, value), held, last)
         runner = StageRunner(function, name, preserve_rng_state)
         if kind not in known:
             known[kind] = measure_stage(
@@ -110,6 +111,7 @@ def measure(
                 input_bytes=held,
                 owned=[*owned, *parameters],
                 fresh_gradients=fresh_gradients,
+                output_held=last,
             )
         costs.append(known[kind])
         held = known[kind].activation_bytes

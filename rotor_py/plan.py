@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor_py.chain import Cut, joined, layers
 from rotor_py.errors import PlanMismatchError
-from rotor_py.fingerprint import refuse_difference
+from rotor_py.fingerprint import refuse_difference, refuse_other_input
 from rotor_solver import Sequence
 
 SCHEMA = 1
@@ -75,7 +75,7 @@ class Plan:
         if model is not None:
             refuse_difference(self.model, model)
         if value is not None:
-            refuse_difference(self.input, value)
+            refuse_other_input(self.input, value)
 
 
 _FIELDS: dict[str, type] = {

@@ -166,17 +166,16 @@ def default_loss(output: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def _explained(file: str) -> Iterator[None]:
     """Tell apart what the model raises from what we say about it."""
+    from rotor_profiling import UnknownOptimizerError, UnusableLossError
     from rotor_py import UnsupportedModelError
 
     try:
         yield
     except Failure:
         raise
-    except UnsupportedModelError as error:
+    except (UnsupportedModelError, UnusableLossError, UnknownOptimizerError) as error:
         raise Failure(str(error), USAGE) from error
     except Exception as error:
-        if getattr(error, "refusal", False):
-            raise Failure(str(error), USAGE) from error
         raise raised_by_model(error, file) from error
 
 

@@ -14,9 +14,16 @@ from rotor_profiling.stage import leaves_of
 from rotor_profiling.timing import median_seconds
 
 
+class UnusableLossError(ValueError):
+    """A loss that cannot be trained with."""
+
+
 @dataclass(frozen=True, slots=True)
 class LossCost:
-    """`temp_bytes` are held at most while the loss runs, `kept_bytes` to the end of the step: the loss itself."""
+    """`temp_bytes` are held at most while the loss runs, `kept_bytes` to the end of the step.
+
+    What is kept is the loss itself, and the gradient of one that the backward starts with.
+    """
 
     seconds: float
     temp_bytes: int
@@ -28,7 +35,7 @@ def measure_loss(
 ) -> LossCost:
     """Measure `loss` on `output`, whose tensors that need a gradient have `requires_grad` set.
 
-    ValueError if the loss is not a single number with a gradient.
+    UnusableLossError if the loss is not a single number with a gradient.
     """
     state = RandomState.now((device,))
     try:
@@ -39,8 +46,10 @@ def measure_loss(
                 meter.mark("loss")
                 value = loss(leaf)
                 value.backward()
+                meter.mark("start of a backward")
+                first_gradient = torch.ones_like(value)
                 meter.mark("end")
-                del value, leaf
+                del value, leaf, first_gradient
 
             def run(lap: Callable[[], None]) -> None:
                 loss(leaves_of(output)).backward()
@@ -49,15 +58,19 @@ def measure_loss(
             (seconds,) = median_seconds(run, device, laps=1)
     finally:
         state.restore()
-    phase = meter.phases["loss"]
-    return LossCost(seconds, max(0, phase.rise - output_bytes), max(0, phase.kept - output_bytes))
+    phase, start = meter.phases["loss"], meter.phases["start of a backward"]
+    return LossCost(
+        seconds=seconds,
+        temp_bytes=max(0, phase.rise - output_bytes),
+        kept_bytes=max(0, phase.kept - output_bytes) + start.kept,
+    )
 
 
 def _check(value: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ValueError(
+        raise UnusableLossError(
             f"the loss has to be a tensor with a single number, not {found}; reduce it with mean() or sum()"
         )
     if not value.requires_grad:
-        raise ValueError("the loss does not depend on the model's output, so there is nothing to train")
+        raise UnusableLossError("the loss does not depend on the model's output, so there is nothing to train")

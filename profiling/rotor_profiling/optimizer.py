@@ -1,4 +1,4 @@
-"""Bytes that an optimizer keeps and needs, found by running its step on tensors without memory."""
+"""Bytes that an optimizer keeps and needs, found by letting a twin of it take steps on stand-ins."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rotor_profiling.memory import memory_meter
 from rotor_profiling.storage import tensors_in
 
 
@@ -27,29 +28,55 @@ class OptimizerCost:
     present_bytes: int = 0
 
 
+class UnknownOptimizerError(ValueError):
+    """An optimizer whose memory cannot be found without training."""
+
+
 def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     """What `optimizer` will keep and need in training, though it may not have taken a step yet.
 
-    A twin of the optimizer takes two steps on meta tensors; the optimizer and its parameters are not touched.
-    ValueError if the twin cannot, as with an optimizer that reads values of gradients.
+    A twin of the optimizer takes two steps on meta tensors, or, if it needs to read values, on zeros, one parameter at
+    a time. The optimizer and its parameters are not touched. UnknownOptimizerError if neither works.
     """
-    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
-    twin = _twin(optimizer, foreach="cuda" in devices)
-    live = _LiveBytes()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    devices = {parameter.device.type for parameter in parameters}
     try:
-        with live:
+        state, step = _on_meta(optimizer, foreach="cuda" in devices)
+    except Exception:
+        try:
+            state, step = _on_zeros(optimizer)
+        except Exception as error:
+            raise UnknownOptimizerError(
+                f"the memory of {type(optimizer).__name__} could not be found ({error}); plan without the optimizer, "
+                "and leave room for its state in the limit"
+            ) from error
+    return OptimizerCost(state, step, present_bytes=_state_bytes(optimizer, devices))
+
+
+def _on_meta(optimizer: torch.optim.Optimizer, foreach: bool) -> tuple[int, int]:
+    twin = _twin(optimizer, lambda parameter: torch.empty_like(parameter, device="meta"), foreach=foreach)
+    live = _LiveBytes()
+    with live:
+        twin.step()
+        live.reset()
+        twin.step()
+    kinds = {"meta", "cuda" if foreach else "cpu"}
+    return _state_bytes(twin, kinds), live.peak
+
+
+def _on_zeros(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    state = step = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            alone = copy.copy(optimizer)
+            alone.param_groups = [{**group, "params": [parameter]}]
+            twin = _twin(alone, lambda parameter: torch.zeros_like(parameter, device="cpu"), foreach=False)
             twin.step()
-            live.reset()
-            twin.step()
-    except Exception as error:
-        raise ValueError(
-            f"the memory of {type(optimizer).__name__} could not be found without running it: {error}"
-        ) from error
-    return OptimizerCost(
-        state_bytes=_state_bytes(twin, {"meta", *devices}),
-        step_bytes=live.peak,
-        present_bytes=_state_bytes(optimizer, devices),
-    )
+            with memory_meter(torch.device("cpu")) as meter:
+                twin.step()
+            state += _state_bytes(twin, {"cpu"})
+            step = max(step, meter.phases[""].peak)
+    return state, step
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, devices: set[str]) -> int:
@@ -57,12 +84,15 @@ def _state_bytes(optimizer: torch.optim.Optimizer, devices: set[str]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in kept if tensor.device.type in devices)
 
 
-def _twin(optimizer: torch.optim.Optimizer, foreach: bool) -> torch.optim.Optimizer:
+def _twin(
+    optimizer: torch.optim.Optimizer, make: Callable[[torch.Tensor], torch.Tensor], *, foreach: bool
+) -> torch.optim.Optimizer:
+    """The same optimizer for stand-ins of its parameters, without a state."""
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
     groups = []
     for group in optimizer.param_groups:
-        group = dict(group, params=[_stand_in(parameter) for parameter in group["params"] if parameter.requires_grad])
+        group = dict(group, params=[_stand_in(make(p)) for p in group["params"] if p.requires_grad])
         if foreach and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
         if group.get("fused"):
@@ -72,9 +102,9 @@ def _twin(optimizer: torch.optim.Optimizer, foreach: bool) -> torch.optim.Optimi
     return twin
 
 
-def _stand_in(parameter: torch.Tensor) -> torch.nn.Parameter:
-    twin = torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
-    twin.grad = torch.empty_like(twin)
+def _stand_in(tensor: torch.Tensor) -> torch.nn.Parameter:
+    twin = torch.nn.Parameter(tensor)
+    twin.grad = torch.zeros_like(twin)
     return twin
 
 

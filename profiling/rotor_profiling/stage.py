@@ -64,23 +64,26 @@ def measure_stage(
     input_bytes: int,
     owned: Sequence[int] = (),
     fresh_gradients: bool = False,
-    timed: bool = True,
+    output_held: bool = False,
 ) -> StageCost:
     """Measure a stage on the input `value`, whose tensors that need a gradient have `requires_grad` set.
 
     `input_bytes` is |a_i| as the chain counts it; `owned` holds the addresses of storages that belong to the caller
     (parameters, the batch) and so are not the stage's. Unless `fresh_gradients`, parameters already have a gradient
-    when the backward runs, as they do where gradients are kept between steps. Nothing of the model is changed.
+    when the backward runs, as they do where gradients are kept between steps. `output_held` says that the caller keeps
+    the output until the backward is done, as happens to the last stage's. Nothing of the model is changed.
     """
     with isolated(runner.function, device) as parameters, torch.enable_grad():
         if not fresh_gradients:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
         _step(runner, value)
-        phases, activation, gradient = _phases(runner, value, parameters, device, owned, fresh_gradients)
+        phases, activation, gradient = _phases(
+            runner, value, parameters, device, owned, fresh_gradients=fresh_gradients, output_held=output_held
+        )
         saved = max(phases["forward"].kept, phases["attach"].kept)
         both = activation + input_bytes
-        seconds = _seconds(runner, value, device) if timed else [0.0, 0.0, 0.0]
+        seconds = _seconds(runner, value, device)
     return StageCost(
         nograd_seconds=seconds[0],
         forward_seconds=seconds[1],
@@ -101,7 +104,9 @@ def _phases(
     parameters: list[torch.Tensor],
     device: torch.device,
     owned: Sequence[int],
+    *,
     fresh_gradients: bool,
+    output_held: bool,
 ) -> tuple[dict[str, Phase], int, int]:
     """Memory of every way to run the stage, |a_{i+1}|, and the bytes of the gradient handed to the replay."""
     if fresh_gradients:
@@ -124,14 +129,15 @@ def _phases(
         output = runner.forward(leaf)
         meter.mark("between")
         source = _source(output)
-        del output
+        if not output_held:
+            output = None
         if source is not None:
             one = torch.ones_like(source)
             meter.mark("backward")
             source.backward(one)
             del one
         meter.mark("between")
-        del source, leaf
+        del source, leaf, output
         if fresh_gradients:
             _forget(parameters)
         torch.clear_autocast_cache()

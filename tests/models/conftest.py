@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -10,6 +10,15 @@ import torch
 from torch import nn
 
 from rotor_py import models
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine, threads that wait for each other make these small layers ten times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,73 @@
+"""Does storing everything cost more than plain training? Peak and time of both, in turns in one run.
+
+    python benchmarks/store_all.py [--device cuda]
+
+Prints the median time of a step with a store-all plan over the median time of a plain step (the aim is at most 1.02),
+and both measured peaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from rotor_profiling import measured_peak
+from rotor_py import Checkpointable, format_bytes, models
+
+
+def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    return {
+        "ResNet-18": (models.resnet18(), (16, 3, 96, 96)),
+        "24 × (Linear, ReLU)": (
+            nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(24)]),
+            (512, 512),
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=25)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    print("| network | plain peak | store-all peak | time, store-all / plain |\n| --- | --- | --- | --- |")
+    for name, (network, shape) in networks().items():
+        network.to(device)
+        batch = torch.randn(shape, device=device)
+        planned = Checkpointable(network, mem_limit="99%")
+        planned.measure(batch)
+        planned.compute_sequence()
+
+        def step(model: nn.Module, batch: torch.Tensor = batch) -> None:
+            model(batch).square().mean().backward()
+
+        def peak(model: nn.Module, batch: torch.Tensor = batch) -> int:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            present = [*model.parameters(), *model.buffers(), *gradients, batch]
+            return measured_peak(lambda: step(model), present, device)
+
+        for model in (network, planned) * 3:
+            step(model)
+        times = [
+            [seconds(lambda m=model: step(m), device) for model in (planned, network)] for _ in range(options.repeats)
+        ]
+        ratio = statistics.median(a for a, _ in times) / statistics.median(b for _, b in times)
+        print(f"| {name} | {format_bytes(peak(network))} | {format_bytes(peak(planned))} | {ratio:.3f} |")
+
+
+def seconds(run: Callable[[], None], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

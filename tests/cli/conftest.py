@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from rotor_cli.main import main
+
+SMALL = """
+import torch
+from torch import nn
+
+model = nn.Sequential(*[nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.ReLU()) for i in range(6)])
+
+def sample(batch):
+    return torch.randn(batch, 3, 32, 32)
+
+def loss(output):
+    return output.square().mean()
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Callable[..., str]:
+    """Write a model file and return its path."""
+
+    def write(text: str = SMALL, name: str = "net.py") -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def plan() -> Callable[..., Result]:
+    """Run the command in this process."""
+
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    return run

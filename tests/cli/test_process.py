@@ -1,0 +1,69 @@
+"""The installed command, as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "solver", "profiling", "cli"))
+    return subprocess.run(
+        [sys.executable, "-m", "rotor_cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **variables},
+        timeout=240,
+        check=False,
+    )
+
+
+def test_stdout_is_json_and_stderr_is_silent(model_file, tmp_path: Path):
+    cache = tmp_path / "cache"
+    first = run(model_file(), "--mem-limit", "2600kB", "--json", "-", NUMBA_CACHE_DIR=str(cache))
+    assert first.returncode == 0, first.stderr
+    assert first.stderr == ""
+    assert json.loads(first.stdout)["plan"]["overhead"] > 1
+    compiled = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb*")}
+    assert compiled
+    second = run(model_file(), "--mem-limit", "2600kB", "--json", "-", NUMBA_CACHE_DIR=str(cache))
+    assert second.returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb*")} == compiled, "the second run compiled again"
+
+
+def test_verify_leaves_stderr_silent(model_file):
+    result = run(model_file(), "--mem-limit", "1GB", "--verify")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert "verified" in result.stdout
+
+
+def test_help_loads_neither_torch_nor_numba():
+    code = "import sys; from rotor_cli.main import main; main(['--help'], standalone_mode=False); "
+    code += "assert not {'torch', 'numba', 'rotor_py'} & set(sys.modules)"
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("solver", "profiling", "cli"))
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Examples:" in result.stdout
+    assert "rotor-plan model.py --mem-limit 4GB" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--mem-limit", "4XB"], ["--mem-limit", "1kB"]])
+def test_errors_are_on_stderr_only(model_file, arguments):
+    result = run(model_file(), *arguments)
+    assert result.returncode in (2, 3)
+    assert result.stdout == ""
+    assert result.stderr.startswith("rotor-plan: ")

@@ -1,0 +1,160 @@
+"""What rotor-plan says when something is wrong: an exit code, one clear message, no traceback of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+
+import pytest
+
+from rotor_py import parse_bytes
+
+HEAD = "import torch\nfrom torch import nn\n"
+
+
+def test_an_infeasible_limit_ends_with_3_and_the_least_limit_works(plan, model_file):
+    result = plan(model_file(), "--mem-limit", "50kB")
+    assert result.exit_code == 3
+    assert "Traceback" not in result.stderr
+    advised = re.search(r"a limit of (\S+)\.$", result.stderr.strip())
+    assert advised, result.stderr
+    assert parse_bytes(advised[1]) > 50_000
+    assert plan(model_file(), "--mem-limit", advised[1]).exit_code == 0
+
+
+def test_the_least_limit_is_exact(plan, model_file):
+    least = json.loads(plan(model_file(), "--mem-limit", "1GB", "--json", "-").stdout)["min_bytes"]
+    assert plan(model_file(), "--mem-limit", least).exit_code == 0
+    assert plan(model_file(), "--mem-limit", least - 1).exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mem-limit", "4XB"], "4XB"),
+        (["--mem-limit", "0"], "more than zero"),
+        (["--mem-limit", "-3GB"], "-3GB"),
+        (["--mem-limit", "120%"], "whole device"),
+        (["--mem-limit", "1GB", "--device", "tpu"], "tpu"),
+        (["--mem-limit", "1GB", "--device", "cuda:99"], "cuda:99"),
+        (["--mem-limit", "1GB", "--input", "3,x"], "3,x"),
+        (["--mem-limit", "1GB", "--input", "8,4:text"], "8,4:text"),
+        (["--mem-limit", "1GB", "--batch", "0"], "at least one"),
+        (["--mem-limit", "1GB", "--slots", "0"], "slots"),
+        (["--mem-limit", "1GB", "--json", "no/such/folder/x.json"], "cannot be written"),
+        (["--mem-limt", "1GB"], "mem-limit"),
+    ],
+)
+def test_a_wrong_option_ends_with_2_and_is_named(plan, model_file, arguments, words):
+    result = plan(model_file(), *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("target", ["missing.py", "no_such_module:model", "nothing", "missing.py:net"])
+def test_a_model_that_is_not_there_ends_with_2(plan, target):
+    result = plan(target, "--mem-limit", "1GB")
+    assert result.exit_code == 2
+    assert target.partition(":")[0] in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (f"{HEAD}net = nn.Linear(1, 1)\n", "'model'"),
+        (f"{HEAD}model = 3\nsample = torch.zeros(1)\n", "'model'"),
+        (f"{HEAD}model = nn.Sequential(nn.Linear(1, 1))\n", "'sample'"),
+    ],
+)
+def test_a_file_without_the_names_gets_one_that_works(plan, model_file, tmp_path, text, wanted):
+    result = plan(model_file(text), "--mem-limit", "1GB")
+    assert result.exit_code == 2
+    assert wanted in result.stderr
+    example = result.stderr.partition("A file that works:")[2]
+    path = tmp_path / "example.py"
+    path.write_text(example)
+    assert "model" in runpy.run_path(str(path))
+    assert plan(path, "--mem-limit", "1GB").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("class M(nn.Module):\n    def forward(self, x): return x\nmodel = M()", "nn.Sequential"),
+        ("model = nn.Sequential(nn.ReLU())", "nothing to train"),
+        ("model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False))", "nothing to train"),
+    ],
+)
+def test_a_model_that_cannot_be_planned_ends_with_2(plan, model_file, line, words):
+    result = plan(model_file(f"{HEAD}{line}\nsample = torch.zeros(8, 4)\n"), "--mem-limit", "1GB")
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise RuntimeError('mine')",
+        "def model():\n    raise RuntimeError('mine')",
+        "class M(nn.Linear):\n    def forward(self, x):\n        raise RuntimeError('mine')\nmodel = nn.Sequential(M(4, 4))",
+        "model = nn.Sequential(nn.Linear(4, 4))\ndef loss(y):\n    raise RuntimeError('mine')",
+        "model = nn.Sequential(nn.Linear(4, 4))\ndef optimizer(p):\n    raise RuntimeError('mine')",
+    ],
+)
+def test_an_error_of_the_model_ends_with_4_and_its_own_traceback(plan, model_file, line):
+    path = model_file(f"{HEAD}sample = torch.zeros(8, 4)\n{line}\n")
+    result = plan(path, "--mem-limit", "1GB")
+    assert result.exit_code == 4
+    assert "RuntimeError: mine" in result.stderr
+    assert path in result.stderr
+    for own in ("rotor_cli", "rotor_py", "rotor_profiling"):
+        assert own not in result.stderr
+
+
+def test_an_error_inside_torch_names_the_error(plan, model_file):
+    text = f"{HEAD}model = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5))\nsample = torch.zeros(8, 4)\n"
+    result = plan(model_file(text), "--mem-limit", "1GB")
+    assert result.exit_code == 4
+    assert "mat1 and mat2" in result.stderr
+
+
+def test_a_loss_that_is_not_a_number_ends_with_2(plan, model_file):
+    text = f"{HEAD}model = nn.Sequential(nn.Linear(4, 4))\nsample = torch.zeros(8, 4)\ndef loss(y): return y\n"
+    result = plan(model_file(text), "--mem-limit", "1GB")
+    assert result.exit_code == 2
+    assert "single number" in result.stderr
+
+
+def test_an_interrupt_ends_with_130(plan, model_file):
+    assert plan(model_file(f"{HEAD}raise KeyboardInterrupt\n"), "--mem-limit", "1GB").exit_code == 130
+
+
+def test_an_unexpected_error_ends_with_1_and_says_how_to_see_more(plan, model_file, monkeypatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("inside")
+
+    monkeypatch.setattr("rotor_cli.main._show", broken)
+    result = plan(model_file(), "--mem-limit", "1GB")
+    assert result.exit_code == 1
+    assert "ZeroDivisionError" in result.stderr
+    assert "--traceback" in result.stderr
+    assert isinstance(plan(model_file(), "--mem-limit", "1GB", "--traceback").exception, ZeroDivisionError)
+
+
+def test_a_difference_found_by_verify_ends_with_5(plan, model_file, monkeypatch):
+    # A layer that does something else without a graph cannot be computed again.
+    text = f"""{HEAD}
+class Fickle(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1 if torch.is_grad_enabled() else 2)
+model = nn.Sequential(*[Fickle(64, 64) for _ in range(6)])
+sample = torch.randn(8, 64)
+"""
+    report = json.loads(plan(model_file(text), "--mem-limit", "1GB", "--json", "-").stdout)
+    result = plan(model_file(text), "--mem-limit", report["min_bytes"], "--verify")
+    assert result.exit_code == 5
+    assert "differ from plain training" in result.stderr
+    sys.modules.pop("net", None)

@@ -1,0 +1,147 @@
+"""What rotor-plan prints and writes when all is well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rotor_cli.text_report import folded, format_seconds
+from rotor_py import Checkpointable, parse_bytes
+from rotor_solver import Sequence
+
+
+def between(report: dict, share: float = 0.5) -> int:
+    least, most = report["min_bytes"], report["store_all"]["peak_bytes"]
+    return int(least + share * (most - least))
+
+
+@pytest.fixture
+def loose(plan, model_file) -> dict:
+    """The report for a limit that holds everything."""
+    return json.loads(plan(model_file(), "--mem-limit", "1GB", "--json", "-").stdout)
+
+
+def test_json_has_every_key_of_the_schema(loose):
+    assert loose["schema"] == 1
+    assert loose["device"] == "cpu"
+    assert loose["mem_limit"] == 10**9
+    assert set(loose) == {"schema", "device", "mem_limit", "fixed_bytes", "min_bytes", "store_all", "plan", "stages"}
+    assert set(loose["store_all"]) == {"peak_bytes", "step_seconds"}
+    assert set(loose["plan"]) == {"peak_bytes", "step_seconds", "overhead", "sequence", "algorithm", "gap"}
+    expected = {"name", "forward_seconds", "backward_seconds", "activation_bytes", "saved_bytes"}
+    expected |= {"forward_temp_bytes", "backward_temp_bytes", "action"}
+    assert expected <= set(loose["stages"][0])
+
+
+def test_everything_is_stored_where_it_fits(loose):
+    assert loose["plan"]["sequence"].startswith("Fe_0, Fe_1")
+    assert loose["plan"]["overhead"] == 1
+    assert loose["plan"]["gap"] == 0
+    assert {stage["action"] for stage in loose["stages"]} == {"stored"}
+
+
+def test_a_tight_limit_is_kept_and_costs_time(plan, model_file, loose):
+    limit = between(loose)
+    report = json.loads(plan(model_file(), "--mem-limit", limit, "--json", "-").stdout)
+    assert report["plan"]["peak_bytes"] <= limit < loose["plan"]["peak_bytes"]
+    assert report["plan"]["overhead"] > 1
+    assert any("recomputed" in stage["action"] for stage in report["stages"])
+    Sequence.parse(report["plan"]["sequence"])
+
+
+def test_fixed_part_is_parameters_gradients_and_optimizer_state(loose):
+    parameters = 4 * ((3 * 9 + 1) * 8 + 5 * (8 * 9 + 1) * 8)
+    loss_and_its_gradient = 4 + 4
+    assert loose["fixed_bytes"] == 3 * parameters + loss_and_its_gradient
+
+
+def test_fresh_gradients_make_room(plan, model_file, loose):
+    fresh = json.loads(plan(model_file(), "--mem-limit", "1GB", "--fresh-grads", "--json", "-").stdout)
+    assert fresh["fixed_bytes"] < loose["fixed_bytes"]
+    assert fresh["min_bytes"] < loose["min_bytes"]
+
+
+def test_verify_measures_a_step_inside_the_limit_with_equal_gradients(plan, model_file, loose):
+    limit = between(loose)
+    result = plan(model_file(), "--mem-limit", limit, "--verify", "--json", "-")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert report["verify"]["max_grad_difference"] == 0
+    assert report["verify"]["measured_peak_bytes"] <= limit
+    assert report["verify"]["measured_peak_bytes"] >= 0.98 * report["plan"]["peak_bytes"]
+    assert report["verify"]["measured_step_seconds"] > 0
+
+
+def test_the_text_shows_memory_time_stages_sequence_and_how_to_use_it(plan, model_file):
+    result = plan(model_file(), "--mem-limit", "1GB")
+    assert result.exit_code == 0
+    for words in ("net.py fits", "limit", "least", "store-all", "planned", "overhead", "stage", "5.1", "what happens"):
+        assert words in result.stdout
+    assert "sequence  Fe_0…11, L, B_11…0" in result.stdout
+    assert 'Checkpointable(model, mem_limit="1GB")' in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert "\x1b" not in result.stdout
+
+
+def test_the_limit_in_the_three_lines_is_not_more_than_the_limit(plan, model_file, loose):
+    limit = between(loose) // 10 * 10 + 7
+    printed = plan(model_file(), "--mem-limit", limit).stdout
+    assert parse_bytes(printed.partition('mem_limit="')[2].partition('"')[0]) == limit
+
+
+def test_a_saved_plan_trains_without_measuring(plan, model_file, loose, tmp_path: Path, monkeypatch):
+    saved = tmp_path / "plan.json"
+    result = plan(model_file(), "--mem-limit", between(loose), "--save", saved)
+    assert result.exit_code == 0
+    assert f'plan="{saved}"' in result.stdout
+    namespace: dict = {}
+    exec(Path(model_file()).read_text(), namespace)
+    monkeypatch.setattr("rotor_py.checkpointable.measure", None)
+    model = Checkpointable(namespace["model"], plan=saved)
+    model(torch.randn(8, 3, 32, 32)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_batch_and_input_replace_the_sample(plan, model_file, loose):
+    twice = json.loads(plan(model_file(), "--mem-limit", "1GB", "--batch", 16, "--json", "-").stdout)
+    same = json.loads(plan(model_file(), "--mem-limit", "1GB", "--input", "16,3,32,32", "--json", "-").stdout)
+    assert twice["stages"][0]["activation_bytes"] == 2 * loose["stages"][0]["activation_bytes"]
+    assert same["min_bytes"] == twice["min_bytes"]
+
+
+def test_a_sample_may_be_a_tensor_tuple_dict_or_function(plan, model_file):
+    head = "import torch\nfrom torch import nn\ndef model():\n    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())\n"
+    reports = []
+    for sample in (
+        "torch.zeros(8, 4)",
+        "(torch.zeros(8, 4),)",
+        "{'input': torch.zeros(8, 4)}",
+        "lambda n: torch.zeros(n, 4)",
+    ):
+        result = plan(model_file(f"{head}sample = {sample}\n"), "--mem-limit", "1MB", "--batch", 8, "--json", "-")
+        assert result.exit_code == 0, result.output
+        reports.append(json.loads(result.stdout)["min_bytes"])
+    assert len(set(reports)) == 1
+
+
+def test_another_name_and_a_module_path_are_found(plan, model_file, tmp_path, monkeypatch):
+    text = "import torch\nfrom torch import nn\nnet = nn.Sequential(nn.Linear(4, 4))\nsample = torch.zeros(8, 4)\n"
+    path = model_file(text, "named_net_module.py")
+    assert plan(f"{path}:net", "--mem-limit", "1MB").exit_code == 0
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert plan("named_net_module:net", "--mem-limit", "1MB").exit_code == 0
+
+
+def test_runs_are_folded_and_nothing_else():
+    sequence = Sequence.parse("Fe_0, CF_1, Fn_2, Fn_3, Fn_4, Fe_5, Fe_6, L, B_6, B_5, Fe_1, Fe_3")
+    assert ", ".join(folded(sequence)) == "Fe_0, CF_1, Fn_2…4, Fe_5, Fe_6, L, B_6, B_5, Fe_1, Fe_3"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0.00 µs"), (1.5e-6, "1.50 µs"), (0.0421, "42.1 ms"), (12, "12.0 s")]
+)
+def test_seconds_have_three_digits_and_a_unit(seconds, text):
+    assert format_seconds(seconds) == text
