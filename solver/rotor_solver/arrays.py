@@ -55,7 +55,7 @@ class ChainArrays:
                 [
                     max(
                         during + left[i + 1] + (held if replayed or i < length - 1 else 0) + option.saved + temp,
-                        chain.activation[i] + left[i] + held,
+                        left[i] + held,
                     )
                     for i, option in options
                     for during in (chain.activation[i] + chain.activation[i + 1],)

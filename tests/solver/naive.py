@@ -47,51 +47,53 @@ def naive_optimum(chain: Chain, limit: int) -> float:
     return best(0, length, limit - sizes[0])
 
 
-State = tuple[frozenset[int], frozenset[int], int, bool]
-"""Inputs that stand alone, saved sets, the index of the gradient (-1 before the loss), and whether the loss is done."""
+State = tuple[frozenset[int], frozenset[int], frozenset[int], int, bool]
+"""Inputs that stand alone; those of them that are kept for a later use; saved sets; the index of the gradient (-1
+before the loss); and whether the loss is done."""
 
 
-def exhaustive_optimum(chain: Chain, limit: int) -> float:
-    """The least makespan of all schedules that recompute anything and drop an input that stands alone at any time.
+def exhaustive_optimum(chain: Chain, limit: int, *, persistent: bool) -> float:
+    """The least makespan of all valid sequences of operations, in any order.
 
-    For chains with one option per stage, without parameter gradients, whose output nobody holds. What a backward was
-    to use is not dropped before it, since no operation does that.
+    If `persistent`, only of those that drop an input that was kept, or that a saved set belongs to, at its backward.
+    For chains with one option per stage, without parameter gradients, whose output nobody holds.
     """
     if chain.input_bytes > limit:
         return math.inf
     order = count()
-    start: State = (frozenset({0}), frozenset(), -1, False)
+    start: State = (frozenset({0}), frozenset(), frozenset(), -1, False)
     known, queue = {start: 0.0}, [(0.0, next(order), start)]
     while queue:
         seconds, _, state = heapq.heappop(queue)
-        if state[2] == 0:
+        if state[3] == 0:
             return seconds
         if seconds > known[state]:
             continue
-        for more, during, following in _moves(chain, state):
+        for more, during, following in _moves(chain, state, persistent):
             if during <= limit and seconds + more < known.get(following, math.inf):
                 known[following] = seconds + more
                 heapq.heappush(queue, (seconds + more, next(order), following))
     return math.inf
 
 
-def _moves(chain: Chain, state: State) -> Iterator[tuple[float, int, State]]:
+def _moves(chain: Chain, state: State, persistent: bool) -> Iterator[tuple[float, int, State]]:
     """What can be done next: seconds, bytes during it, and the state after it."""
-    plain, saved, delta, lost = state
+    plain, kept, saved, delta, lost = state
     sizes, length = chain.activation, len(chain)
     held = sum(sizes[i] for i in plain) + sum(chain.saved[i - 1] for i in saved) + (sizes[delta] if lost else 0)
-    for i in plain:
-        yield 0.0, held, (plain - {i}, saved, delta, lost)
     for i in (plain | saved) - {length}:
+        keep = kept | ({i} & plain) if persistent else kept
         if i + 1 not in saved:
             during = held + chain.saved[i] + chain.forward_temp[i]
-            yield chain.forward_time[i], during, (plain, saved | {i + 1}, delta, lost)
+            yield chain.forward_time[i], during, (plain, keep, saved | {i + 1}, delta, lost)
         during = held + sizes[i + 1] + chain.nograd_temp[i]
-        yield chain.nograd_time[i], during, (plain | {i + 1}, saved, delta, lost)
+        yield chain.nograd_time[i], during, (plain | {i + 1}, keep, saved, delta, lost)
+        if i not in kept:
+            yield chain.nograd_time[i], during, (plain - {i} | {i + 1}, kept, saved, delta, lost)
     if not lost and length in plain | saved:
-        yield chain.loss_time, held + sizes[length] + chain.loss_temp, (plain - {length}, saved, length, True)
+        yield chain.loss_time, held + sizes[length] + chain.loss_temp, (plain - {length}, kept, saved, length, True)
     if lost and delta in saved and delta - 1 in plain | saved:
         i = delta - 1
         after = held + sizes[i] - sizes[delta] - chain.saved[i] - (sizes[i] if i in plain else 0)
         during = max(held + sizes[i] + chain.backward_temp[i], after)
-        yield chain.backward_time[i], during, (plain - {i}, saved - {delta}, i, True)
+        yield chain.backward_time[i], during, (plain - {i}, kept - {i}, saved - {delta}, i, True)
