@@ -168,8 +168,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         sizes = [format_bytes(row[f"{key}_bytes"]) for key in ("least", "store_all", "limit", "predicted", "measured")]
         shape = "×".join(map(str, row["input"]))
+        ratio = row["measured_bytes"] / row["predicted_bytes"]
         lines.append(
-            f"| {row['network']} | {shape} | {' | '.join(sizes)} | {row['measured_bytes'] / row['predicted_bytes']:.2%} "
+            f"| {row['network']} | {shape} | {' | '.join(sizes)} | {ratio:.2%} "
             f"| ×{row['predicted_overhead']:.2f} | ×{row['measured_overhead']:.2f} | {row['largest_difference']:g} |"
         )
     return "\n".join(lines)

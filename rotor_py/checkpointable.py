@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +21,18 @@ from rotor_py.executor import replay
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.input_spec import TensorSpec, covers, spec_of, words
 from rotor_py.measurement import Measurement, Progress, measure
+from rotor_py.model_state import ModelState
 from rotor_py.plan import Plan
-from rotor_py.program import program
+from rotor_py.program import Program, program
 from rotor_py.runner import StageRunner
+from rotor_py.transparent import Transparent, in_training
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import Algorithm, Chain, Persistent, Sequence, StoreAll, simulate, store_all
 
 _log = logging.getLogger("rotor_py")
-_TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
-_OWN = frozenset(
-    {
-        "budget",
-        "chain",
-        "functions",
-        "inspection_values",
-        "loss_tmp_memory_usage",
-        "mem_limit",
-        "mem_slots",
-        "model",
-        "names",
-        "preserve_rng_state",
-        "progress",
-        "sequence",
-        "training",
-        "verbosity",
-    }
-)
 
 
-class Checkpointable(nn.Module):
+class Checkpointable(Transparent):
     """A model whose training step stays inside `mem_limit`, at the least extra time.
 
     It shares the parameters, buffers, children and hooks of `model`: state dicts and names are those of the model, and
@@ -73,6 +55,13 @@ class Checkpointable(nn.Module):
         plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring.
     """
 
+    # fmt: off
+    _own = frozenset({
+        "budget", "chain", "functions", "inspection_values", "loss_tmp_memory_usage", "mem_limit", "mem_slots", "model",
+        "names", "preserve_rng_state", "progress", "sequence", "training", "verbosity",
+    })
+    # fmt: on
+
     def __init__(
         self,
         model: nn.Module,
@@ -91,11 +80,7 @@ class Checkpointable(nn.Module):
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
-        super().__init__()
-        for table in _TABLES:
-            self.__dict__[table] = model.__dict__[table]
-        self.__dict__["model"] = model
-        self.training = model.training
+        super().__init__(model)
         self.mem_limit = mem_limit
         self.mem_slots = mem_slots
         self.verbosity = verbosity
@@ -112,7 +97,8 @@ class Checkpointable(nn.Module):
         self._optimizer = optimizer
         self._fresh_grads = fresh_grads
         self._cut: Cut | None = None
-        self._state: object = None
+        self._state: ModelState | None = None
+        self._program: tuple[Sequence, Program] | None = None
         self._value: Any = None
         self._plan: Plan | None = None
         if mem_limit is not None:
@@ -124,34 +110,14 @@ class Checkpointable(nn.Module):
             if mem_limit is not None:
                 self.compute_sequence()
 
-    # What the wrapped model is
-
-    def __getattr__(self, name: str) -> Any:
-        model = self.__dict__.get("model")
-        if model is None:
-            raise AttributeError(name)
-        return getattr(model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        model = self.__dict__.get("model")
-        if model is None or name in _OWN or name in self.__dict__ or name.startswith("_"):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(model, name, value)
-
-    def train(self, mode: bool = True) -> Checkpointable:
-        """Set training mode, as for the model."""
-        self.model.train(mode)
-        self.training = mode
-        return self
-
     # Planning
 
     @property
     def device(self) -> torch.device:
         """The device that the model trains on, and whose memory the limit is about."""
-        devices = {tensor.device for tensor in self.model.parameters()}
-        devices |= {leaf.device for leaf in tree_leaves(self._value) if isinstance(leaf, TensorSpec)}
+        devices = ModelState.of(self.model).devices | {
+            leaf.device for leaf in tree_leaves(self._value) if isinstance(leaf, TensorSpec)
+        }
         accelerators = sorted({device for device in devices if device.type != "cpu"}, key=str)
         if len(accelerators) > 1:
             raise UnsupportedModelError(
@@ -243,19 +209,26 @@ class Checkpointable(nn.Module):
         if not self.training or not torch.is_grad_enabled():
             return self.model.forward(*args, **kwargs)
         value = self._chain_input(args, kwargs)
-        if not self._trains(value):
+        state = ModelState.of(self.model)
+        if not state.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return self.model.forward(*args, **kwargs)
-        self._make_ready(value)
+        instructions = self._instructions(value, state)
         assert self._cut is not None
-        assert self.sequence is not None
         for _, layer in self._cut.prefix:
             value = layer(value)
         runners = [StageRunner(function, name, self.preserve_rng_state) for name, function in self._cut.stages]
-        return replay(runners, program(len(runners), self.sequence), value)
+        return replay(runners, instructions, value)
 
-    def _make_ready(self, value: Any) -> None:
+    def _instructions(self, value: Any, state: ModelState) -> Program:
+        """What to do with the input `value`: as planned, if that was for the same; else measure and solve first."""
+        self._make_ready(value, state)
+        if self._program is None or self._program[0] is not self.sequence:
+            assert self.sequence is not None
+            self._program = self.sequence, program(len(self.names), self.sequence)
+        return self._program[1]
+
+    def _make_ready(self, value: Any, state: ModelState) -> None:
         """Measure and solve, if the model is not what it was when that was last done."""
-        state = _model_state(self.model, self.device)
         if self._plan is not None:
             if state != self._state:
                 self._plan.refuse_other(model=model_fingerprint(self.model))
@@ -280,7 +253,7 @@ class Checkpointable(nn.Module):
         self._cut = self.sequence = self.budget = None
         self._value = spec_of(value)
         device = self.device
-        with _in_training(self), torch.enable_grad():
+        with in_training(self), torch.enable_grad():
             found = cut(self.model, value, device)
             measurement = measure(
                 found,
@@ -292,7 +265,7 @@ class Checkpointable(nn.Module):
                 loss_temp_bytes=self.loss_tmp_memory_usage,
                 progress=self.progress,
             )
-            self._state = _model_state(self.model, device)
+            self._state = ModelState.of(self.model)
         cost = optimizer_cost(self._optimizer) if self._optimizer is not None else None
         self.budget = make_budget(
             self.model, value, measurement, device, fresh_gradients=self._fresh_grads, optimizer=cost
@@ -333,11 +306,10 @@ class Checkpointable(nn.Module):
             return int(DEFAULT_SHARE * available_bytes(device))
         return parse_bytes(limit, device_bytes=total_bytes(device))
 
-    def _trains(self, value: Any) -> bool:
-        return any(tensor.requires_grad for tensor in (*tensors_in(value), *self.model.parameters()))
-
     def _chain_input(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """The one value that goes into the first layer."""
+        if len(arguments) == 1 and not keywords:
+            return arguments[0]
         bound = inspect.signature(self.model.forward).bind(*arguments, **keywords)
         (value,) = bound.arguments.values()
         return value
@@ -347,27 +319,3 @@ def _arguments(custom_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(custom_input, dict):
         return (), custom_input
     return (custom_input if isinstance(custom_input, tuple) else (custom_input,)), {}
-
-
-@contextmanager
-def _in_training(module: Checkpointable) -> Iterator[None]:
-    """Training mode for the duration of the context, where the whole is not in training mode already."""
-    if module.training:
-        yield
-        return
-    modes = [(each, each.training) for each in module.model.modules()]
-    module.train()
-    try:
-        yield
-    finally:
-        module.training = False
-        for each, mode in modes:
-            each.training = mode
-
-
-def _model_state(model: nn.Module, device: torch.device) -> object:
-    """What a plan depends on beside the input: layers, their modes, which parameters train, autocast."""
-    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    modules = tuple((id(module), module.training) for module in model.modules())
-    parameters = tuple((id(parameter), parameter.requires_grad) for parameter in model.parameters())
-    return device, autocast, modules, parameters

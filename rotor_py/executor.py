@@ -130,12 +130,14 @@ class Tape:
                 self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
             if stage in step.live:
                 held.inputs[stage] = _detached(value)  # Rule 5
-            if stage in self.program.in_graph:
-                before = [tensor._version for tensor in tensors_in(held.inputs.get(stage))]
-                value = self.runners[stage].forward(value)  # Rule 1
-                self.refuse_overwritten(stage, held.inputs.get(stage), before)
-            else:
+            if stage not in self.program.in_graph:
                 value = self._node(stage, value)  # Rule 2
+            elif stage in held.inputs:
+                before = [tensor._version for tensor in tensors_in(held.inputs[stage])]
+                value = self.runners[stage].forward(value)  # Rule 1
+                self.refuse_overwritten(stage, held.inputs[stage], before)
+            else:
+                value = self.runners[stage].forward(value)
             frontier += 1
             _release(held, step)
         return value

@@ -184,17 +184,17 @@ class Chain:
     @property
     def replay_temp(self) -> tuple[int, ...]:
         """Temporary memory of a backward whose forward was run again, for every stage's first option."""
-        return tuple(_given(option.replay_temp, option.backward_temp) for option in self._first_options())
+        return tuple(option.backward_temp_of_replay for option in self._first_options())
 
     @property
     def nograd_time(self) -> tuple[float, ...]:
         """Seconds of a forward without a graph."""
-        return tuple(_given(stage.nograd_time, stage.options[0].forward_time) for stage in self.stages)
+        return tuple(stage.seconds_without_graph for stage in self.stages)
 
     @property
     def nograd_temp(self) -> tuple[int, ...]:
         """Temporary memory of a forward without a graph."""
-        return tuple(_given(stage.nograd_temp, stage.options[0].forward_temp) for stage in self.stages)
+        return tuple(stage.temp_without_graph for stage in self.stages)
 
     @property
     def gradient(self) -> tuple[int, ...]:
@@ -203,10 +203,6 @@ class Chain:
 
     def _first_options(self) -> Iterator[Option]:
         return (stage.options[0] for stage in self.stages)
-
-
-def _given(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def _checked(stage: Stage, where: str, incoming: int) -> Stage:

@@ -99,7 +99,8 @@ def test_a_model_that_cannot_be_planned_ends_with_2(plan, model_file, line, word
     [
         "raise RuntimeError('mine')",
         "def model():\n    raise RuntimeError('mine')",
-        "class M(nn.Linear):\n    def forward(self, x):\n        raise RuntimeError('mine')\nmodel = nn.Sequential(M(4, 4))",
+        "class M(nn.Linear):\n    def forward(self, x):\n        raise RuntimeError('mine')\n"
+        "model = nn.Sequential(M(4, 4))",
         "model = nn.Sequential(nn.Linear(4, 4))\ndef loss(y):\n    raise RuntimeError('mine')",
         "model = nn.Sequential(nn.Linear(4, 4))\ndef optimizer(p):\n    raise RuntimeError('mine')",
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
+
 from rotor_solver import Chain, Option, Stage
 
 TIMES = st.integers(0, 9).map(float)

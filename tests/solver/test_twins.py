@@ -7,8 +7,8 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rotor_solver import Chain, InfeasibleError, min_bytes, recompute_all, simulate, solve, store_all
 
+from rotor_solver import Chain, InfeasibleError, min_bytes, recompute_all, simulate, solve, store_all
 from tests.solver.naive import exhaustive_optimum, naive_optimum
 from tests.solver.strategies import plain_chains, rich_chains
 

@@ -1,0 +1,63 @@
+"""A module that stands in for another one, and is it in all that is seen from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
+
+
+class Transparent(nn.Module):
+    """Shares the parameters, buffers, children and hooks of `model`.
+
+    State dicts and names are those of the model, without a prefix, and so are attributes, but for those named in
+    `_own` and private ones.
+    """
+
+    _own: frozenset[str] = frozenset()
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for table in _TABLES:
+            self.__dict__[table] = model.__dict__[table]
+        self.__dict__["model"] = model
+        self.training = model.training
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__.get("model")
+        if model is None:
+            raise AttributeError(name)
+        return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        model = self.__dict__.get("model")
+        if model is None or name in self._own or name in self.__dict__ or name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(model, name, value)
+
+    def train(self, mode: bool = True) -> Transparent:
+        """Set training mode, as for the model."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+
+@contextmanager
+def in_training(module: Transparent) -> Iterator[None]:
+    """Training mode for the duration of the context, where the whole is not in training mode already."""
+    if module.training:
+        yield
+        return
+    modes = [(each, each.training) for each in module.model.modules()]
+    module.train()
+    try:
+        yield
+    finally:
+        module.training = False
+        for each, mode in modes:
+            each.training = mode
