@@ -19,6 +19,7 @@ from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.executor import replay
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
+from rotor_py.graph_dependence import graph_dependent
 from rotor_py.input_spec import TensorSpec, covers, spec_of, words
 from rotor_py.measurement import Measurement, Progress, measure
 from rotor_py.model_state import ModelState
@@ -179,6 +180,7 @@ class Checkpointable(Transparent):
             input=input_fingerprint(self._value, self.device),
             prefix=[name for name, _ in self._cut.prefix],
             stages=self._cut.groups(),
+            graph_dependent=graph_dependent(self.functions),
             sequence=sequence,
             mem_limit=self._limit_bytes(self.mem_limit),
             peak_bytes=budget.peak_bytes(sequence),

@@ -126,18 +126,18 @@ class Tape:
             if stage < frontier:
                 self._run_again(held, step)
                 continue
-            if stage not in self.program.in_graph:
+            if stage in self.program.runs_again:
                 self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
             if stage in step.live:
                 held.inputs[stage] = _detached(value)  # Rule 5
             if stage not in self.program.in_graph:
                 value = self._node(stage, value)  # Rule 2
-            elif stage in held.inputs:
-                before = [tensor._version for tensor in tensors_in(held.inputs[stage])]
-                value = self.runners[stage].forward(value)  # Rule 1
-                self.refuse_overwritten(stage, held.inputs[stage], before)
+            elif stage in self.program.runs_again:
+                before = [tensor._version for tensor in tensors_in(held.inputs.get(stage))]
+                value, self.surroundings[stage] = self.runners[stage].first(value)
+                self.refuse_overwritten(stage, held.inputs.get(stage), before)
             else:
-                value = self.runners[stage].forward(value)
+                value = self.runners[stage].forward(value)  # Rule 1
             frontier += 1
             _release(held, step)
         return value

@@ -24,6 +24,7 @@ from rotor_profiling import (
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import median_seconds
 from rotor_py.chain import Cut
+from rotor_py.graph_dependence import depends_on_graph, remember
 from rotor_py.runner import StageRunner
 from rotor_py.surroundings import moving_buffers
 from rotor_solver import Chain
@@ -95,6 +96,7 @@ def measure(
     owned = [*caller, *storages(tensors_in(value)).keys()]
     input_bytes = held = storage_bytes(tensors_in(value))
     known: dict[Hashable, StageCost] = {}
+    graph_dependent: dict[Hashable, bool] = {}
     costs: list[StageCost] = []
     for position, (name, function) in enumerate(cut.stages):
         if progress is not None:
@@ -104,6 +106,7 @@ def measure(
         kind = (stage_kind(function, value), held, last)
         runner = StageRunner(function, name, preserve_rng_state)
         if kind not in known:
+            graph_dependent[kind] = depends_on_graph(function, value, device)
             known[kind] = measure_stage(
                 runner,
                 value,
@@ -113,6 +116,7 @@ def measure(
                 fresh_gradients=fresh_gradients,
                 output_held=last,
             )
+        remember(function, graph_dependent[kind])
         costs.append(known[kind])
         held = known[kind].activation_bytes
         value = _next(runner, value, device)

@@ -13,6 +13,7 @@ from torch import nn
 from rotor_py.chain import Cut, joined, layers
 from rotor_py.errors import PlanMismatchError
 from rotor_py.fingerprint import refuse_difference, refuse_other_input
+from rotor_py.graph_dependence import remember
 from rotor_solver import Sequence
 
 SCHEMA = 1
@@ -23,13 +24,15 @@ _LARGEST_FILE = 64 * 2**20
 class Plan:
     """A sequence, and all that is needed to know that it fits: what it was made for, and for which limit.
 
-    `prefix` and `stages` name the layers of each part; a stage is a list of layers.
+    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `graph_dependent` are the stages
+    that need a graph to get the numbers of plain training, by index.
     """
 
     model: dict[str, Any]
     input: dict[str, Any]
     prefix: list[str]
     stages: list[list[str]]
+    graph_dependent: list[int]
     sequence: Sequence
     mem_limit: int
     peak_bytes: int
@@ -65,10 +68,10 @@ class Plan:
         found = dict(layers(model))
         if missing := [name for group in [self.prefix, *self.stages] for name in group if name not in found]:
             raise PlanMismatchError(f"layer {missing[0]}", "present", "absent")
-        return Cut(
-            tuple((name, found[name]) for name in self.prefix),
-            tuple(joined([(name, found[name]) for name in group]) for group in self.stages),
-        )
+        stages = tuple(joined([(name, found[name]) for name in group]) for group in self.stages)
+        for index, (_, function) in enumerate(stages):
+            remember(function, index in self.graph_dependent)
+        return Cut(tuple((name, found[name]) for name in self.prefix), stages)
 
     def refuse_other(self, *, model: dict[str, Any] | None = None, value: dict[str, Any] | None = None) -> None:
         """PlanMismatchError if the fingerprint of a model or an input is not that of the plan."""
@@ -83,6 +86,7 @@ _FIELDS: dict[str, type] = {
     "input": dict,
     "prefix": list,
     "stages": list,
+    "graph_dependent": list,
     "sequence": str,
     "mem_limit": int,
     "peak_bytes": int,

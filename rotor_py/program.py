@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Operations
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,14 +30,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The operations before the loss, those after it, and the stages whose first forward already has a graph.
+    """The operations before the loss, those after it, and two sets of stages.
 
-    Such a stage runs in the graph of plain training, and the engine runs its backward: the tape has no part in it.
+    A stage `in_graph` has a graph from its first forward on. It runs in the graph of plain training, and the engine
+    runs its backward: the tape has no part in it. A stage that `runs_again` has more than one forward.
     """
 
     forward: tuple[Step, ...]
     replay: tuple[Step, ...]
     in_graph: frozenset[int]
+    runs_again: frozenset[int]
 
 
 @lru_cache(maxsize=64)
@@ -48,7 +51,9 @@ def program(stages: int, sequence: Sequence) -> Program:
     live = _liveness(operations, in_graph)
     steps = [Step(operation, needed) for operation, needed in zip(operations, live, strict=True)]
     loss = operations.index(Loss())
-    return Program(tuple(steps[:loss]), tuple(steps[loss + 1 :]), in_graph)
+    forwards = Counter(each.stage for each in operations if not isinstance(each, Loss | Backward))
+    runs_again = frozenset(stage for stage, runs in forwards.items() if runs > 1)
+    return Program(tuple(steps[:loss]), tuple(steps[loss + 1 :]), in_graph, runs_again)
 
 
 def _first_with_graph(operations: Operations[Operation]) -> list[int]:

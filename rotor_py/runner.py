@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from rotor_profiling.isolate import alias, parameter_slots, substituted, trained_parameters
 from rotor_profiling.stage import leaves_of
 from rotor_profiling.storage import tensors_in
+from rotor_py.graph_dependence import depends_on_graph, without_history
 from rotor_py.surroundings import Surroundings, recorded
 
 
@@ -30,15 +32,23 @@ class StageRunner:
         return self.function(value)
 
     def first(self, value: Any) -> tuple[Any, Surroundings]:
-        """Run it without a graph; return its output and what surrounded it."""
-        with recorded(self.function, self._devices(value), self.preserve_rng_state, self.name) as surroundings:
-            output = self.function(value)
+        """Run it as it comes, in a graph or without one; return its output and what surrounded it."""
+        devices = self._devices(value)
+        run = self.function if torch.is_grad_enabled() else self._without_graph(value, devices)
+        with recorded(self.function, devices, self.preserve_rng_state, self.name) as surroundings:
+            output = run(value)
         return output, surroundings[0]
 
     def again(self, value: Any, surroundings: Surroundings) -> Any:
         """Run it once more without a graph, exactly as the first time."""
         with torch.no_grad(), surroundings.restored(self.function, graph=False):
-            return self.function(value)
+            return self._without_graph(value, self._devices(value))(value)
+
+    def _without_graph(self, value: Any, devices: tuple[torch.device, ...]) -> Callable[[Any], Any]:
+        device = devices[0] if devices else torch.device("cpu")
+        if depends_on_graph(self.function, value, device):
+            return partial(without_history, self.function)
+        return self.function
 
     def attach(self, value: Any, surroundings: Surroundings) -> AttachedStage:
         """Run it once more with a graph of its own, exactly as the first time.

@@ -64,8 +64,8 @@ class Surroundings:
             if self.random is not None:
                 stack.callback(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
                 self.random.restore()
-            for (table, name, tensor), before in self.buffers:
-                stack.callback(table.__setitem__, name, tensor)
+            for (table, name, _), before in self.buffers:
+                stack.callback(table.__setitem__, name, table[name])
                 table[name] = before.clone()
             for module in _tracking_batch_norms(function):
                 stack.callback(setattr, module, "track_running_stats", True)
@@ -77,7 +77,7 @@ class Surroundings:
 def recorded(
     function: Callable[..., Any], devices: tuple[torch.device, ...], preserve_rng_state: bool, name: str
 ) -> Iterator[list[Surroundings]]:
-    """Record what surrounds the first forward of `function`, which is run inside this context without a graph.
+    """Record what surrounds the first forward of `function`, which is run inside this context.
 
     Yields a list that holds the surroundings once the context has been left.
     """
@@ -90,7 +90,7 @@ def recorded(
     with ExitStack() as stack:
         for state in autocast:
             if state.enabled:
-                stack.enter_context(state.context(cache=False))
+                stack.enter_context(state.context(cache=state.cache and torch.is_grad_enabled()))
         yield result
     drew = before is not None and RandomState.now(devices) != before
     changed = [i for i, (slot, version) in enumerate(zip(slots, versions, strict=True)) if _moved(slot, version)]

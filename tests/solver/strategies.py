@@ -48,3 +48,10 @@ def rich_chains(draw: st.DrawFn, max_stages: int = 5) -> Chain:
         stages.append(stage)
         incoming = stage.activation
     return Chain(tuple(stages), input_bytes, draw(TIMES), draw(SCRATCH), output_held=draw(st.booleans()))
+
+
+def unit_chain(length: int) -> Chain:
+    """Every time is a second and every size a byte."""
+    return Chain.from_arrays(
+        [1.0] * length, [1.0] * (length + 1), [1] * (length + 1), [1] * length, [0] * length, [0] * (length + 1)
+    )

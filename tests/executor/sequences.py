@@ -1,0 +1,92 @@
+"""Random valid sequences: not only those that a solver would find, but anything that the operations can express."""
+
+from __future__ import annotations
+
+import random
+
+from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
+
+
+def persistent_sequence(length: int, rng: random.Random) -> Sequence:
+    """A random memory-persistent sequence: every interval is split at random."""
+
+    def interval(first: int, last: int) -> list[Operation]:
+        if first > last:
+            return []
+        if first == length:
+            return [Loss()]
+        if first == last or rng.random() < 0.4:
+            return [ForwardEnable(first), *interval(first + 1, last), Backward(first)]
+        middle = rng.randint(first + 1, last)
+        forwards = [ForwardCheck(first), *(ForwardNograd(k) for k in range(first + 1, middle))]
+        return [*forwards, *interval(middle, last), *interval(first, middle - 1)]
+
+    return Sequence(interval(0, length))
+
+
+def any_sequence(length: int, rng: random.Random, detours: int = 12) -> Sequence:
+    """A random walk over all operations that are possible, which in the end finds its way to the gradient of a_0.
+
+    Checkpoints are dropped before their use, stages run again for nothing, saved sets are made long before the loss.
+    """
+    walk = _Walk(length)
+    while not walk.lost:
+        possible = walk.possible() if detours > 0 and rng.random() < 0.7 else []
+        walk.do(rng.choice(possible) if possible else walk.towards(length, Loss()))
+        detours -= 1
+    detours = 12
+    while walk.delta > 0:
+        stage = walk.delta - 1
+        forwards = [each for each in walk.possible() if not isinstance(each, Loss | Backward)]
+        if forwards and detours > 0 and rng.random() < 0.4:
+            walk.do(rng.choice(forwards))
+        elif stage + 1 in walk.saved:
+            walk.do(walk.towards(stage, Backward(stage)))
+        else:
+            walk.do(walk.towards(stage, ForwardEnable(stage)))
+        detours -= 1
+    return Sequence(walk.operations)
+
+
+class _Walk:
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.operations: list[Operation] = []
+        self.plain, self.saved = {0}, set[int]()
+        self.delta, self.lost = length, False
+
+    def possible(self) -> list[Operation]:
+        """What can run next; a_0 is never given up, so that there is always a way on."""
+        found: list[Operation] = []
+        for i in (self.plain | self.saved) - {self.length}:
+            found.append(ForwardCheck(i))
+            if i > 0:
+                found.append(ForwardNograd(i))
+            if i + 1 not in self.saved:
+                found.append(ForwardEnable(i))
+        if not self.lost and self.length in self.plain | self.saved:
+            found.append(Loss())
+        return found
+
+    def towards(self, index: int, goal: Operation) -> Operation:
+        """The operation that comes nearer to having a_index, or `goal` if it is there."""
+        here = self.plain | self.saved
+        return goal if index in here else ForwardCheck(max(i for i in here if i < index))
+
+    def do(self, operation: Operation) -> None:
+        self.operations.append(operation)
+        match operation:
+            case ForwardEnable(stage):
+                self.saved.add(stage + 1)
+            case ForwardCheck(stage):
+                self.plain.add(stage + 1)
+            case ForwardNograd(stage):
+                self.plain.add(stage + 1)
+                self.plain.discard(stage)
+            case Loss():
+                self.lost = True
+                self.plain.discard(self.length)
+            case Backward(stage):
+                self.saved.discard(stage + 1)
+                self.plain.discard(stage)
+                self.delta = stage

@@ -1,0 +1,59 @@
+"""Whatever the sequence, a step leaves the same bits as plain training: section 4.1 of what always holds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rotor_solver import ForwardEnable, Loss, Sequence, simulate
+from tests.executor.sequences import any_sequence, persistent_sequence
+from tests.executor.training import assert_trains_the_same, cut_of
+from tests.executor.zoo import ZOO, Case
+
+
+def lengths(case: Case) -> int:
+    torch.manual_seed(0)
+    return len(cut_of(case.model(), case.sample()).stages)
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("kind", [persistent_sequence, any_sequence])
+def test_random_sequences(name: str, kind) -> None:
+    case = ZOO[name]
+    length = lengths(case)
+
+    @settings(max_examples=12, deadline=None)
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        torch.manual_seed(seed % 7)
+        assert_trains_the_same(case.model(), case.sample(), kind(length, random.Random(seed)), case.autocast)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_everything_recomputed(name: str) -> None:
+    """Every stage but the last runs without a graph, and again from the input each time."""
+    case = ZOO[name]
+    length = lengths(case)
+    text = [f"CF_{0}", *(f"Fn_{k}" for k in range(1, length)), "L"]
+    for stage in reversed(range(length)):
+        text += ["CF_0"] * (stage > 0) + [f"Fn_{k}" for k in range(1, stage)] + [f"Fe_{stage}", f"B_{stage}"]
+    torch.manual_seed(0)
+    assert_trains_the_same(case.model(), case.sample(), Sequence.parse(", ".join(text)), case.autocast)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 2**32))
+def test_the_random_sequences_are_valid_and_varied(length: int, seed: int) -> None:
+    from tests.solver.strategies import unit_chain
+
+    for kind in (persistent_sequence, any_sequence):
+        sequence = kind(length, random.Random(seed))
+        simulate(unit_chain(length), sequence)
+        assert Loss() in list(sequence)
+        assert any(isinstance(operation, ForwardEnable) for operation in sequence)
