@@ -19,26 +19,29 @@ from rotor_profiling import isolated, leaves_of, tensors_in
 _known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
-def depends_on_graph(function: Callable[..., Any], value: Any, device: torch.device) -> bool:
-    """Whether `function`, a stage, has other outputs with a graph than without; tried on `value` the first time.
-
-    A stage that never does the same thing twice does not count. Callables that are not modules are not tried.
-    """
+def depends_on_graph(function: Callable[..., Any]) -> bool:
+    """Whether `function`, a stage, has to run with a graph: as was found out, and else by its kind."""
     if not isinstance(function, nn.Module):
         return False
     if function not in _known:
-        before = [tensor._version for tensor in tensors_in(value)]
-        plain = _outputs(function, value, device, graph=False)
-        if [tensor._version for tensor in tensors_in(value)] != before:
-            return False  # it overwrites its input, and will be refused for that
-        recorded = _outputs(function, value, device, graph=True)
-        differs = not _equal(plain, recorded)
-        _known[function] = differs and _equal(recorded, _outputs(function, value, device, graph=True))
+        return any(isinstance(module, nn.RNNBase) for module in function.modules())
+    return _known[function]
+
+
+def find_out(function: nn.Module, value: Any, device: torch.device) -> bool:
+    """Run a stage on `value` with a graph and without; remember and return whether the numbers differ.
+
+    A stage that never does the same thing twice does not count.
+    """
+    plain = _outputs(function, value, device, graph=False)
+    recorded = _outputs(function, value, device, graph=True)
+    differs = not _equal(plain, recorded)
+    _known[function] = differs and _equal(recorded, _outputs(function, value, device, graph=True))
     return _known[function]
 
 
 def remember(function: nn.Module, depends: bool) -> None:
-    """What `depends_on_graph` is to say of a stage, where it was found out before."""
+    """What `depends_on_graph` is to say of a stage: what was found out of one like it."""
     _known[function] = depends
 
 

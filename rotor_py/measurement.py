@@ -24,7 +24,7 @@ from rotor_profiling import (
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import median_seconds
 from rotor_py.chain import Cut
-from rotor_py.graph_dependence import depends_on_graph, remember
+from rotor_py.graph_dependence import find_out, remember
 from rotor_py.runner import StageRunner
 from rotor_py.surroundings import moving_buffers
 from rotor_solver import Chain
@@ -106,7 +106,7 @@ def measure(
         kind = (stage_kind(function, value), held, last)
         runner = StageRunner(function, name, preserve_rng_state)
         if kind not in known:
-            graph_dependent[kind] = depends_on_graph(function, value, device)
+            graph_dependent[kind] = find_out(function, value, device)
             known[kind] = measure_stage(
                 runner,
                 value,

@@ -33,22 +33,18 @@ class StageRunner:
 
     def first(self, value: Any) -> tuple[Any, Surroundings]:
         """Run it as it comes, in a graph or without one; return its output and what surrounded it."""
-        devices = self._devices(value)
-        run = self.function if torch.is_grad_enabled() else self._without_graph(value, devices)
-        with recorded(self.function, devices, self.preserve_rng_state, self.name) as surroundings:
+        run = self.function if torch.is_grad_enabled() else self._without_graph()
+        with recorded(self.function, self._devices(value), self.preserve_rng_state, self.name) as surroundings:
             output = run(value)
         return output, surroundings[0]
 
     def again(self, value: Any, surroundings: Surroundings) -> Any:
         """Run it once more without a graph, exactly as the first time."""
         with torch.no_grad(), surroundings.restored(self.function, graph=False):
-            return self._without_graph(value, self._devices(value))(value)
+            return self._without_graph()(value)
 
-    def _without_graph(self, value: Any, devices: tuple[torch.device, ...]) -> Callable[[Any], Any]:
-        device = devices[0] if devices else torch.device("cpu")
-        if depends_on_graph(self.function, value, device):
-            return partial(without_history, self.function)
-        return self.function
+    def _without_graph(self) -> Callable[[Any], Any]:
+        return partial(without_history, self.function) if depends_on_graph(self.function) else self.function
 
     def attach(self, value: Any, surroundings: Surroundings) -> AttachedStage:
         """Run it once more with a graph of its own, exactly as the first time.
