@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rotor_profiling import OptimizerCost, storage_bytes, storages, tensors_in
+from rotor_profiling import OptimizerCost, bytes_like, storage_bytes, storages, tensors_in
 from rotor_py.device import allocated_bytes
 from rotor_py.measurement import Measurement
 from rotor_py.units import format_bytes, limit_text
@@ -119,7 +119,7 @@ def make_budget(
     """The budget of a step of `model` on `sample`; `optimizer` is None where nothing is known about it."""
     chain = measurement.chain(fresh_gradients=fresh_gradients)
     parameters = list(model.parameters())
-    trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.device == device)
+    trained = bytes_like(p for p in parameters if p.requires_grad and p.device == device)
     here = _on(device, parameters)
     sizes = storages(here)
     buffers = storage_bytes(_on(device, model.buffers()), owned_elsewhere=sizes)

@@ -128,16 +128,19 @@ class Tape:
                 continue
             if stage in self.program.runs_again:
                 self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
-            if stage in step.live:
-                held.inputs[stage] = _detached(value)  # Rule 5
+            if stage in step.live:  # Rule 5
+                before = held.attached.get(stage - 1)
+                held.inputs[stage] = _detached(before.output if before else value)
             if stage not in self.program.in_graph:
                 value = self._node(stage, value)  # Rule 2
             elif stage in self.program.runs_again:
-                before = [tensor._version for tensor in tensors_in(held.inputs.get(stage))]
+                versions = [tensor._version for tensor in tensors_in(held.inputs.get(stage))]
                 value, self.surroundings[stage] = self.runners[stage].first(value)
-                self.refuse_overwritten(stage, held.inputs.get(stage), before)
+                self.refuse_overwritten(stage, held.inputs.get(stage), versions)
             else:
                 value = self.runners[stage].forward(value)  # Rule 1
+            if stage in self.program.awaited:
+                self._await(stage, value)
             frontier += 1
             _release(held, step)
         return value
@@ -155,31 +158,30 @@ class Tape:
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage` (Rule 3)."""
         current = self._current_pass()
+        self._advance(current, stage)
+        attached = current.held.attached.pop(stage)
+        _release(current.held, self.program.replay[self.program.backward_at[stage]])
+        return attached.backward(gradients, retain_graph=current.retain_graph)
+
+    def _await(self, stage: int, value: Any) -> None:
+        """Run the operations before `B` of a stage in the graph when its backward is about to begin."""
+        for tensor in tensors_in(value):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._advance(self._current_pass(), stage))
+
+    def _advance(self, current: _Pass, stage: int) -> None:
+        """Run the operations before `B` of `stage`."""
         try:
-            steps = self.program.replay
-            while current.position < len(steps):
-                step = steps[current.position]
-                current.position += 1
-                match step.operation:
-                    case Backward(reached) if reached == stage:
-                        return self._backward(current, step, gradients)
-                    case Backward(reached):
-                        current.held.attached.pop(reached, None)
-                        _release(current.held, step)
-                    case _:
-                        self._run_again(current.held, step)
-            raise AssertionError(f"the sequence has no backward of stage {stage}")
+            for step in self.program.replay[current.position : self.program.backward_at[stage]]:
+                if isinstance(step.operation, Backward):
+                    current.held.attached.pop(step.operation.stage, None)
+                    _release(current.held, step)
+                else:
+                    self._run_again(current.held, step)
         except BaseException:
             self._held = self._pass = None
             raise
-
-    def _backward(
-        self, current: _Pass, step: Step, gradients: Operations[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        stage = step.operation.stage  # type: ignore[union-attr] # a backward
-        attached = current.held.attached.pop(stage)
-        _release(current.held, step)
-        return attached.backward(gradients, retain_graph=current.retain_graph)
+        current.position = max(current.position, self.program.backward_at[stage])
 
     def _current_pass(self) -> _Pass:
         task = torch._C._current_graph_task_id()
@@ -210,7 +212,7 @@ class Tape:
         else:
             output = runner.again(value, surroundings)
         if stage + 1 in step.live:
-            held.inputs[stage + 1] = _detached(output)
+            held.inputs.setdefault(stage + 1, _detached(output))
         self.refuse_overwritten(stage, value, before)
         _release(held, step)
 

@@ -11,6 +11,7 @@ import torch
 from rotor_profiling import (
     LossCost,
     StageCost,
+    bytes_like,
     isolated,
     leaves_of,
     measure_loss,
@@ -91,9 +92,8 @@ def measure(
 
     Without a `loss`, it is taken to need no time, and `loss_temp_bytes` of memory.
     """
-    caller = storages(tensors_in(value)).keys()
+    owned = list(storages(tensors_in(value)))  # of what is alive throughout; any other address may come to be reused
     value, prefix = _through_prefix(cut, leaves_of(value), device)
-    owned = [*caller, *storages(tensors_in(value)).keys()]
     input_bytes = held = storage_bytes(tensors_in(value))
     known: dict[Hashable, StageCost] = {}
     graph_dependent: dict[Hashable, bool] = {}
@@ -171,11 +171,11 @@ def _gradient_bytes(cut: Cut) -> tuple[int, ...]:
     for _, function in reversed(cut.stages):
         new = [parameter for parameter in trained_parameters(function) if id(parameter) not in seen]
         seen.update(id(parameter) for parameter in new)
-        result.append(sum(parameter.numel() * parameter.element_size() for parameter in new))
+        result.append(bytes_like(new))
     return tuple(result[::-1])
 
 
 def _snapshot_bytes(cut: Cut) -> int:
     """Upper bound of what a replay keeps of buffers whose values a forward depends on and changes."""
     tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
-    return 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return 2 * bytes_like(tensors)

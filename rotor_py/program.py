@@ -30,16 +30,20 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The operations before the loss, those after it, and two sets of stages.
+    """The operations before the loss, those after it, and what is to be known about stages.
 
     A stage `in_graph` has a graph from its first forward on. It runs in the graph of plain training, and the engine
-    runs its backward: the tape has no part in it. A stage that `runs_again` has more than one forward.
+    runs its backward: the tape has no part in it, unless the stage is `awaited`, because the sequence has forwards
+    right before its backward. A stage that `runs_again` has more than one forward. `backward_at` is where in `replay`
+    the backward of each stage is.
     """
 
     forward: tuple[Step, ...]
     replay: tuple[Step, ...]
     in_graph: frozenset[int]
     runs_again: frozenset[int]
+    awaited: frozenset[int]
+    backward_at: dict[int, int]
 
 
 @lru_cache(maxsize=64)
@@ -48,12 +52,22 @@ def program(stages: int, sequence: Sequence) -> Program:
     simulate(_unit_chain(stages), sequence)
     operations = tuple(sequence)
     in_graph = frozenset(_first_with_graph(operations))
-    live = _liveness(operations, in_graph)
+    live = _liveness(operations)
     steps = [Step(operation, needed) for operation, needed in zip(operations, live, strict=True)]
     loss = operations.index(Loss())
+    replay = operations[loss + 1 :]
+    backward_at = {each.stage: position for position, each in enumerate(replay) if isinstance(each, Backward)}
+    awaited = {i for i in in_graph if (at := backward_at[i]) and not isinstance(replay[at - 1], Backward)}
     forwards = Counter(each.stage for each in operations if not isinstance(each, Loss | Backward))
     runs_again = frozenset(stage for stage, runs in forwards.items() if runs > 1)
-    return Program(tuple(steps[:loss]), tuple(steps[loss + 1 :]), in_graph, runs_again)
+    return Program(
+        forward=tuple(steps[:loss]),
+        replay=tuple(steps[loss + 1 :]),
+        in_graph=in_graph,
+        runs_again=runs_again,
+        awaited=frozenset(awaited),
+        backward_at=backward_at,
+    )
 
 
 def _first_with_graph(operations: Operations[Operation]) -> list[int]:
@@ -70,20 +84,38 @@ def _first_with_graph(operations: Operations[Operation]) -> list[int]:
     return found
 
 
-def _liveness(operations: Operations[Operation], in_graph: frozenset[int]) -> list[frozenset[int]]:
-    """For every operation, the inputs that a later run of their stage reads before they are computed anew.
+def _liveness(operations: Operations[Operation]) -> list[frozenset[int]]:
+    """For every operation, the inputs that a later run of their stage reads, and that are not computed anew before.
 
-    The first run of a stage takes its input from the run of the stage before, not from the tape.
+    The first run of a stage takes its input from the run of the stage before, not from the tape. What lies in some ā
+    is read from there, even if it is computed anew in the meantime.
     """
-    first = _first_runs(operations)
+    first, saved = _first_runs(operations), _saved(operations)
     live: frozenset[int] = frozenset()
     result = []
     for position in range(len(operations) - 1, -1, -1):
         result.append(live)
         match operations[position]:
             case ForwardEnable(stage) | ForwardCheck(stage) | ForwardNograd(stage):
-                live = live - {stage} if first[stage] == position else (live - {stage + 1}) | {stage}
+                if first[stage] == position:
+                    live = live - {stage}
+                else:
+                    live = (live if stage + 1 in saved[position] else live - {stage + 1}) | {stage}
     return result[::-1]
+
+
+def _saved(operations: Operations[Operation]) -> list[frozenset[int]]:
+    """For every operation, the indices of the ā that are there when it begins."""
+    now: frozenset[int] = frozenset()
+    result = []
+    for operation in operations:
+        result.append(now)
+        match operation:
+            case ForwardEnable(stage):
+                now = now | {stage + 1}
+            case Backward(stage):
+                now = now - {stage + 1}
+    return result
 
 
 def _first_runs(operations: Operations[Operation]) -> dict[int, int]:

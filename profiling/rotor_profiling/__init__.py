@@ -7,7 +7,7 @@ from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost
 from rotor_profiling.stage import StageCost, leaves_of, measure_stage
 from rotor_profiling.step import measured_peak
-from rotor_profiling.storage import storage_bytes, storages, tensors_in
+from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
 
 __all__ = [
     "LossCost",
@@ -18,6 +18,7 @@ __all__ = [
     "StageCost",
     "UnknownOptimizerError",
     "UnusableLossError",
+    "bytes_like",
     "isolated",
     "leaves_of",
     "measure_loss",

@@ -13,7 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling.memory import memory_meter
-from rotor_profiling.storage import tensors_in
+from rotor_profiling.storage import allocated, bytes_like, tensors_in
+
+_SCALARS = 64
+"""Bytes of the numbers that operators wrap as tensors on the way, which a dispatch mode does not see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     devices = {parameter.device.type for parameter in parameters}
     try:
-        state, step = _on_meta(optimizer, foreach="cuda" in devices)
+        state, step = _on_meta(optimizer, "cuda" if "cuda" in devices else "cpu")
     except Exception:
         try:
             state, step = _on_zeros(optimizer)
@@ -53,15 +56,15 @@ def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     return OptimizerCost(state, step, present_bytes=_state_bytes(optimizer, devices))
 
 
-def _on_meta(optimizer: torch.optim.Optimizer, foreach: bool) -> tuple[int, int]:
-    twin = _twin(optimizer, lambda parameter: torch.empty_like(parameter, device="meta"), foreach=foreach)
-    live = _LiveBytes()
+def _on_meta(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
+    twin = _twin(optimizer, lambda parameter: torch.empty_like(parameter, device="meta"), foreach=kind == "cuda")
+    kinds = {"meta", kind}
+    live = _LiveBytes(kinds, kind)
     with live:
         twin.step()
         live.reset()
         twin.step()
-    kinds = {"meta", "cuda" if foreach else "cpu"}
-    return _state_bytes(twin, kinds), live.peak
+    return _state_bytes(twin, kinds, kind), live.peak + _SCALARS
 
 
 def _on_zeros(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
@@ -74,14 +77,14 @@ def _on_zeros(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
             twin.step()
             with memory_meter(torch.device("cpu")) as meter:
                 twin.step()
-            state += _state_bytes(twin, {"cpu"})
+            state += _state_bytes(twin, {"cpu"}, "cpu")
             step = max(step, meter.phases[""].peak)
     return state, step
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer, devices: set[str]) -> int:
+def _state_bytes(optimizer: torch.optim.Optimizer, kinds: set[str], kind: str | None = None) -> int:
     kept = [tensor for state in optimizer.state.values() for tensor in tensors_in(list(state.values()))]
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept if tensor.device.type in devices)
+    return bytes_like((tensor for tensor in kept if tensor.device.type in kinds), kind)
 
 
 def _twin(
@@ -116,10 +119,14 @@ class _Held:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of meta storages that are created while the mode is active and have not been freed."""
+    """Counts the bytes of storages on devices of `kinds`, from their creation while the mode is active on.
 
-    def __init__(self) -> None:
+    Sizes are those that the allocator of `kind` would count.
+    """
+
+    def __init__(self, kinds: set[str], kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._kinds, self._kind = kinds, kind
         self._held = _Held()
 
     @property
@@ -139,9 +146,9 @@ class _LiveBytes(TorchDispatchMode):
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if tensor.device.type != "meta" or key in given or key in held.known:
+            if tensor.device.type not in self._kinds or key in given or key in held.known:
                 continue
-            size = storage.nbytes()
+            size = allocated(storage.nbytes(), self._kind)
             held.known.add(key)
             held.now += size
             held.peak = max(held.peak, held.now)

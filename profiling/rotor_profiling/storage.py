@@ -11,6 +11,11 @@ from torch.utils._pytree import tree_leaves
 _CUDA_BLOCK = 512
 
 
+def allocated(size: int, kind: str) -> int:
+    """The bytes that the allocator of a kind of device counts for a request of `size` bytes."""
+    return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if kind == "cuda" else size
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a nested structure of tuples, lists, dicts and registered classes, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -21,9 +26,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     sizes: dict[int, int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        if tensor.device.type == "cuda":
-            size = -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
+        size = allocated(storage.nbytes(), tensor.device.type)
         if size:
             sizes[storage.data_ptr()] = size
     return sizes
@@ -35,3 +38,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor], owned_elsewhere: Iterable[int
     for address in owned_elsewhere:
         sizes.pop(address, None)
     return sum(sizes.values())
+
+
+def bytes_like(tensors: Iterable[torch.Tensor], kind: str | None = None) -> int:
+    """Bytes of a new tensor like each of `tensors`, on its own device or on one of another `kind`."""
+    return sum(allocated(tensor.numel() * tensor.element_size(), kind or tensor.device.type) for tensor in tensors)

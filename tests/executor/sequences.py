@@ -56,11 +56,14 @@ class _Walk:
         self.delta, self.lost = length, False
 
     def possible(self) -> list[Operation]:
-        """What can run next; a_0 is never given up, so that there is always a way on."""
+        """What can run next; a_0 is never given up, so that there is always a way on.
+
+        Nor is the input of a stage that has a graph: autograd would hold on to it.
+        """
         found: list[Operation] = []
         for i in (self.plain | self.saved) - {self.length}:
             found.append(ForwardCheck(i))
-            if i > 0:
+            if i > 0 and i + 1 not in self.saved:
                 found.append(ForwardNograd(i))
             if i + 1 not in self.saved:
                 found.append(ForwardEnable(i))

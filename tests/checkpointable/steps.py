@@ -1,0 +1,71 @@
+"""Whole training steps of networks whose activations are large enough for memory to be about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_profiling import measured_peak, tensors_in
+from rotor_py import Checkpointable
+
+CPU = torch.device("cpu")
+
+
+def blocks(count: int = 8, width: int = 48) -> nn.Sequential:
+    """Convolutions of one size; a stage is a layer or a block."""
+    first: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+    for index in range(count):
+        inner = [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+        first.append(Residual(*inner) if index % 2 else nn.Sequential(*inner))
+    return nn.Sequential(*first, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+
+class Residual(nn.Sequential):
+    """One stage of several layers."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + super().forward(value)
+
+
+def images(batch: int = 4, size: int = 24) -> torch.Tensor:
+    return torch.randn(batch, 3, size, size)
+
+
+def square(output: Any) -> torch.Tensor:
+    return sum((t.float().square().mean() for t in tensors_in(output)), torch.zeros(()))
+
+
+def step_peak(
+    planned: Checkpointable | nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    fresh_grads: bool = False,
+    loss: Callable[[Any], torch.Tensor] = square,
+) -> int:
+    """The measured peak of a whole step: its forward, loss, backward and optimizer step."""
+    if fresh_grads:
+        planned.zero_grad(set_to_none=True)
+    state = [] if optimizer is None else tensors_in([list(entry.values()) for entry in optimizer.state.values()])
+    gradients = [p.grad for p in planned.parameters() if p.grad is not None]
+    present = [*planned.parameters(), *planned.buffers(), *gradients, *state, *tensors_in(batch)]
+
+    def step() -> None:
+        output = planned(**batch) if isinstance(batch, dict) else planned(batch)
+        loss(output).backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return measured_peak(step, present, CPU)
+
+
+def between(planned: Checkpointable, share: float) -> int:
+    """A limit `share` of the way from the least possible to storing everything."""
+    from rotor_solver import store_all
+
+    assert planned.budget is not None
+    least, full = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
+    return int(least + share * (full - least))
