@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import (
     LossCost,
@@ -146,6 +147,7 @@ def _through_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, Pr
     if not cut.prefix:
         return value, None
     modules = torch.nn.Sequential(*(module for _, module in cut.prefix))
+    value = tree_map_only(torch.Tensor, torch.clone, value)  # a layer may write into it
     with isolated(modules, device), torch.no_grad():
         modules(value)
         with memory_meter(device) as meter:

@@ -40,6 +40,23 @@ class Transparent(nn.Module):
         else:
             setattr(model, name, value)
 
+    # What Python looks up on the class and not on the object; a Sequential has these.
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.model[index]
+
+    def __setitem__(self, index: Any, module: nn.Module) -> None:
+        self.model[index] = module
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.model)
+
+    def __len__(self) -> int:
+        return len(self.model)
+
+    def __bool__(self) -> bool:
+        return True
+
     def train(self, mode: bool = True) -> Transparent:
         """Set training mode, as for the model."""
         self.model.train(mode)

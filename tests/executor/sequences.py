@@ -65,7 +65,7 @@ class _Walk:
             found.append(ForwardCheck(i))
             if i > 0 and i + 1 not in self.saved:
                 found.append(ForwardNograd(i))
-            if i + 1 not in self.saved:
+            if i + 1 not in self.saved and i < self.delta:
                 found.append(ForwardEnable(i))
         if not self.lost and self.length in self.plain | self.saved:
             found.append(Loss())

@@ -1,0 +1,386 @@
+"""`Checkpointable` as people use it: it is the model, it plans when it has to, and measuring changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
+from rotor_solver import Backward, Loss, recompute_all, store_all
+from tests.checkpointable.steps import between, blocks, images, square, step_peak
+from tests.executor.training import assert_same, steps
+
+
+def planned_at(share: float, network: nn.Module | None = None, **options) -> Checkpointable:
+    torch.manual_seed(0)
+    planned = Checkpointable(network or blocks(4, 16), loss=square, **options)
+    planned.measure(images())
+    planned.compute_sequence(between(planned, share))
+    return planned
+
+
+def recomputes(planned: Checkpointable) -> bool:
+    operations = list(planned.sequence or ())
+    return any(not isinstance(each, Backward) for each in operations[operations.index(Loss()) + 1 :])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_training_is_plain_training(share: float) -> None:
+    planned = planned_at(share)
+    plain = copy.deepcopy(planned.model)
+    batch = images()
+    assert recomputes(planned) == (share < 1)
+    assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
+
+
+def test_the_first_training_step_plans_by_itself() -> None:
+    torch.manual_seed(0)
+    network = blocks(4, 16)
+    reference = planned_at(0.3, copy.deepcopy(network))
+    planned = Checkpointable(network, mem_limit=reference.mem_limit, loss=square)
+    plain, batch = copy.deepcopy(network), images()
+    assert planned.sequence is None
+    assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
+    assert recomputes(planned)
+
+
+def test_names_state_dict_and_attributes_are_the_models() -> None:
+    network = blocks(2, 8)
+    network.note = "mine"
+    planned = Checkpointable(network, mem_limit="1GB")
+    assert list(planned.state_dict()) == list(network.state_dict())
+    assert [name for name, _ in planned.named_parameters()] == [name for name, _ in network.named_parameters()]
+    assert [id(p) for p in planned.parameters()] == [id(p) for p in network.parameters()]
+    assert planned.note == "mine"
+    planned.note = "yours"
+    assert network.note == "yours"
+    assert planned[0] is network[0]
+    assert len(planned) == len(network)
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        planned.nothing_like_this  # noqa: B018 # the access is the test
+
+
+def test_checkpoints_are_the_same_files() -> None:
+    network, planned = blocks(2, 8), Checkpointable(blocks(2, 8))
+    planned.load_state_dict(network.state_dict())
+    again = blocks(2, 8)
+    again.load_state_dict(planned.state_dict())
+    assert all(map(torch.equal, again.state_dict().values(), network.state_dict().values()))
+
+
+def test_moving_and_casting_the_whole_moves_the_model() -> None:
+    planned = Checkpointable(blocks(2, 8)).double()
+    assert all(p.dtype == torch.float64 for p in planned.model.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda planned: pickle.loads(pickle.dumps(planned))])
+def test_copies_train_on_their_own(copied: Callable[[Checkpointable], Checkpointable]) -> None:
+    planned = planned_at(0.3, blocks(4, 16))
+    planned._loss = None  # a function of this file; what a caller passes may or may not be picklable
+    twin = copied(planned)
+    assert twin[0].weight is not planned[0].weight
+    assert twin[0].weight is twin.model[0].weight
+    plain, batch = copy.deepcopy(planned.model), images()
+    assert_same(steps(twin, twin, batch), steps(plain, plain, batch))
+    assert all(p.grad is None for p in planned.parameters())
+
+
+def test_torch_save_keeps_the_whole() -> None:
+    planned = Checkpointable(blocks(2, 8), mem_limit="1GB")
+    file = io.BytesIO()
+    torch.save(planned, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded[0].weight, planned[0].weight)
+    assert loaded.mem_limit == "1GB"
+
+
+def test_measuring_changes_nothing() -> None:
+    network = blocks(4, 16)
+    network[1].append(nn.Dropout(0.5))
+    network.eval()
+    network[3].train()
+    for p in network.parameters():
+        p.grad = torch.randn_like(p)
+    calls = []
+    for p in network.parameters():
+        p.register_hook(lambda g: calls.append(g))
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)  # the global states are the point
+    tensors = [*network.parameters(), *network.buffers(), *[p.grad for p in network.parameters()], images()]
+    before = [(id(t), t._version, t.clone()) for t in tensors]
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    modes = [module.training for module in network.modules()]
+    planned = Checkpointable(network, mem_limit="1GB", loss=square, optimizer=torch.optim.Adam(network.parameters()))
+    planned.measure(tensors[-1])
+    planned.compute_sequence()
+    found = [*network.parameters(), *network.buffers(), *[p.grad for p in network.parameters()], tensors[-1]]
+    assert [(id(t), t._version) for t in found] == [(i, v) for i, v, _ in before]
+    assert all(torch.equal(t, old) for t, (_, _, old) in zip(found, before, strict=True))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]
+    assert [module.training for module in network.modules()] == modes
+    assert not calls
+    assert not planned._optimizer.state
+
+
+def test_equal_blocks_are_measured_once() -> None:
+    runs = []
+
+    class Counted(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # as the base class has it
+            runs.append(1)
+            return super().forward(input)
+
+    def measured(count: int) -> int:
+        runs.clear()
+        network = nn.Sequential(*[nn.Sequential(Counted(16, 16), nn.Tanh()) for _ in range(count)])
+        planned = Checkpointable(network)
+        planned.measure(torch.randn(4, 16))
+        assert planned.inspection_values is not None
+        assert len(set(planned.inspection_values.stages)) <= 6  # first, inner and last of each kind
+        return len(runs)
+
+    assert measured(40) - measured(20) <= 3 * 20  # a few runs to cut and to pass the value on, none to measure
+
+
+def test_progress_is_reported_by_stage() -> None:
+    seen = []
+    planned = Checkpointable(blocks(2, 8), progress=lambda *state: seen.append(state))
+    planned.measure(images())
+    assert seen[:2] == [(0, len(planned.names), "0"), (1, len(planned.names), "1.0")]
+    assert seen[-1] == (len(planned.names), len(planned.names), "loss")
+
+
+def test_a_layer_before_the_chain_that_writes_into_its_input_does_not_while_measuring() -> None:
+    batch = torch.randn(4, 6)
+    before = batch.clone()
+    Checkpointable(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6))).measure(batch)
+    assert torch.equal(batch, before)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_a_smaller_batch_uses_the_plan(batch: int) -> None:
+    planned = planned_at(0.3)
+    sequence = planned.sequence
+    planned(images(batch)).sum().backward()
+    assert planned.sequence is sequence
+
+
+def test_a_larger_batch_is_refused_in_words() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"\[5, 3, 24, 24\].*made for \[4, 3, 24, 24\].*call measure\(\)"):
+        planned_at(0.3)(images(5))
+
+
+def test_another_shape_or_dtype_is_refused_in_words() -> None:
+    planned = planned_at(0.3)
+    with pytest.raises(UnsupportedModelError, match=r"\[4, 3, 20, 20\]"):
+        planned(images(4, 20))
+    with pytest.raises(UnsupportedModelError, match="float64"):
+        planned(images().double())
+
+
+def test_measuring_again_makes_room_for_a_larger_batch() -> None:
+    planned = planned_at(0.3)
+    planned.measure(images(6))
+    planned.compute_sequence(between(planned, 0.4))
+    planned(images(6)).sum().backward()
+
+
+def replace(planned: Checkpointable) -> None:
+    planned[2] = nn.Sequential(nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, padding=1))
+
+
+def freeze(planned: Checkpointable) -> None:
+    planned[1].requires_grad_(False)
+
+
+def silence(planned: Checkpointable) -> None:
+    planned[1][1].eval()
+
+
+@pytest.mark.parametrize("change", [replace, freeze, silence])
+def test_a_model_that_has_changed_is_planned_anew(change: Callable[[Checkpointable], None]) -> None:
+    planned = planned_at(0.3)
+    planned.mem_limit = "1GB"
+    sequence = planned.sequence
+    change(planned)
+    plain, batch = copy.deepcopy(planned.model), images()
+    assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
+    assert planned.sequence is not sequence
+
+
+def test_unfreezing_is_planned_anew() -> None:
+    network = blocks(4, 16)
+    network[0].requires_grad_(False)
+    planned = planned_at(0.5, network)
+    assert "0" not in planned.names
+    planned.mem_limit = "1GB"
+    network.requires_grad_(True)
+    planned(images()).sum().backward()
+    assert planned.names[0] == "0"
+    assert network[0].weight.grad is not None
+
+
+def test_evaluation_and_no_grad_are_the_model() -> None:
+    planned = planned_at(0.0)
+    x = images()
+    planned.eval()
+    assert torch.equal(planned(x), planned.model(x))
+    assert not planned.model.training
+    planned.train()
+    assert planned.model.training
+    with torch.no_grad():
+        assert not planned(x).requires_grad
+
+
+def test_inputs_may_be_keywords_tuples_and_dicts() -> None:
+    torch.manual_seed(0)
+    for given in (images(), (images(),), {"input": images()}):
+        planned = Checkpointable(blocks(2, 8), loss=square)
+        planned.measure(given)
+        planned.compute_sequence(between(planned, 0.2))
+        output = planned(input=images())
+        output.sum().backward()
+        assert planned[0].weight.grad is not None
+
+
+def test_the_constructor_measures_and_plans() -> None:
+    planned = Checkpointable(blocks(2, 8), images(), "1GB")
+    assert planned.sequence == store_all(planned.chain)
+    assert planned.names[:2] == ["0", "1.0"]
+    assert [len(planned.names), len(planned.functions)] == [len(planned.chain)] * 2
+
+
+def test_too_small_a_limit_says_what_would_do() -> None:
+    planned = planned_at(0.5)
+    least = between(planned, 0.0)
+    with pytest.raises(InfeasibleError) as caught:
+        planned.compute_sequence(least - 1)
+    error = caught.value
+    assert isinstance(error, ValueError)
+    assert (error.min_bytes, error.mem_limit) == (least, least - 1)
+    assert error.stage is not None
+    for part in (f"({least} bytes)", f"({least - 1} bytes)", "parameters", "Try a smaller batch"):
+        assert part in str(error)
+    planned.compute_sequence(error.min_bytes)
+    step_peak(planned, images())
+    assert step_peak(planned, images()) <= error.min_bytes
+
+
+@pytest.mark.parametrize("limit", ["4XB", "-1", -1, 0, "", "0GB", float("nan"), True, "120%", "GB"])
+def test_bad_limits_are_refused_at_once(limit: object) -> None:
+    with pytest.raises(ValueError, match=r"limit|bytes|%"):
+        Checkpointable(blocks(1, 4), mem_limit=limit)
+
+
+def test_models_that_cannot_be_cut_are_refused_in_words() -> None:
+    class Hand(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(UnsupportedModelError, match=r"Hand is not an nn\.Sequential"):
+        Checkpointable(Hand(), mem_limit="1GB")(torch.randn(2, requires_grad=True))
+    with pytest.raises(UnsupportedModelError, match="wrap it once"):
+        Checkpointable(Checkpointable(blocks(1, 4)))
+    with pytest.raises(UnsupportedModelError, match="overwrites the input of the chain"):
+        Checkpointable(nn.Sequential(nn.ReLU(True), nn.Linear(2, 2))).measure(torch.randn(2, 2, requires_grad=True))
+    frozen = blocks(1, 4).requires_grad_(False)
+    with pytest.raises(UnsupportedModelError, match="nothing to train"):
+        Checkpointable(frozen).measure(images())
+
+
+def test_a_frozen_model_in_training_mode_is_just_run() -> None:
+    planned = Checkpointable(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False))
+    assert not planned(torch.randn(3, 2)).requires_grad
+
+
+def test_in_place_layers_are_joined_to_their_predecessor() -> None:
+    planned = planned_at(0.0)
+    assert "1.1+1.2" in planned.names
+
+
+def test_algorithms_and_slots_are_passed_on() -> None:
+    from rotor_solver import Persistent, RecomputeAll, StoreAll
+
+    planned = planned_at(0.4)
+    chain = planned.build_chain()
+    limit = planned.mem_limit
+    assert planned.compute_sequence(limit, algo=RecomputeAll()) == recompute_all(chain)
+    assert planned.compute_sequence(limit, algo=Persistent, slots=50).algorithm == "persistent"
+    with pytest.raises(InfeasibleError):
+        planned.compute_sequence(limit, algo=StoreAll())
+    with pytest.raises(ValueError, match="slots"):
+        planned.compute_sequence(limit, mem_slots=0)
+
+
+def test_asking_before_measuring_says_so() -> None:
+    planned = Checkpointable(blocks(1, 4), mem_limit="1GB")
+    for ask in (planned.build_chain, planned.compute_sequence, planned.plan, planned.summary):
+        with pytest.raises(ValueError, match=r"nothing has been measured yet; call measure\(input\)"):
+            ask()
+
+
+def test_verbosity_logs_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    planned = planned_at(0.4, verbosity=1)
+    assert "predicted peak" in caplog.text
+    assert "is fixed" in planned.summary()
+
+
+def test_hooks_of_the_whole_model_are_called_once_a_step() -> None:
+    planned = planned_at(0.0)
+    calls: list[str] = []
+    planned.register_forward_hook(lambda *_: calls.append("forward"))
+    planned(images()).sum().backward()
+    assert calls == ["forward"]
+
+
+def test_an_error_of_a_layer_is_its_own_and_the_next_step_is_right() -> None:
+    planned = planned_at(0.0)
+    plain, batch = copy.deepcopy(planned.model), images()
+    handle = planned[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        planned(batch)
+    handle.remove()
+    planned.load_state_dict(plain.state_dict())
+    assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
+
+
+def test_recurrent_layers_keep_the_numbers_that_they_have_with_a_graph() -> None:
+    class Last(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, object]) -> torch.Tensor:
+            return pair[0]
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8), Last(), nn.LSTM(8, 8), Last(), nn.Linear(8, 2))
+    planned, plain, batch = Checkpointable(copy.deepcopy(network), loss=square), network, torch.randn(20, 4, 8)
+    planned.measure(batch)
+    planned.compute_sequence(between(planned, 0.0))
+    assert recomputes(planned)
+    assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
+
+
+class Sly(nn.Linear):
+    """Its last digits depend on whether a graph is recorded; nothing about its type says so."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # as the base class has it
+        return super().forward(input) * (1 if torch.is_grad_enabled() else 1.0001)
+
+
+def test_stages_that_depend_on_the_graph_are_found_by_measuring() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(*[Sly(8, 8) for _ in range(6)])
+    planned, plain, batch = Checkpointable(copy.deepcopy(network), loss=square), network, torch.randn(20, 8)
+    planned.measure(batch)
+    planned.compute_sequence(between(planned, 0.0))
+    assert recomputes(planned)
+    assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
+    assert planned.plan().graph_dependent == list(range(6))
