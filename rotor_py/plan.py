@@ -14,6 +14,7 @@ from rotor_py.chain import Cut, joined, layers
 from rotor_py.errors import PlanMismatchError
 from rotor_py.fingerprint import refuse_difference, refuse_other_input
 from rotor_py.graph_dependence import remember
+from rotor_py.program import program
 from rotor_solver import Sequence
 
 SCHEMA = 1
@@ -60,14 +61,30 @@ class Plan:
         for name, kind in _FIELDS.items():
             if not isinstance(data.get(name), kind):
                 raise ValueError(f"{file} is not a whole plan: {name!r} is {data.get(name)!r}; save it again")
-        fields = {name: data[name] for name in _FIELDS}
-        return cls(**{**fields, "sequence": Sequence.parse(data["sequence"])})
+        try:
+            plan = cls(**{name: data[name] for name in _FIELDS} | {"sequence": Sequence.parse(data["sequence"])})
+            plan._refuse_nonsense()
+        except ValueError as error:
+            raise ValueError(f"{file} is not a whole plan: {error}; save it again") from None
+        return plan
+
+    def _refuse_nonsense(self) -> None:
+        """ValueError if the parts of the plan are not what they should be, or do not belong together."""
+        if not all(isinstance(name, str) for group in [self.prefix, *map(_list, self.stages)] for name in group):
+            raise ValueError("the names of layers have to be texts")
+        if not all(isinstance(index, int) for index in self.graph_dependent):
+            raise ValueError("graph_dependent has to be a list of stages, by number")
+        shapes = [each.get("shape") if isinstance(each, dict) else None for each in _list(self.input.get("tensors"))]
+        if not all(isinstance(shape, list) and all(isinstance(size, int) for size in shape) for shape in shapes):
+            raise ValueError("every tensor of the input has to have a shape")
+        program(len(self.stages), self.sequence)
 
     def cut(self, model: nn.Module) -> Cut:
         """The chain that this plan makes of `model`. PlanMismatchError if it is not the model it was made for."""
         found = dict(layers(model))
-        if missing := [name for group in [self.prefix, *self.stages] for name in group if name not in found]:
-            raise PlanMismatchError(f"layer {missing[0]}", "present", "absent")
+        planned = [name for group in [self.prefix, *self.stages] for name in group]
+        if planned != list(found):
+            raise PlanMismatchError("the order of layers", ", ".join(planned), ", ".join(found))
         stages = tuple(joined([(name, found[name]) for name in group]) for group in self.stages)
         for index, (_, function) in enumerate(stages):
             remember(function, index in self.graph_dependent)
@@ -79,6 +96,12 @@ class Plan:
             refuse_difference(self.model, model)
         if value is not None:
             refuse_other_input(self.input, value)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{value!r} has to be a list, and not an empty one")
+    return value
 
 
 _FIELDS: dict[str, type] = {
