@@ -36,7 +36,7 @@ def square(bias: bool = False) -> nn.Linear:
 
 def cost(function: Callable[[Any], Any], value: Any, **options: Any) -> StageCost:
     """What `function` costs on `value`: bytes only, no random state kept, parameters owned by the caller."""
-    options = {"timed": False, "device": CPU, "input_bytes": storage_bytes(tensors_in(value))} | options
+    options = {"device": CPU, "input_bytes": storage_bytes(tensors_in(value))} | options
     parameters = function.parameters() if isinstance(function, nn.Module) else ()
     owned = [*storages(parameters), *options.pop("owned", ())]
     return measure_stage(StageRunner(function, "stage", preserve_rng_state=False), value, owned=owned, **options)

@@ -1,0 +1,121 @@
+"""Each family of networks, small, by many sequences: three optimizer steps bit for bit as plain training."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, models
+from rotor_solver import Sequence, recompute_all, solve, store_all
+from tests.checkpointable.steps import between, square, step_peak
+from tests.executor.sequences import any_sequence, persistent_sequence
+from tests.executor.training import assert_same, cut_of, replayed, steps
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
+    "resnet18": (lambda: models.resnet18(num_classes=10), (2, 3, 32, 32)),
+    "resnet50": (lambda: models.resnet50(num_classes=10), (2, 3, 32, 32)),
+    "vgg11_bn": (lambda: models.vgg11_bn(num_classes=10), (2, 3, 32, 32)),
+    "densenet121": (lambda: models.densenet121(num_classes=10), (2, 3, 32, 32)),
+    "inception_v3": (lambda: models.inception_v3(num_classes=10, aux_logits=False), (2, 3, 96, 96)),
+}
+
+
+@cache
+def measured(name: str) -> tuple[Checkpointable, torch.Tensor]:
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    planned, batch = Checkpointable(make(), loss=square, fresh_grads=True), torch.randn(shape)
+    planned.measure(batch)
+    return planned, batch
+
+
+@cache
+def plain_steps(name: str) -> list[tuple[str, torch.Tensor]]:
+    planned, batch = measured(name)
+    model = copy.deepcopy(planned.model)
+    return steps(model, model, batch)
+
+
+def assert_trains_the_same(name: str, sequence: Sequence) -> None:
+    planned, batch = measured(name)
+    model = copy.deepcopy(planned.model)
+    assert_same(steps(model, replayed(cut_of(model, batch), sequence), batch), plain_steps(name))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_ends_of_the_scale_and_limits_between_them(name: str) -> None:
+    planned, _ = measured(name)
+    chain = planned.build_chain()
+    least = between(planned, 0.0)
+    assert planned.budget is not None
+    sequences = {store_all(chain)}
+    if len(chain) < 30:
+        sequences.add(recompute_all(chain))
+    for share in (0.1, 0.4, 0.8):
+        sequences.add(solve(chain, planned.budget.chain_limit(max(least, between(planned, share)))))
+    for sequence in sequences:
+        assert_trains_the_same(name, sequence)
+
+
+@pytest.mark.parametrize("kind", [persistent_sequence, any_sequence])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_random_sequences(name: str, kind: Callable[[int, random.Random], Sequence]) -> None:
+    planned, _ = measured(name)
+    assert_trains_the_same(name, kind(len(planned.names), random.Random(3)))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_measured_peak_is_inside_the_limit_and_as_predicted(name: str, share: float) -> None:
+    original, batch = measured(name)
+    planned = Checkpointable(copy.deepcopy(original.model), loss=square, fresh_grads=True)
+    planned.measure(batch)
+    limit = between(planned, share)
+    planned.compute_sequence(limit)
+    assert planned.budget is not None
+    assert planned.sequence is not None
+    predicted = planned.budget.peak_bytes(planned.sequence)
+    step_peak(planned, batch)
+    found = step_peak(planned, batch, fresh_grads=True)
+    assert 0.98 * predicted <= found <= limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NETWORKS)
+def test_on_cuda_the_peak_is_inside_the_limit_and_gradients_are_those_of_plain_training(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        make, shape = NETWORKS[name]
+        torch.manual_seed(0)
+        network, batch = make().to(device), torch.randn((8, *shape[1:]), device=device)
+        plain = copy.deepcopy(network).cpu()
+        planned = Checkpointable(network, loss=square, fresh_grads=True)
+        planned.measure(batch)
+        assert planned.budget is not None
+        planned.compute_sequence(between(planned, 0.4))
+        limit = between(planned, 0.4)
+        for _ in range(2):
+            planned.zero_grad(set_to_none=True)
+            torch.cuda.reset_peak_memory_stats(device)
+            square(planned(batch)).backward()
+            assert torch.cuda.max_memory_allocated(device) <= limit
+        gradients = [p.grad.cpu() for p in planned.parameters() if p.grad is not None]
+        del planned, network
+        plain = plain.to(device)
+        for _ in range(2):
+            plain.zero_grad(set_to_none=True)
+            square(plain(batch)).backward()
+        expected = [p.grad.cpu() for p in plain.parameters() if p.grad is not None]
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,80 @@
+"""What an optimizer will need, against what the real one takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling import UnknownOptimizerError, memory_meter, optimizer_cost, storage_bytes, tensors_in
+from tests.profiling.costs import CPU
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adam": lambda p: torch.optim.Adam(p),
+    "Adam, foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+}
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(50, 70), nn.Linear(70, 30), nn.BatchNorm1d(30))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_and_scratch_are_those_of_real_steps(name: str) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    before = len(optimizer.state)
+    predicted = optimizer_cost(optimizer)
+    assert len(optimizer.state) == before
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    state = storage_bytes(tensors_in([list(entry.values()) for entry in optimizer.state.values()]))
+    assert predicted.state_bytes == state
+    with memory_meter(CPU) as meter:
+        optimizer.step()
+    assert meter.phases[""].peak <= predicted.step_bytes <= meter.phases[""].peak + 256
+    assert optimizer_cost(optimizer).present_bytes == state
+
+
+def test_the_optimizer_and_its_parameters_are_not_touched() -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()),
+               *tensors_in([list(entry.values()) for entry in optimizer.state.values()])]  # fmt: skip
+    before = [(t._version, t.clone()) for t in tensors]
+    optimizer_cost(optimizer)
+    assert all(t._version == v and torch.equal(t, old) for t, (v, old) in zip(tensors, before, strict=True))
+
+
+def test_an_optimizer_that_reads_values_is_tried_on_zeros() -> None:
+    class Reading(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if float(p.grad.sum()) >= 0:
+                        self.state[p]["kept"] = p.clone()
+
+    model = network()
+    found = optimizer_cost(Reading(model.parameters(), lr=0.1))
+    assert found.state_bytes == storage_bytes(model.parameters())
+
+
+def test_one_that_cannot_be_tried_is_refused_in_words() -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise KeyError("mine")
+
+    with pytest.raises(UnknownOptimizerError, match="memory of Broken could not be found"):
+        optimizer_cost(Broken(network().parameters(), lr=0.1))

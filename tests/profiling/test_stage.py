@@ -1,0 +1,130 @@
+"""Costs of stages whose memory can be worked out by hand, in units of one activation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling import StageCost, storages
+from tests.profiling.costs import BIAS, START, UNIT, WEIGHT, cost, square, unit
+
+
+class Exp(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value.exp()
+
+
+class Scratch(nn.Module):
+    """Needs three units while it runs without a graph or with one, and keeps none of them."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch.cat([value, value, value])
+        return value.exp()
+
+
+def units(found: StageCost) -> dict[str, int]:
+    names = ("activation", "saved", "forward_temp", "nograd_temp", "backward_temp", "replay_temp")
+    return {name: getattr(found, f"{name}_bytes") // UNIT for name in names}
+
+
+def test_a_layer_that_saves_its_output() -> None:
+    # Backward: δ_{i+1} and δ_i, which the solver adds by itself, and nothing else.
+    assert units(cost(Exp(), unit())) == {
+        "activation": 1, "saved": 1, "forward_temp": 0, "nograd_temp": 0, "backward_temp": 0, "replay_temp": 0,
+    }  # fmt: skip
+
+
+def test_a_stage_that_saves_something_in_the_middle() -> None:
+    found = units(cost(nn.Sequential(Exp(), Exp()), unit()))
+    assert found["saved"] == 2  # both outputs; without a graph the first is scratch
+    assert (found["forward_temp"], found["nograd_temp"]) == (0, 1)
+
+
+def test_scratch_memory_is_seen_in_every_way_to_run() -> None:
+    found = units(cost(Scratch(), unit()))
+    assert (found["saved"], found["forward_temp"], found["nograd_temp"]) == (1, 2, 2)
+
+
+def test_parameters_are_not_saved_and_their_gradients_are_scratch_where_gradients_are_kept() -> None:
+    found = cost(square(bias=True), unit(), output_held=True)
+    assert (found.activation_bytes, found.saved_bytes) == (UNIT, UNIT)
+    # The solver adds δ_{i+1} and δ_i; beyond them new gradients of the parameters, before they are added to the old.
+    assert found.backward_temp_bytes == WEIGHT + BIAS + START
+
+
+def test_an_output_that_its_own_backward_does_not_need_is_gone_by_then() -> None:
+    """A linear layer saves its input: ā holds an output that nobody needs once the next stage is done with it."""
+    held, gone = (cost(square(), unit(), output_held=held).backward_temp_bytes for held in (True, False))
+    assert (held, gone) == (WEIGHT + START, WEIGHT - UNIT + START)
+
+
+def test_views_hold_nothing_of_their_own() -> None:
+    found = units(cost(nn.Flatten(), unit()))
+    assert (found["saved"], found["forward_temp"], found["nograd_temp"]) == (0, 0, 0)
+    assert cost(nn.Flatten(), unit()).backward_temp_bytes == START - UNIT  # δ_i is δ_{i+1}, seen in another shape
+
+
+def test_what_is_passed_on_and_belongs_to_the_caller_is_not_counted() -> None:
+    batch = unit()
+
+    class PassOn(nn.Module):
+        def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return value, value.exp()
+
+    assert cost(PassOn(), batch).activation_bytes == 2 * UNIT
+    assert cost(PassOn(), batch, owned=storages([batch])).activation_bytes == UNIT
+
+
+def test_two_outputs_in_one_memory_count_once() -> None:
+    class Halves(nn.Module):
+        def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return value.exp().chunk(2, dim=1)
+
+    assert units(cost(Halves(), unit()))["activation"] == 1
+
+
+def test_an_in_place_layer_inside_a_stage_costs_nothing() -> None:
+    assert units(cost(nn.Sequential(square(), nn.ReLU(inplace=True)), unit()))["saved"] == 1
+
+
+def test_an_input_without_gradient_has_no_gradient() -> None:
+    found = cost(square(), unit(requires_grad=False), output_held=True)
+    assert found.backward_temp_bytes == WEIGHT - UNIT + START  # the solver will add a δ_i that there is not
+
+
+def test_a_stage_without_any_gradient_has_no_backward() -> None:
+    found = cost(square().requires_grad_(False), unit(requires_grad=False))
+    assert found.saved_bytes == UNIT
+    assert found.backward_temp_bytes <= 0
+
+
+def test_nothing_of_the_stage_is_changed() -> None:
+    stage = nn.Sequential(square(), nn.BatchNorm1d(128), nn.Dropout(0.5))
+    value = unit()
+    for p in stage.parameters():
+        p.grad = torch.ones_like(p)
+    tensors = [*stage.parameters(), *(p.grad for p in stage.parameters()), *stage.buffers(), value]
+    before = [(t._version, t.clone()) for t in tensors]
+    state = torch.get_rng_state()
+    cost(stage, value)
+    assert value.grad is None
+    assert torch.equal(state, torch.get_rng_state())
+    for tensor, (version, old) in zip(tensors, before, strict=True):
+        assert tensor._version == version
+        assert torch.equal(tensor, old)
+
+
+def test_times_are_positive_and_a_larger_stage_takes_longer() -> None:
+    small, large = cost(square(), unit()), cost(nn.Sequential(*[square() for _ in range(60)]), unit())
+    for name in ("forward_seconds", "nograd_seconds", "backward_seconds"):
+        assert 0 < getattr(small, name) < getattr(large, name)
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_stage_costs_whole_blocks(cuda: torch.device) -> None:
+    stage, value = Exp(), unit().detach().to(cuda).requires_grad_()
+    found = cost(stage, value, device=cuda)
+    assert (found.activation_bytes, found.saved_bytes) == (UNIT, UNIT)
+    assert found.forward_seconds > 0

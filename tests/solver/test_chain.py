@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from rotor_solver import Chain, InfeasibleError, Option, Stage
+
+GOOD = {
+    "forward_time": [1.0, 2.0],
+    "backward_time": [3.0, 4.0, 5.0],
+    "activation": [10, 20, 30],
+    "saved": [21, 31],
+    "forward_temp": [1, 2],
+    "backward_temp": [3, 4, 5],
+}
+
+
+def test_arrays_go_in_and_come_out() -> None:
+    chain = Chain.from_arrays(**GOOD, gradient=[7, 8], nograd_time=[0.5, 0.6], nograd_temp=[9, 9], names=["a", "b"])
+    for name, values in GOOD.items():
+        assert list(getattr(chain, name)) == values
+    assert list(chain.gradient) == [7, 8]
+    assert list(chain.nograd_time) == [0.5, 0.6]
+    assert list(chain.nograd_temp) == [9, 9]
+    assert [stage.name for stage in chain] == ["a", "b"]
+    assert len(chain) == 2
+
+
+def test_without_a_graph_costs_are_those_of_the_first_option_unless_given() -> None:
+    chain = Chain.from_arrays(**GOOD)
+    assert (chain.nograd_time, chain.nograd_temp, chain.gradient) == ((1.0, 2.0), (1, 2), (0, 0))
+    assert chain.replay_temp == (3, 4)
+
+
+def test_numpy_arrays_and_whole_floats_are_converted() -> None:
+    chain = Chain.from_arrays(**{name: np.array(values, dtype=float) for name, values in GOOD.items()})
+    assert chain == Chain.from_arrays(**GOOD)
+    assert all(type(size) is int for size in chain.activation)
+
+
+def test_chains_are_values() -> None:
+    chain = Chain.from_arrays(**GOOD)
+    assert pickle.loads(pickle.dumps(chain)) == chain
+    assert hash(chain) == hash(Chain.from_arrays(**GOOD))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("forward_time", [1.0, float("nan")], "forward_time of stage 1 is nan"),
+        ("forward_time", [1.0, float("inf")], "forward_time of stage 1 is inf"),
+        ("backward_time", [-1.0, 0.0, 0.0], "backward_time of stage 0 is -1.0"),
+        ("backward_time", [1.0, 0.0, float("nan")], "loss_time is nan"),
+        ("activation", [-1, 2, 3], "input_bytes is -1"),
+        ("activation", [1, 2, 3.5], "activation of stage 1 is 3.5"),
+        ("activation", [1, True, 3], "activation of stage 0 is True"),
+        ("saved", ["4", 2], "saved of stage 0 is '4'"),
+        ("saved", [None, 2], "saved of stage 0 is None"),
+        ("forward_temp", [0, 2**60], "between 0 and"),
+        ("backward_temp", [-11, 0, 0], "between -10 and"),
+        ("backward_temp", [0, 0, -1], "loss_temp is -1"),
+        ("saved", [1], r"saved has 1 entries; a chain of 2 stages .* needs 2"),
+        ("activation", [1, 2], "activation has 2 entries; a chain of 2 stages .* needs 3"),
+    ],
+)
+def test_bad_values_are_named(name: str, values: list[object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Chain.from_arrays(**{**GOOD, name: values})
+
+
+def test_a_stage_needs_an_option() -> None:
+    with pytest.raises(ValueError, match=r"stage 0 \(conv\) has no options"):
+        Chain((Stage(1, (), name="conv"),), 1)
+    with pytest.raises(ValueError, match=r"saved of stage 0 \(conv\)"):
+        Chain((Stage(1, (Option(1, 1, -1),), name="conv"),), 1)
+
+
+def test_errors_survive_pickling_with_their_data() -> None:
+    error = pickle.loads(pickle.dumps(InfeasibleError("no", min_bytes=5, mem_limit=3, stage=1)))
+    assert (str(error), error.min_bytes, error.mem_limit, error.stage) == ("no", 5, 3, 1)

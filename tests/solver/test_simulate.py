@@ -1,0 +1,132 @@
+"""The simulator against sums worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from rotor_solver import Chain, Option, Sequence, Stage, simulate
+
+CHAIN = Chain.from_arrays(
+    forward_time=[1, 2, 3],
+    backward_time=[10, 20, 30, 5],
+    activation=[100, 10, 20, 30],
+    saved=[11, 22, 33],
+    forward_temp=[1000, 2000, 3000],
+    backward_temp=[10_000, 20_000, 30_000, 7],
+)
+
+
+def test_storing_everything() -> None:
+    result = simulate(CHAIN, Sequence.parse("Fe_0, Fe_1, Fe_2, L, B_2, B_1, B_0"))
+    assert result.makespan == 6 + 60 + 5
+    # a_0 = 100, then ā_1 = 11, ā_2 = 22, ā_3 = 33, δ_3 = 30, …
+    assert result.after == (111, 133, 166, 196, 153, 121, 100)
+    assert result.during == (
+        111 + 1000,
+        133 + 2000,
+        166 + 3000,
+        166 + 30 + 7,
+        196 + 20 + 30_000,
+        153 + 10 + 20_000,
+        121 + 100 + 10_000,
+    )
+    assert result.peak == 196 + 20 + 30_000
+
+
+def test_checkpoints_and_recomputation() -> None:
+    result = simulate(CHAIN, Sequence.parse("CF_0, Fn_1, Fe_2, L, B_2, CF_0, Fe_1, B_1, Fe_0, B_0"))
+    assert result.makespan == 1 + 2 + 3 + 5 + 30 + 1 + 2 + 20 + 1 + 10
+    assert result.after == (
+        110,  # a_0, a_1
+        120,  # a_0, a_2: Fn drops a_1
+        153,  # and ā_3
+        183,  # and δ_3
+        120,  # a_0, δ_2: B_2 frees ā_3, δ_3 and the plain a_2
+        130,  # and a_1 again
+        152,  # and ā_2
+        110,  # a_0, δ_1
+        121,  # and ā_1
+        100,  # δ_0
+    )
+    assert result.during[0] == 100 + 10 + 1000
+    assert result.during[1] == 110 + 20 + 2000
+    assert result.during[4] == 183 + 20 + 30_000
+
+
+def test_an_input_inside_a_saved_set_is_read_from_there() -> None:
+    result = simulate(CHAIN, Sequence.parse("Fe_0, CF_1, Fe_2, L, B_2, Fe_1, B_1, B_0"))
+    assert result.after == (111, 131, 164, 194, 131, 153, 121 - 0, 100)
+
+
+def test_the_loss_frees_an_output_that_stands_alone() -> None:
+    result = simulate(CHAIN, Sequence.parse("CF_0, CF_1, CF_2, L, Fe_2, B_2, Fe_1, B_1, Fe_0, B_0"))
+    assert result.after[2:4] == (100 + 10 + 20 + 30, 100 + 10 + 20 + 30)  # a_3 goes, δ_3 comes
+    assert result.during[3] == 160 + 30 + 7
+
+
+def test_a_held_output_stays_to_the_end() -> None:
+    held = Chain(CHAIN.stages, CHAIN.input_bytes, CHAIN.loss_time, CHAIN.loss_temp, output_held=True)
+    stored = simulate(held, Sequence.parse("Fe_0, Fe_1, Fe_2, L, B_2, B_1, B_0"))
+    assert stored.after == (111, 133, 166, 196, 153 + 30, 121 + 30, 100 + 30)
+    plain = simulate(held, Sequence.parse("CF_0, CF_1, CF_2, L, Fe_2, B_2, Fe_1, B_1, Fe_0, B_0"))
+    assert plain.after[3:6] == (160 + 30, 190 + 33, 190 + 33 - 33 - 30 + 20 - 20)
+
+
+def test_parameter_gradients_come_with_the_backward_and_stay() -> None:
+    chain = Chain.from_arrays([1] * 2, [1] * 3, [8] * 3, [8] * 2, [0] * 2, [0] * 3, gradient=[100, 1000])
+    result = simulate(chain, Sequence.parse("Fe_0, Fe_1, L, B_1, B_0"))
+    assert result.after == (16, 24, 32, 16 + 8 + 1000 - 0, 8 + 1100)
+    assert result.peak == 8 + 1100
+
+
+def test_options_have_costs_of_their_own() -> None:
+    stage = Stage(8, (Option(1, 2, 50, 3, 4), Option(10, 20, 9, 30, 40)), nograd_time=0.5, nograd_temp=6)
+    chain = Chain((stage, stage), 8)
+    first = simulate(chain, Sequence.parse("Fe_0^1, Fe_1, L, B_1, B_0"))
+    assert first.makespan == 10 + 1 + 2 + 20
+    assert first.after[:2] == (8 + 9, 8 + 9 + 50)
+    assert first.during[0] == 8 + 9 + 30
+    second = simulate(chain, Sequence.parse("CF_0, Fe_1^1, L, B_1, Fe_0, B_0"))
+    assert second.makespan == 0.5 + 10 + 20 + 1 + 2
+    assert second.during[0] == 8 + 8 + 6
+
+
+def test_a_backward_of_a_forward_after_the_loss_has_its_own_scratch() -> None:
+    chain = Chain.from_arrays([1], [1, 0], [8, 8], [8], [0], [5, 0], replay_temp=[500])
+    assert simulate(chain, Sequence.parse("Fe_0, L, B_0")).peak == 8 + 8 + 8 + 8 + 5
+    assert simulate(chain, Sequence.parse("CF_0, L, Fe_0, B_0")).peak == 8 + 8 + 8 + 8 + 500
+
+
+def test_a_backward_may_need_less_than_its_results() -> None:
+    """Scratch may be negative: the gradient of the input may share memory with that of the output."""
+    chain = Chain.from_arrays([1], [1, 0], [8, 8], [8], [0], [-8, 0])
+    assert simulate(chain, Sequence.parse("Fe_0, L, B_0")).during[2] == 8 + 8 + 8 + 8 - 8
+
+
+def test_no_stages_and_nothing_but_zeros() -> None:
+    empty = Chain.from_arrays([], [2], [7], [], [], [3])
+    result = simulate(empty, Sequence.parse("L"))
+    assert (result.makespan, result.peak) == (2, 7 + 7 + 3)
+    zeros = Chain.from_arrays([0] * 2, [0] * 3, [0] * 3, [0] * 2, [0] * 2, [0] * 3)
+    assert simulate(zeros, Sequence.parse("Fe_0, Fe_1, L, B_1, B_0")).peak == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Fe_1, L", "operation 0, Fe_1, needs a_1, which is not in memory"),
+        ("Fe_0, Fe_1, L", "operation 2, L, needs a_3, which is not in memory"),
+        ("Fe_0, Fe_0", "operation 1, Fe_0, would make ā_1, which is in memory already"),
+        ("Fe_0, Fe_1, Fe_2, B_2", "operation 3, B_2, needs δ_3, which is not in memory"),
+        ("CF_0, CF_1, Fn_2, L, B_2", "operation 4, B_2, needs ā_3, which is not in memory"),
+        ("Fn_0, Fe_1, Fe_2, L, B_2, B_1, B_0", "operation 6, B_0, needs ā_1, which is not in memory"),
+        ("Fe_0, Fe_1, Fe_2, L, L", "operation 4, L, is a second loss"),
+        ("Fe_7", "operation 0, Fe_7, is about a stage that is not there: the chain has 3"),
+        ("Fe_0^1", "operation 0, Fe_0.1, uses option 1 of a stage that has 1"),
+        ("Fe_0, Fe_1, Fe_2, L, B_2", "the sequence of 5 operations ends before the gradient of the input"),
+        ("", "the sequence of 0 operations ends before"),
+    ],
+)
+def test_what_is_not_in_memory_cannot_be_used(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("^", r"\^")):
+        simulate(CHAIN, Sequence.parse(text))
