@@ -129,8 +129,7 @@ class Tape:
             if stage in self.program.runs_again:
                 self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
             if stage in step.live:  # Rule 5
-                before = held.attached.get(stage - 1)
-                held.inputs[stage] = _detached(before.output if before else value)
+                held.inputs.setdefault(stage, _detached(value))
             if stage not in self.program.in_graph:
                 value = self._node(stage, value)  # Rule 2
             elif stage in self.program.runs_again:
@@ -207,8 +206,7 @@ class Tape:
         if isinstance(step.operation, ForwardEnable):
             for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
                 tensor.requires_grad_(needed)
-            held.attached[stage] = runner.attach(value, surroundings)
-            output = held.attached[stage].output
+            held.attached[stage], output = runner.attach(value, surroundings)
         else:
             output = runner.again(value, surroundings)
         if stage + 1 in step.live:

@@ -72,6 +72,8 @@ class Measurement:
             nograd_time=[stage.nograd_seconds for stage in stages],
             nograd_temp=[stage.nograd_temp_bytes for stage in stages],
             replay_temp=[stage.replay_temp_bytes for stage in stages],
+            input_released=[stage.input_released_bytes for stage in stages],
+            output_released=[stage.output_released_bytes for stage in stages],
             gradient=self.gradient_bytes if fresh_gradients else None,
             output_held=True,
             names=self.names,

@@ -98,7 +98,7 @@ def _liveness(operations: Operations[Operation]) -> list[frozenset[int]]:
         match operations[position]:
             case ForwardEnable(stage) | ForwardCheck(stage) | ForwardNograd(stage):
                 if first[stage] == position:
-                    live = live - {stage}
+                    live = live if stage in saved[position] else live - {stage}
                 else:
                     live = (live if stage + 1 in saved[position] else live - {stage + 1}) | {stage}
     return result[::-1]

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.isolate import alias, parameter_slots, substituted, trained_parameters
-from rotor_profiling.stage import leaves_of
 from rotor_profiling.storage import tensors_in
 from rotor_py.graph_dependence import depends_on_graph, without_history
 from rotor_py.surroundings import Surroundings, recorded
+
+Edges = list[GradientEdge | None]
 
 
 class StageRunner:
@@ -46,25 +49,27 @@ class StageRunner:
     def _without_graph(self) -> Callable[[Any], Any]:
         return partial(without_history, self.function) if depends_on_graph(self.function) else self.function
 
-    def attach(self, value: Any, surroundings: Surroundings) -> AttachedStage:
-        """Run it once more with a graph of its own, exactly as the first time.
+    def attach(self, value: Any, surroundings: Surroundings) -> tuple[AttachedStage, Any]:
+        """Run it once more with a graph of its own, exactly as the first time; return that graph, and the output.
 
         The graph ends at aliases of the parameters. Gradients are handed on to the engine that asked for them, which
         calls the hooks of the real parameters and adds to their `grad`, once.
         """
         slots = parameter_slots(self.function)
         aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
-        leaves = leaves_of(value)
+        origin = torch.empty(0, requires_grad=True)
+        entered = tree_map_only(torch.Tensor, partial(_entered, origin), value)
+        inputs = _edges(entered)
         with (
             torch.enable_grad(),
             surroundings.restored(self.function, graph=True),
             substituted(slots, aliases),
         ):
-            output = self.function(leaves)
-        attached = AttachedStage(output, tensors_in(leaves), list(aliases.values()), self.name)
+            output = self.function(entered)
+        attached = AttachedStage(_edges(output), inputs, list(aliases.values()), self.name)
         if not isinstance(self.function, nn.Module):
-            attached.refuse_other_leaves()
-        return attached
+            attached.refuse_other_leaves(origin)
+        return attached, output
 
     def parameters(self) -> list[torch.Tensor]:
         """The trained parameters, each once, in the order of the gradients of `AttachedStage.backward`."""
@@ -76,13 +81,13 @@ class StageRunner:
 
 
 class AttachedStage:
-    """ā_{i+1} of a stage that was run again: its output, its input's tensors and its parameters' aliases."""
+    """A stage that was run with a graph of its own, which ends at its input and at aliases of its parameters.
 
-    def __init__(
-        self, output: Any, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], name: str
-    ) -> None:
-        self.output = output
-        self.outputs = tensors_in(output)
+    It knows the ends of the graph as edges, and holds no tensors: what the backward does not need is freed.
+    """
+
+    def __init__(self, outputs: Edges, inputs: Edges, parameters: Sequence[torch.Tensor], name: str) -> None:
+        self.outputs = outputs
         self.inputs = inputs
         self.parameters = parameters
         self.name = name
@@ -100,25 +105,21 @@ class AttachedStage:
                 "was run again; a stage has to do the same thing every time"
             )
         sources = [*self.inputs, *self.parameters]
-        wanted = [i for i, source in enumerate(sources) if source.requires_grad]
-        given = [(y, g) for y, g in zip(self.outputs, gradients, strict=True) if g is not None and y.requires_grad]
-        result: list[torch.Tensor | None] = [None] * len(sources)
-        if given and wanted:
-            found = torch.autograd.grad(
-                [y for y, _ in given],
-                [sources[i] for i in wanted],
-                [g for _, g in given],
-                retain_graph=retain_graph,
-                allow_unused=True,
+        given = [(y, g) for y, g in zip(self.outputs, gradients, strict=True) if y is not None and g is not None]
+        wanted: list[Any] = [source for source in sources if source is not None]
+        if not given or not wanted:
+            return [None] * len(sources)
+        found = iter(
+            torch.autograd.grad(
+                [y for y, _ in given], wanted, [g for _, g in given], retain_graph=retain_graph, allow_unused=True
             )
-            for i, gradient in zip(wanted, found, strict=True):
-                result[i] = gradient
-        return result
+        )
+        return [None if source is None else next(found) for source in sources]
 
-    def refuse_other_leaves(self) -> None:
+    def refuse_other_leaves(self, origin: torch.Tensor) -> None:
         """RuntimeError if the graph reaches a parameter that is not the stage's own: its gradient would be lost."""
-        known = {id(tensor) for tensor in (*self.inputs, *self.parameters)}
-        pending = [y.grad_fn for y in self.outputs if y.grad_fn is not None]
+        known = {id(tensor) for tensor in (origin, *self.parameters)}
+        pending = [edge.node for edge in self.outputs if edge is not None]
         seen = set()
         while pending:
             node = pending.pop()
@@ -132,3 +133,24 @@ class AttachedStage:
                     "gradient would be lost; pass the torch.nn.Module that owns it as the stage"
                 )
             pending.extend(following for following, _ in node.next_functions if following is not None)
+
+
+class _Entry(torch.autograd.Function):
+    """Where the graph of a stage begins. A leaf in this place would be held by the graph, needed or not."""
+
+    @staticmethod
+    def forward(ctx: Any, origin: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None
+
+
+def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
+    with torch.enable_grad():
+        return _Entry.apply(origin, tensor.detach()) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]  # torch leaves it so
+
+
+def _edges(value: Any) -> Edges:
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors_in(value)]

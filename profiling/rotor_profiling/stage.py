@@ -18,8 +18,6 @@ from rotor_profiling.timing import median_seconds
 class Attached(Protocol):
     """A stage that was run again with a graph of its own."""
 
-    outputs: list[torch.Tensor]
-
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]: ...
 
 
@@ -37,8 +35,8 @@ class Runner(Protocol):
     def again(self, value: Any, surroundings: Any) -> Any:
         """Run it once more without a graph, exactly as the first time."""
 
-    def attach(self, value: Any, surroundings: Any) -> Attached:
-        """Run it once more with a graph of its own, exactly as the first time."""
+    def attach(self, value: Any, surroundings: Any) -> tuple[Attached, Any]:
+        """Run it once more with a graph of its own, exactly as the first time; return that, and the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,8 @@ class StageCost:
     nograd_temp_bytes: int
     backward_temp_bytes: int
     replay_temp_bytes: int
+    input_released_bytes: int
+    output_released_bytes: int
 
 
 def measure_stage(
@@ -81,6 +81,7 @@ def measure_stage(
         phases, activation, gradient = _phases(
             runner, value, parameters, device, owned, fresh_gradients=fresh_gradients, output_held=output_held
         )
+        released = _released(runner, value, device, input_bytes)
         saved = max(phases["forward"].kept, phases["attach"].kept)
         both = activation + input_bytes
         seconds = _seconds(runner, value, device)
@@ -95,6 +96,8 @@ def measure_stage(
         # From the end of the forward on: an output that the stage's own backward does not need may be gone by now.
         backward_temp_bytes=max(-input_bytes, phases["backward"].peak - phases["forward"].end - both),
         replay_temp_bytes=max(-input_bytes, phases["replay"].rise + gradient - both),
+        input_released_bytes=released[0],
+        output_released_bytes=min(released[1], activation, saved),
     )
 
 
@@ -142,16 +145,37 @@ def _phases(
             _forget(parameters)
         torch.clear_autocast_cache()
         meter.mark("attach")
-        attached = runner.attach(value, surroundings)
+        attached, output = runner.attach(value, surroundings)
         meter.mark("gradient")
-        gradients = [torch.ones_like(output) if output.requires_grad else None for output in attached.outputs]
+        gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in tensors_in(output)]
         meter.mark("replay")
+        del output
         kept = attached.backward(gradients)
         meter.mark("between")
         del kept, attached, gradients
     end = meter.phases["forward"].end
     phases = {"backward": Phase(end, end, end), **meter.phases}
     return phases, activation, phases["gradient"].kept
+
+
+def _released(runner: Runner, value: Any, device: torch.device, input_bytes: int) -> tuple[int, int]:
+    """Bytes of the input, and of the output, that a run with a graph does not hold on to."""
+    leaf = leaves_of(value)
+    with memory_meter(device) as meter:
+        meter.mark("copy")
+        copy = tree_map_only(torch.Tensor, torch.clone, leaf)  # as from another layer: nothing but the graph holds it
+        meter.mark("run")
+        output = runner.forward(copy)
+        source = _source(output)
+        meter.mark("input")
+        del copy
+        meter.mark("output")
+        del output
+        meter.mark("end")
+        del source
+    phases = meter.phases
+    whole = phases["copy"].kept == input_bytes
+    return max(0, -phases["input"].kept) if whole else 0, max(0, -phases["output"].kept)
 
 
 def _seconds(runner: Runner, value: Any, device: torch.device) -> list[float]:

@@ -25,7 +25,8 @@ class ChainArrays:
                           there after it. Row 0 is for l = L: ā was made before the loss, and a_L of the last stage
                           is still inside it. Row 1 is for l < L: ā was made again after the loss.
 
-    `first` has L+1 entries: the options of stage i are first[i] … first[i+1]-1. Arrays are laid out as `kernels`
+    `released` is what a run of stage i with a graph frees of a_i: row 0 where a_i stands alone, row 1 where it lies in
+    ā_i. `first` has L+1 entries: the options of stage i are first[i] … first[i+1]-1. Arrays are laid out as `kernels`
     documents them.
     """
 
@@ -38,6 +39,7 @@ class ChainArrays:
     saved: Ints
     forward_need: Ints
     backward_need: Ints
+    released: Ints
     loss_time: float
     loss_need: int
 
@@ -75,6 +77,7 @@ class ChainArrays:
             saved=saved,
             forward_need=saved + np.array([option.forward_temp for _, option in options], np.int64),
             backward_need=backward,
+            released=np.array(chain.released, np.int64).reshape(length, 2).T.copy(),
             loss_time=chain.loss_time,
             loss_need=chain.activation[-1] + chain.loss_temp,
         )

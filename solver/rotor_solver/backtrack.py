@@ -7,33 +7,38 @@ from collections.abc import Callable
 from rotor_solver.arrays import Ints
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
-Choose = Callable[[int, int, int], int]
-"""The choice for the interval [i, l] with m slots: option k ≥ 0, or the checkpoint at a_j as -j."""
+Choose = Callable[[int, int, int, int], int]
+"""The choice for the interval [i, l] with m slots, in one of the two states of a_i that `kernels` has: option k ≥ 0,
+or the checkpoint at a_j as -j."""
 
 
 def operations_of(
-    length: int, slots: int, choose: Choose, saved: Ints, activation: Ints, first: Ints
+    length: int, slots: int, choose: Choose, taken: Ints, activation: Ints, first: Ints, *, most: int = 0
 ) -> list[Operation]:
-    """The operations for [0, L] with `slots` slots; `saved` and `activation` are what each takes away, in slots."""
+    """The operations for [0, L] with `slots` slots; `taken` and `activation` are what each takes away, in slots.
+
+    There are never more than `most` slots.
+    """
     operations: list[Operation] = []
-    pending: list[tuple[int, int, int] | Operation] = [(0, length, slots)]
+    pending: list[tuple[int, int, int, int] | Operation] = [(0, 0, length, slots)]
     while pending:
         task = pending.pop()
         if not isinstance(task, tuple):
             operations.append(task)
             continue
-        i, last, m = task
+        state, i, last, m = task
         if i > last:
             continue
         if i == length:
             operations.append(Loss())
             continue
-        choice = choose(i, last, m)
+        choice = choose(state, i, last, m)
         if choice >= 0:
             operations.append(ForwardEnable(i, choice))
-            pending += [Backward(i), (i + 1, last, m - int(saved[first[i] + choice]))]
+            left = min(most, m - int(taken[state, first[i] + choice]))
+            pending += [Backward(i), (1, i + 1, last, left)]
         else:
             j = -choice
             operations += [ForwardCheck(i), *(ForwardNograd(k) for k in range(i + 1, j))]
-            pending += [(i, j - 1, m), (j, last, m - int(activation[j]))]
+            pending += [(state, i, j - 1, m), (0, j, last, m - int(activation[j]))]
     return operations

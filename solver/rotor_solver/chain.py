@@ -40,6 +40,9 @@ class Stage:
 
     `nograd_time` and `nograd_temp` are for runs without a graph; unless given, they are those of the first option's
     forward. `gradient` is what the stage's backward leaves in memory for good: the gradients of its parameters.
+
+    Once the stage has run with a graph, its backward can do without `input_released` bytes of its input, and without
+    `output_released` bytes of its output. They are freed if nobody else needs them.
     """
 
     activation: int
@@ -48,6 +51,8 @@ class Stage:
     nograd_temp: int | None = None
     gradient: int = 0
     name: str = ""
+    input_released: int = 0
+    output_released: int = 0
 
     @property
     def seconds_without_graph(self) -> float:
@@ -99,6 +104,8 @@ class Chain:
         nograd_time: Iterable[Any] | None = None,
         nograd_temp: Iterable[Any] | None = None,
         replay_temp: Iterable[Any] | None = None,
+        input_released: Iterable[Any] | None = None,
+        output_released: Iterable[Any] | None = None,
         output_held: bool = False,
         names: Iterable[str] | None = None,
     ) -> Chain:
@@ -142,6 +149,8 @@ class Chain:
             column(nograd_temp, "nograd_temp"),
             [0] * length if gradient is None else column(gradient, "gradient"),
             [""] * length if names is None else column(names, "names"),
+            [0] * length if input_released is None else column(input_released, "input_released"),
+            [0] * length if output_released is None else column(output_released, "output_released"),
         )
         return cls(tuple(stages), sizes[0], backward[-1], backward_temps[-1], output_held)
 
@@ -201,6 +210,18 @@ class Chain:
         """What every stage's backward leaves in memory for good."""
         return tuple(stage.gradient for stage in self.stages)
 
+    @property
+    def released(self) -> tuple[tuple[int, int], ...]:
+        """For every stage, the bytes of its input that are freed once it has run with a graph: (alone, inside ā_i).
+
+        Where the input lies in the ā_i of the stage before, both have to do without it. a_0 belongs to the caller.
+        """
+        found = [(0, 0)] if self.stages else []
+        for before, stage in zip(self.stages, self.stages[1:], strict=False):
+            inside = max(0, stage.input_released + before.output_released - before.activation)
+            found.append((stage.input_released, inside))
+        return tuple(found)
+
     def _first_options(self) -> Iterator[Option]:
         return (stage.options[0] for stage in self.stages)
 
@@ -215,6 +236,12 @@ def _checked(stage: Stage, where: str, incoming: int) -> Stage:
         nograd_time=None if stage.nograd_time is None else _seconds(stage.nograd_time, f"nograd_time of {where}"),
         nograd_temp=None if stage.nograd_temp is None else _size(stage.nograd_temp, f"nograd_temp of {where}"),
         gradient=_size(stage.gradient, f"gradient of {where}"),
+        input_released=_size(stage.input_released, f"input_released of {where}", most=incoming),
+        output_released=_size(
+            stage.output_released,
+            f"output_released of {where}",
+            most=min(stage.activation, *(option.saved for option in stage.options)),
+        ),
     )
 
 
@@ -238,12 +265,12 @@ def _seconds(value: Any, what: str) -> float:
     return float(number)
 
 
-def _size(value: Any, what: str, least: int = 0) -> int:
+def _size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE) -> int:
     number = _number(value)
     if number is None or not math.isfinite(number) or number != int(number):
         raise ValueError(f"{what} is {value!r}; it has to be a whole number of bytes")
-    if not least <= number <= LARGEST_SIZE:
-        raise ValueError(f"{what} is {value!r}; it has to be between {least} and {LARGEST_SIZE} bytes")
+    if not least <= number <= most:
+        raise ValueError(f"{what} is {value!r}; it has to be between {least} and {most} bytes")
     return int(number)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from rotor_solver.arrays import ChainArrays
 from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
@@ -32,7 +34,12 @@ def recompute_all(chain: Chain) -> Sequence:
     arrays = ChainArrays.of(chain)
     _, choice = kernels.least_memory(*_memory_arguments(arrays))
     operations = operations_of(
-        len(chain), 0, lambda i, last, _: int(choice[i, last]), arrays.saved, arrays.activation, arrays.first
+        len(chain),
+        0,
+        lambda state, i, last, _: int(choice[state, i, last]),
+        np.zeros((2, len(arrays.saved)), np.int64),
+        np.zeros_like(arrays.activation),
+        arrays.first,
     )
     return Sequence(operations, "recompute-all")
 
@@ -42,7 +49,7 @@ def min_bytes(chain: Chain) -> int:
     from rotor_solver import kernels
 
     least, _ = kernels.least_memory(*_memory_arguments(ChainArrays.of(chain)))
-    return chain.input_bytes + int(least[0, len(chain)])
+    return chain.input_bytes + int(least[0, 0, len(chain)])
 
 
 def _memory_arguments(arrays: ChainArrays) -> tuple[Any, ...]:
@@ -54,6 +61,7 @@ def _memory_arguments(arrays: ChainArrays) -> tuple[Any, ...]:
         arrays.saved,
         arrays.forward_need,
         arrays.backward_need,
+        arrays.released,
         arrays.loss_need,
     )
 

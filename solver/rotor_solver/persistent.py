@@ -106,7 +106,7 @@ class _Best:
 
 def _units(arrays: ChainArrays, room: int, slots: int) -> Iterator[int]:
     """Bytes in a slot, finer and finer: while that is cheap, and not finer than is exact."""
-    sizes = [int(size) for size in (*arrays.activation[1:], *arrays.saved) if size]
+    sizes = [int(size) for size in (*arrays.activation[1:], *arrays.saved, *arrays.released.flat) if size]
     exact = reduce(math.gcd, sizes, 0) or max(1, room)
     length = len(arrays.activation)
     while True:
@@ -151,8 +151,9 @@ def _bisect(best: _Best, table: _Table, low: int, high: int) -> None:
 class _Table:
     values: Floats
     arrays: ChainArrays
+    start: Ints
     activation: Ints
-    saved: Ints
+    taken: Ints
     unit: int
     rest: int
 
@@ -162,26 +163,29 @@ class _Table:
         from rotor_solver import kernels
 
         rounding = unit - 1 if up else 0
-        activation, saved = (arrays.activation + rounding) // unit, (arrays.saved + rounding) // unit
-        length = len(arrays.activation) - 1
-        values = np.empty(((length + 1) * (length + 2) // 2, top + 1), np.float64)
-        table = cls(values, arrays, activation, saved, unit, rest)
-        start = np.empty((length + 1, length + 1), np.int64)
-        kernels.fill(*(values, start, *table._costs(), arrays.loss_time, arrays.loss_need, unit, rest))
+        stage_of = np.repeat(np.arange(len(arrays.activation) - 1), np.diff(arrays.first))
+        taken = (arrays.saved - arrays.released[:, stage_of] + rounding) // unit
+        start, rows = kernels.rows(arrays.released)
+        values = np.empty((rows, top + 1), np.float64)
+        table = cls(values, arrays, start, (arrays.activation + rounding) // unit, taken, unit, rest)
+        begin = np.empty(rows, np.int64)
+        kernels.fill(*(values, begin, *table._costs(), arrays.loss_time, arrays.loss_need, unit, rest))
         return table
 
     def _costs(self) -> tuple[Any, ...]:
         arrays = self.arrays
         return (
+            self.start,
             self.activation,
             arrays.run,
             arrays.check_need,
             arrays.base,
             arrays.first,
             arrays.seconds,
-            self.saved,
+            self.taken,
             arrays.forward_need,
             arrays.backward_need,
+            arrays.released,
         )
 
     def makespan(self, slots: int) -> float:
@@ -198,8 +202,8 @@ class _Table:
 
         costs = self._costs()
 
-        def choose(i: int, last: int, m: int) -> int:
-            return int(kernels.best_choice(*(self.values, i, last, m, *costs, self.unit, self.rest)))
+        def choose(state: int, i: int, last: int, m: int) -> int:
+            return int(kernels.best_choice(*(self.values, state, i, last, m, *costs, self.unit, self.rest)))
 
-        length = len(self.activation) - 1
-        return Sequence(operations_of(length, slots, choose, self.saved, self.activation, self.arrays.first))
+        length, most = len(self.activation) - 1, self.values.shape[1] - 1
+        return Sequence(operations_of(length, slots, choose, self.taken, self.activation, self.arrays.first, most=most))

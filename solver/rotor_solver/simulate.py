@@ -28,10 +28,13 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
     ValueError, naming the operation, if one uses what is not in memory, or if the sequence does not lead to δ_0.
     """
     machine = _Machine(chain)
+    last_reads = _last_reads(sequence)
     during, after = [], []
     for position, operation in enumerate(sequence):
         try:
             most = machine.run(operation)
+            if position in last_reads:
+                machine.release_input(last_reads[position])
         except _MissingError as missing:
             raise ValueError(f"operation {position}, {operation}, {missing}") from None
         during.append(most)
@@ -43,6 +46,16 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
     return Simulation(machine.seconds, max([chain.input_bytes, *during]), tuple(during), tuple(after))
 
 
+def _last_reads(sequence: Sequence) -> dict[int, int]:
+    """The stage, by the position of the last forward of every stage: nobody reads its input after that."""
+    last = {
+        operation.stage: position
+        for position, operation in enumerate(sequence)
+        if isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd)
+    }
+    return {position: stage for stage, position in last.items()}
+
+
 class _MissingError(Exception):
     """What an operation lacks, as the end of a sentence."""
 
@@ -51,6 +64,8 @@ class _MissingError(Exception):
 class _Attached:
     option: Option
     replayed: bool
+    freed: int = 0
+    """Bytes of the a_i inside this ā_i that were freed before its backward."""
 
 
 @dataclass(slots=True)
@@ -59,7 +74,8 @@ class _Machine:
 
     chain: Chain
     held: int = 0
-    plain: set[int] = field(default_factory=set)
+    plain: dict[int, int] = field(default_factory=dict)
+    """Bytes of every a_i that stands alone."""
     attached: dict[int, _Attached] = field(default_factory=dict)
     deltas: set[int] = field(default_factory=set)
     seconds: float = 0.0
@@ -67,7 +83,10 @@ class _Machine:
     output: str = "none"
     """Where the caller's a_L is counted: "none" before it exists, "plain", "attached", or "caller"."""
 
+    released: tuple[tuple[int, int], ...] = ()
+
     def __post_init__(self) -> None:
+        self.released = self.chain.released
         self._add_plain(0)
 
     def run(self, operation: Operation) -> int:
@@ -138,7 +157,7 @@ class _Machine:
         self._need_input(stage)
         before = self.held
         kept = self.attached.pop(stage + 1)
-        self.held -= kept.option.saved
+        self.held -= kept.option.saved - kept.freed
         if stage + 1 == len(self.chain) and not kept.replayed:
             self._leave_to_caller("attached")
         self.deltas.remove(stage + 1)
@@ -148,17 +167,27 @@ class _Machine:
         self.held += self.chain.stages[stage].gradient
         self.seconds += kept.option.backward_time
         temp = kept.option.backward_temp_of_replay if kept.replayed else kept.option.backward_temp
-        return max(before + self.chain.activation[stage] + temp, self.held)
+        # The scratch is counted from all of ā on; what is gone of it already makes no difference to the peak.
+        return max(before + kept.freed + self.chain.activation[stage] + temp, self.held)
+
+    def release_input(self, stage: int) -> None:
+        """The last forward of `stage` has run: free what its backward can do without."""
+        alone, inside = self.released[stage]
+        if stage in self.plain:
+            self.plain[stage] -= alone
+            self.held -= alone
+        elif stage in self.attached:
+            self.attached[stage].freed = inside
+            self.held -= inside
 
     def _add_plain(self, index: int) -> None:
         if index not in self.plain:
-            self.plain.add(index)
+            self.plain[index] = self.chain.activation[index]
             self.held += self.chain.activation[index]
 
     def _drop_plain(self, index: int) -> None:
         if index in self.plain:
-            self.plain.remove(index)
-            self.held -= self.chain.activation[index]
+            self.held -= self.plain.pop(index)
             if index == len(self.chain):
                 self._leave_to_caller("plain")
 

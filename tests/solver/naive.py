@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 
@@ -23,33 +24,64 @@ def naive_optimum(chain: Chain, limit: int) -> float:
         return chain.activation[length] if chain.output_held and alone else 0
 
     @cache
-    def best(i: int, last: int, memory: int) -> float:
+    def best(i: int, last: int, memory: int, inside: bool) -> float:
+        """`inside` says that a_i lies in the ā_i of the stage before, and not alone."""
         if i == length:
             return chain.loss_time if memory >= sizes[length] + chain.loss_temp else math.inf
         after_loss = last < length
         others = sizes[last + 1] + left(last + 1) + output(after_loss)
         times = [math.inf]
+        freed = chain.released[i][inside]
         for option in stages[i].options:
             replay = option.backward_temp if option.replay_temp is None else option.replay_temp
             temp = replay if after_loss else option.backward_temp
             during = sizes[i] + sizes[i + 1] + left(i + 1) + output(after_loss or i < length - 1) + option.saved + temp
-            if memory >= max(others + option.saved + option.forward_temp, during, left(i) + output(True)):
-                rest = best(i + 1, last, memory - option.saved) if i < last else 0.0
+            after = left(i) + output(True)
+            if memory >= max(others + option.saved + option.forward_temp, during - freed, after - freed):
+                rest = best(i + 1, last, memory + freed - option.saved, True) if i < last else 0.0
                 times.append(option.forward_time + option.backward_time + rest)
         forward, most = 0.0, 0
         for j in range(i + 1, last + 1):
             forward += chain.nograd_time[j - 1]
             most = max(most, (sizes[j - 1] if j - 1 > i else 0) + sizes[j] + chain.nograd_temp[j - 1])
             if memory >= others + most:
-                times.append(forward + best(j, last, memory - sizes[j]) + best(i, j - 1, memory))
+                times.append(forward + best(j, last, memory - sizes[j], False) + best(i, j - 1, memory, inside))
         return min(times)
 
-    return best(0, length, limit - sizes[0])
+    return best(0, length, limit - sizes[0], False)
 
 
-State = tuple[frozenset[int], frozenset[int], frozenset[int], int, bool]
-"""Inputs that stand alone; those of them that are kept for a later use; saved sets; the index of the gradient (-1
-before the loss); and whether the loss is done."""
+@dataclass(frozen=True)
+class State:
+    """What is in memory: inputs that stand alone, those of them that are kept for later, saved sets, and the gradient
+    of `delta` (before the loss: of nothing). `gone` are inputs that were freed, alone or inside a saved set."""
+
+    plain: frozenset[int] = frozenset({0})
+    kept: frozenset[int] = frozenset()
+    saved: frozenset[int] = frozenset()
+    gone: frozenset[tuple[int, bool]] = frozenset()
+    delta: int = -1
+    lost: bool = False
+
+    def readable(self) -> frozenset[int]:
+        alone = {i for i in self.plain if (i, False) not in self.gone}
+        return frozenset(alone | {i for i in self.saved if (i, True) not in self.gone})
+
+    def without(self, index: int, inside: bool) -> State:
+        """This state without one of the places in which a_index is."""
+        state = replace(self, gone=self.gone - {(index, inside)})
+        if inside:
+            return replace(state, saved=self.saved - {index})
+        return replace(state, plain=self.plain - {index}, kept=self.kept - {index})
+
+    def held(self, chain: Chain) -> int:
+        sizes = chain.activation
+        return (
+            sum(sizes[i] for i in self.plain)
+            + sum(chain.saved[i - 1] for i in self.saved)
+            - sum(chain.released[i][inside] for i, inside in self.gone)
+            + (sizes[self.delta] if self.lost else 0)
+        )
 
 
 def exhaustive_optimum(chain: Chain, limit: int, *, persistent: bool) -> float:
@@ -61,11 +93,11 @@ def exhaustive_optimum(chain: Chain, limit: int, *, persistent: bool) -> float:
     if chain.input_bytes > limit:
         return math.inf
     order = count()
-    start: State = (frozenset({0}), frozenset(), frozenset(), -1, False)
+    start = State()
     known, queue = {start: 0.0}, [(0.0, next(order), start)]
     while queue:
         seconds, _, state = heapq.heappop(queue)
-        if state[3] == 0:
+        if state.delta == 0:
             return seconds
         if seconds > known[state]:
             continue
@@ -78,22 +110,28 @@ def exhaustive_optimum(chain: Chain, limit: int, *, persistent: bool) -> float:
 
 def _moves(chain: Chain, state: State, persistent: bool) -> Iterator[tuple[float, int, State]]:
     """What can be done next: seconds, bytes during it, and the state after it."""
-    plain, kept, saved, delta, lost = state
-    sizes, length = chain.activation, len(chain)
-    held = sum(sizes[i] for i in plain) + sum(chain.saved[i - 1] for i in saved) + (sizes[delta] if lost else 0)
-    for i in (plain | saved) - {length}:
-        keep = kept | ({i} & plain) if persistent else kept
-        if i + 1 not in saved:
+    sizes, length, held = chain.activation, len(chain), state.held(chain)
+    for i in state.readable() - {length}:
+        keep = state.kept | ({i} & state.plain) if persistent else state.kept
+        if i + 1 not in state.saved:
             during = held + chain.saved[i] + chain.forward_temp[i]
-            yield chain.forward_time[i], during, (plain, keep, saved | {i + 1}, delta, lost)
+            yield chain.forward_time[i], during, replace(state, kept=keep, saved=state.saved | {i + 1})
+        made = replace(state.without(i + 1, inside=False), kept=keep)
+        made = replace(made, plain=made.plain | {i + 1})
         during = held + sizes[i + 1] + chain.nograd_temp[i]
-        yield chain.nograd_time[i], during, (plain | {i + 1}, keep, saved, delta, lost)
-        if i not in kept:
-            yield chain.nograd_time[i], during, (plain - {i} | {i + 1}, kept, saved, delta, lost)
-    if not lost and length in plain | saved:
-        yield chain.loss_time, held + sizes[length] + chain.loss_temp, (plain - {length}, kept, saved, length, True)
-    if lost and delta in saved and delta - 1 in plain | saved:
-        i = delta - 1
-        after = held + sizes[i] - sizes[delta] - chain.saved[i] - (sizes[i] if i in plain else 0)
-        during = max(held + sizes[i] + chain.backward_temp[i], after)
-        yield chain.backward_time[i], during, (plain - {i}, kept - {i}, saved - {delta}, i, True)
+        yield chain.nograd_time[i], during, made
+        if i not in state.kept and i in state.plain:
+            yield chain.nograd_time[i], during, replace(made.without(i, inside=False), kept=state.kept - {i})
+        for inside in (False, True):  # nobody will read it any more
+            place = state.saved if inside else state.plain
+            if i in place and i + 1 in state.saved and chain.released[i][inside]:
+                yield 0.0, held, replace(state, gone=state.gone | {(i, inside)})
+    if not state.lost and length in state.readable():
+        after = replace(state.without(length, inside=False), delta=length, lost=True)
+        yield chain.loss_time, held + sizes[length] + chain.loss_temp, after
+    i = state.delta - 1
+    if state.lost and state.delta in state.saved and i in state.plain | state.saved:
+        after = replace(state.without(i, inside=False).without(state.delta, inside=True), delta=i)
+        # Scratch is counted from all of ā on: what is gone of it already makes no difference.
+        full = held + (chain.released[i + 1][True] if (i + 1, True) in state.gone else 0)
+        yield chain.backward_time[i], max(full + sizes[i] + chain.backward_temp[i], after.held(chain)), after

@@ -13,13 +13,14 @@ SCRATCH = st.one_of(st.just(0), st.integers(0, 4), st.integers(0, 20))
 
 @st.composite
 def plain_chains(draw: st.DrawFn, max_stages: int = 4) -> Chain:
-    """Classical chains: one option per stage, and nothing that the paper does not have."""
+    """Chains with one option per stage, and nothing that the paper does not have but inputs that are released."""
     length = draw(st.integers(0, max_stages))
 
     def several(values: st.SearchStrategy[float], extra: int = 0) -> list[float]:
         return draw(st.lists(values, min_size=length + extra, max_size=length + extra))
 
     activation = several(SIZES, 1)
+    released = [[draw(st.sampled_from((0, size))) for size in sizes] for sizes in (activation[:-1], activation[1:])]
     return Chain.from_arrays(
         forward_time=several(TIMES),
         backward_time=several(TIMES, 1),
@@ -27,6 +28,8 @@ def plain_chains(draw: st.DrawFn, max_stages: int = 4) -> Chain:
         saved=[size + extra for size, extra in zip(activation[1:], several(SIZES), strict=True)],
         forward_temp=several(SCRATCH),
         backward_temp=several(SCRATCH, 1),
+        input_released=released[0],
+        output_released=released[1],
     )
 
 
@@ -38,12 +41,16 @@ def rich_chains(draw: st.DrawFn, max_stages: int = 5) -> Chain:
     for _ in range(draw(st.integers(0, max_stages))):
         temps = st.one_of(SCRATCH, st.integers(-incoming, 0))
         option = st.builds(Option, TIMES, TIMES, SIZES, SCRATCH, temps, st.none() | temps)
+        activation = draw(SIZES)
+        options = tuple(draw(st.lists(option, min_size=1, max_size=3)))
         stage = Stage(
-            activation=draw(SIZES),
-            options=tuple(draw(st.lists(option, min_size=1, max_size=3))),
+            activation=activation,
+            options=options,
             nograd_time=draw(st.none() | TIMES),
             nograd_temp=draw(st.none() | SCRATCH),
             gradient=draw(st.one_of(st.just(0), SIZES, st.integers(0, 30))),
+            input_released=draw(st.integers(0, incoming)),
+            output_released=draw(st.integers(0, min(activation, *(each.saved for each in options)))),
         )
         stages.append(stage)
         incoming = stage.activation
