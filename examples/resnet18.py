@@ -7,8 +7,8 @@ from rotor_py.models import resnet18
 model = resnet18(num_classes=100)
 
 
-def sample(batch: int = 32) -> torch.Tensor:
-    return torch.randn(batch, 3, 64, 64)
+def sample(batch: int = 48) -> torch.Tensor:
+    return torch.randn(batch, 3, 96, 96)
 
 
 def loss(output: torch.Tensor) -> torch.Tensor:

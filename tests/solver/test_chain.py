@@ -34,6 +34,12 @@ def test_without_a_graph_costs_are_those_of_the_first_option_unless_given() -> N
     assert chain.replay_temp == (3, 4)
 
 
+def test_what_is_released_depends_on_both_stages() -> None:
+    chain = Chain.from_arrays(**GOOD, input_released=[10, 20], output_released=[15, 0])
+    assert chain.released == ((0, 0), (20, 15))  # a_0 belongs to the caller
+    assert Chain.from_arrays(**GOOD).released == ((0, 0), (0, 0))
+
+
 def test_numpy_arrays_and_whole_floats_are_converted() -> None:
     chain = Chain.from_arrays(**{name: np.array(values, dtype=float) for name, values in GOOD.items()})
     assert chain == Chain.from_arrays(**GOOD)
@@ -61,6 +67,8 @@ def test_chains_are_values() -> None:
         ("forward_temp", [0, 2**60], "between 0 and"),
         ("backward_temp", [-11, 0, 0], "between -10 and"),
         ("backward_temp", [0, 0, -1], "loss_temp is -1"),
+        ("input_released", [0, 21], "input_released of stage 1 is 21; it has to be between 0 and 20"),
+        ("output_released", [0, 31], "output_released of stage 1 is 31; it has to be between 0 and 30"),
         ("saved", [1], r"saved has 1 entries; a chain of 2 stages .* needs 2"),
         ("activation", [1, 2], "activation has 2 entries; a chain of 2 stages .* needs 3"),
     ],

@@ -103,6 +103,37 @@ def test_a_backward_may_need_less_than_its_results() -> None:
     assert simulate(chain, Sequence.parse("Fe_0, L, B_0")).during[2] == 8 + 8 + 8 + 8 - 8
 
 
+def released_chain(**released: list[int]) -> Chain:
+    return Chain.from_arrays([1] * 3, [1] * 4, [8, 10, 20, 30], [11, 22, 33], [0] * 3, [0, 5, 0, 0], **released)
+
+
+def test_an_input_that_stands_alone_goes_once_its_stage_has_run_with_a_graph() -> None:
+    sequence = Sequence.parse("CF_0, Fe_1, Fe_2, L, B_2, B_1, Fe_0, B_0")
+    usual = simulate(released_chain(), sequence)
+    freed = simulate(released_chain(input_released=[0, 10, 0]), sequence)
+    assert usual.after == (18, 40, 73, 103, 70 - 10, 18, 29, 8)
+    assert freed.after == (18, 30, 63, 93, 60 - 10, 18, 29, 8)
+    assert freed.during[5] == 50 + 10 + 5  # B_1: δ_1 and scratch on top of what is there
+
+
+def test_an_input_inside_a_saved_set_goes_if_both_its_stages_can_do_without_it() -> None:
+    sequence = Sequence.parse("Fe_0, Fe_1, Fe_2, L, B_2, B_1, B_0")
+    after = (19, 41, 74, 104, 61, 29, 8)
+    assert simulate(released_chain(), sequence).after == after
+    assert simulate(released_chain(input_released=[0, 0, 20]), sequence).after == after
+    assert simulate(released_chain(output_released=[0, 20, 0]), sequence).after == after
+    freed = simulate(released_chain(input_released=[0, 0, 20], output_released=[0, 20, 0]), sequence)
+    assert freed.after == (19, 41, 54, 84, 41, 29, 8)
+    # Scratch is counted from all of ā_2 on, so B_1 needs no less than before.
+    assert freed.during[5] == simulate(released_chain(), sequence).during[5]
+
+
+def test_an_input_that_is_read_again_stays_until_then() -> None:
+    chain = released_chain(input_released=[0, 10, 0])
+    result = simulate(chain, Sequence.parse("CF_0, Fe_1, CF_1, Fe_2, L, B_2, B_1, Fe_0, B_0"))
+    assert result.after[1:3] == (40, 50)  # a_1 stays for CF_1, which makes a second a_2; then a_1 goes
+
+
 def test_no_stages_and_nothing_but_zeros() -> None:
     empty = Chain.from_arrays([], [2], [7], [], [], [3])
     result = simulate(empty, Sequence.parse("L"))
