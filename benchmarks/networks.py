@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from report import write
 from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
@@ -37,7 +35,6 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "Inception v3": lambda: models.inception_v3(aux_logits=False),
 }
 SHARES = (0.25, 0.5, 0.75)
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
@@ -176,23 +173,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def versions(device: torch.device) -> dict[str, str]:
-    cuda = device.type == "cuda"
-    hardware = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
-    return {"device": hardware, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def write(text: str, rows: list[dict[str, Any]], device: torch.device) -> None:
-    data = {**versions(device), "rows": rows}
-    (ROOT / "benchmarks" / "results" / f"networks-{device.type}.json").write_text(json.dumps(data, indent=1) + "\n")
-    readme = ROOT / "README.md"
-    begin, end = f"<!-- networks-{device.type} -->", f"<!-- /networks-{device.type} -->"
-    before, found, rest = readme.read_text().partition(begin)
-    if found:
-        caption = ", ".join(f"{key} {value}" if key != "device" else value for key, value in versions(device).items())
-        readme.write_text(f"{before}{begin}\n{text}\n\nMeasured on: {caption}.\n{end}{rest.partition(end)[2]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -210,7 +190,7 @@ def main() -> None:
             print(table(rows[-len(SHARES) :]), flush=True)
     print(table(rows))
     if options.write:
-        write(table(rows), rows, device)
+        write("networks", table(rows), rows, device)
     if not all(row["inside_limit"] for row in rows):
         raise SystemExit("a measured peak is over its limit")
 

@@ -1,8 +1,8 @@
 """Does storing everything cost more than plain training? Peak and time of both, in turns in one run.
 
-    python benchmarks/store_all.py [--device cuda]
+    python benchmarks/store_all.py [--device cuda] [--write]
 
-Prints the median time of a step with a store-all plan over the median time of a plain step (the aim is at most 1.02),
+With --write, the table also goes into the README and benchmarks/results/. Prints the median time of a step with a store-all plan over the median time of a plain step (the aim is at most 1.02),
 and both measured peaks.
 """
 
@@ -12,8 +12,10 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from report import write
 from torch import nn
 
 from rotor_profiling import measured_peak
@@ -33,10 +35,11 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--repeats", type=int, default=51)
+    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     device = torch.device(options.device)
-    print("| network | plain peak | store-all peak | time, store-all / plain |\n| --- | --- | --- | --- |")
+    rows = []
     for name, (network, shape) in networks().items():
         network.to(device)
         batch = torch.randn(shape, device=device)
@@ -58,7 +61,20 @@ def main() -> None:
             [seconds(lambda m=model: step(m), device) for model in (planned, network)] for _ in range(options.repeats)
         ]
         ratio = statistics.median(a for a, _ in times) / statistics.median(b for _, b in times)
-        print(f"| {name} | {format_bytes(peak(network))} | {format_bytes(peak(planned))} | {ratio:.3f} |")
+        rows.append(
+            {"network": name, "plain_bytes": peak(network), "planned_bytes": peak(planned), "time_ratio": ratio}
+        )
+    print(table(rows))
+    if options.write:
+        write("store-all", table(rows), rows, device)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| network | plain peak | store-all peak | time, store-all / plain |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        plain, planned = format_bytes(row["plain_bytes"]), format_bytes(row["planned_bytes"])
+        lines.append(f"| {row['network']} | {plain} | {planned} | {row['time_ratio']:.3f} |")
+    return "\n".join(lines)
 
 
 def seconds(run: Callable[[], None], device: torch.device) -> float:

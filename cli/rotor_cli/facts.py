@@ -51,6 +51,8 @@ class Facts:
     budget: Budget
     measurement: Measurement
     sequence: Sequence
+    arguments: tuple[str, ...] = ()
+    """What `Checkpointable` has to be given beside the limit to plan the same, as Python."""
     verified: Verified | None = None
 
     @property

@@ -138,6 +138,11 @@ def _plan(
         budget=network.budget,
         measurement=network.inspection_values,
         sequence=sequence,
+        arguments=(
+            *(("loss=loss",) if found.loss else ()),
+            *(("optimizer=optimizer",) if found.optimizer else ()),
+            *(("fresh_grads=True",) if fresh_grads else ()),
+        ),
         verified=_verify(network, found, device, fresh_grads) if verify else None,
     )
 

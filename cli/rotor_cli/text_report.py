@@ -154,7 +154,8 @@ def verified(facts: Facts) -> Text:
 
 def usage(facts: Facts, saved_plan: str | None) -> Text:
     """The three lines of Python that use the plan."""
-    argument = f'plan="{saved_plan}"' if saved_plan else f'mem_limit="{_typed(facts.mem_limit)}"'
+    argument = f'mem_limit="{_typed(facts.mem_limit)}"'
+    argument = f'plan="{saved_plan}"' if saved_plan else ", ".join([argument, *facts.arguments])
     return Text(
         "use it    from rotor_py import Checkpointable\n"
         f"          model = Checkpointable(model, {argument})\n"

@@ -81,7 +81,7 @@ def test_the_text_shows_memory_time_stages_sequence_and_how_to_use_it(plan, mode
     for words in ("net.py fits", "limit", "least", "store-all", "planned", "overhead", "stage", "5.1", "what happens"):
         assert words in result.stdout
     assert "sequence  Fe_0…11, L, B_11…0" in result.stdout
-    assert 'Checkpointable(model, mem_limit="1GB")' in result.stdout
+    assert 'Checkpointable(model, mem_limit="1GB", loss=loss, optimizer=optimizer)' in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 100
     assert "\x1b" not in result.stdout
 
