@@ -2,7 +2,9 @@
 
     python benchmarks/store_all.py [--device cuda] [--write]
 
-With --write, the table also goes into the README and benchmarks/results/. Prints the median time of a step with a store-all plan over the median time of a plain step (the aim is at most 1.02),
+With --write, the table also goes into the README and benchmarks/results/.
+
+Prints the median time of a step with a store-all plan over the median time of a plain step (the aim is at most 1.02),
 and both measured peaks.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rotor_py.measurement import Measurement, Progress, measure
 from rotor_py.model_state import ModelState
 from rotor_py.plan import Plan
 from rotor_py.program import Program, program
+from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
 from rotor_py.transparent import Transparent, in_training
 from rotor_py.units import format_bytes, parse_bytes
@@ -53,6 +55,8 @@ class Checkpointable(Transparent):
         optimizer: the optimizer, whose state counts.
         fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`, its default), so that their
             memory is there for activations. If they are kept, to accumulate, leave it False.
+        progress: called with (stages done, all stages, name of the next) while measuring. Without it, a bar is shown on
+            a terminal if measuring takes longer than a moment.
         plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring.
     """
 
@@ -255,7 +259,8 @@ class Checkpointable(Transparent):
         self._cut = self.sequence = self.budget = None
         self._value = spec_of(value)
         device = self.device
-        with in_training(self), torch.enable_grad():
+        shown = nullcontext(self.progress) if self.progress else progress_bar()
+        with in_training(self), torch.enable_grad(), shown as progress:
             found = cut(self.model, value, device)
             measurement = measure(
                 found,
@@ -265,7 +270,7 @@ class Checkpointable(Transparent):
                 fresh_gradients=self._fresh_grads,
                 loss=self._loss,
                 loss_temp_bytes=self.loss_tmp_memory_usage,
-                progress=self.progress,
+                progress=progress,
             )
             self._state = ModelState.of(self.model)
         cost = optimizer_cost(self._optimizer) if self._optimizer is not None else None

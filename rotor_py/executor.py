@@ -15,9 +15,12 @@
 #  5. Inputs that the tape keeps are detached: the tape holds values, the graph holds history. Nothing that the tape
 #     holds refers to the graph, so there are no cycles, and dropping the output drops everything.
 #  6. The tape lets go of an input as soon as no later operation reads it.
-#  7. The inner graph of a stage that was run again ends at aliases of the parameters (see `StageRunner.attach`).
+#  7. The inner graph of a stage that was run again ends at aliases of the parameters, and at an entry that holds no
+#     tensor (see `StageRunner.attach`): an input that the backward does not need is freed as in plain training.
 #  8. A backward pass is known by its graph task. One that retains the graph works on a copy of what the tape holds, so
 #     that another can follow; one that does not takes it along, and a second one is refused.
+#  9. Forwards that a sequence has right before the backward of a stage of rule 1 run from a hook on that stage's
+#     output, when its gradient arrives. No solver makes such sequences; hands may.
 """
 
 from __future__ import annotations

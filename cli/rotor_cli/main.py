@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def _plan(
     device = _device(device_name)
     limit = _limit(mem_limit, device)
     found = load(target, device, batch, shape)
-    with _explained(found.file), _progress() as progress:
+    with _explained(found.file):
         network = Checkpointable(
             found.model,
             mem_limit=limit,
@@ -120,7 +120,6 @@ def _plan(
             loss=found.loss or default_loss,
             optimizer=found.optimizer,
             fresh_grads=fresh_grads,
-            progress=progress,
         )
         network.measure(found.sample)
     try:
@@ -233,18 +232,3 @@ def _show(facts: Facts, json_file: str | None, plan_file: str | None) -> None:
             return
         Path(json_file).write_text(text + "\n", encoding="utf-8")
     console().print(render(facts, saved_plan=plan_file))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A progress bar on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("measuring {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)

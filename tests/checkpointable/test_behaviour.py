@@ -384,3 +384,16 @@ def test_stages_that_depend_on_the_graph_are_found_by_measuring() -> None:
     assert recomputes(planned)
     assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
     assert planned.plan().graph_dependent == list(range(6))
+
+
+def test_a_bar_is_shown_on_a_terminal_if_measuring_takes_a_while(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("rotor_py.progress.PATIENCE_SECONDS", 0.0)
+    Checkpointable(blocks(2, 8)).measure(images())
+    assert capsys.readouterr().err == ""  # not a terminal
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    Checkpointable(blocks(2, 8)).measure(images())
+    assert "measuring" in capsys.readouterr().err
+    monkeypatch.setattr("rotor_py.progress.PATIENCE_SECONDS", 1e9)
+    Checkpointable(blocks(2, 8)).measure(images())
+    assert capsys.readouterr().err == ""
