@@ -20,7 +20,6 @@ from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.executor import replay
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
-from rotor_py.graph_dependence import graph_dependent
 from rotor_py.input_spec import TensorSpec, covers, spec_of, words
 from rotor_py.measurement import Measurement, Progress, measure
 from rotor_py.model_state import ModelState
@@ -28,6 +27,7 @@ from rotor_py.plan import Plan
 from rotor_py.program import Program, program
 from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
+from rotor_py.traits import traits_of
 from rotor_py.transparent import Transparent, in_training
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import Algorithm, Chain, Persistent, Sequence, StoreAll, simulate, store_all
@@ -184,7 +184,7 @@ class Checkpointable(Transparent):
             input=input_fingerprint(self._value, self.device),
             prefix=[name for name, _ in self._cut.prefix],
             stages=self._cut.groups(),
-            graph_dependent=graph_dependent(self.functions),
+            traits=[traits_of(function) for function in self.functions],
             sequence=sequence,
             mem_limit=self._limit_bytes(self.mem_limit),
             peak_bytes=budget.peak_bytes(sequence),

@@ -25,6 +25,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Operations
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ from rotor_profiling.storage import tensors_in
 from rotor_py.program import Program, Step, program
 from rotor_py.runner import AttachedStage, StageRunner
 from rotor_py.surroundings import Surroundings
+from rotor_py.traits import traits_of
 from rotor_solver import Backward, ForwardEnable, Sequence
 
 
@@ -70,7 +72,7 @@ class CheckpointOptim(torch.autograd.Function):
         before = [tensor._version for tensor in tensors_in(value)]
         output, tape.surroundings[stage] = tape.runners[stage].first(value)
         tape.refuse_overwritten(stage, value, before)
-        ctx.mark_non_differentiable(*_passed_on(value, output))
+        ctx.mark_non_differentiable(*_without_gradient(tape.runners[stage].function, value, output))
         flat, tape.output_specs[stage] = tree_flatten(output)
         tape.output_leaves[stage] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
@@ -247,7 +249,11 @@ def _release(held: _Held, step: Step) -> None:
         del held.inputs[stage]
 
 
-def _passed_on(value: Any, output: Any) -> list[torch.Tensor]:
-    """Tensors that a stage hands on as they came, without a gradient."""
-    without_gradient = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
-    return [tensor for tensor in tensors_in(output) if id(tensor) in without_gradient]
+def _without_gradient(function: Callable[..., Any], value: Any, output: Any) -> list[torch.Tensor]:
+    """The tensors of `output` that have no gradient in plain training either.
+
+    Those that the stage passes on as they came, and those that are known for it.
+    """
+    passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
+    known = traits_of(function).without_gradient
+    return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]

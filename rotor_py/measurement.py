@@ -26,9 +26,9 @@ from rotor_profiling import (
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import median_seconds
 from rotor_py.chain import Cut
-from rotor_py.graph_dependence import find_out, remember
 from rotor_py.runner import StageRunner
 from rotor_py.surroundings import moving_buffers
+from rotor_py.traits import StageTraits, find_out, remember
 from rotor_solver import Chain
 
 Progress = Callable[[int, int, str], None]
@@ -99,7 +99,7 @@ def measure(
     value, prefix = _through_prefix(cut, leaves_of(value), device)
     input_bytes = held = storage_bytes(tensors_in(value))
     known: dict[Hashable, StageCost] = {}
-    graph_dependent: dict[Hashable, bool] = {}
+    traits: dict[Hashable, StageTraits] = {}
     costs: list[StageCost] = []
     for position, (name, function) in enumerate(cut.stages):
         if progress is not None:
@@ -109,7 +109,8 @@ def measure(
         kind = (stage_kind(function, value), held, last)
         runner = StageRunner(function, name, preserve_rng_state)
         if kind not in known:
-            graph_dependent[kind] = find_out(function, value, device)
+            traits[kind] = find_out(function, value, device)
+            remember(function, traits[kind])
             known[kind] = measure_stage(
                 runner,
                 value,
@@ -119,7 +120,7 @@ def measure(
                 fresh_gradients=fresh_gradients,
                 output_held=last,
             )
-        remember(function, graph_dependent[kind])
+        remember(function, traits[kind])
         costs.append(known[kind])
         held = known[kind].activation_bytes
         value = _next(runner, value, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import nn
 from rotor_py.chain import Cut, joined, layers
 from rotor_py.errors import PlanMismatchError
 from rotor_py.fingerprint import refuse_difference, refuse_other_input
-from rotor_py.graph_dependence import remember
 from rotor_py.program import program
+from rotor_py.traits import StageTraits, remember
 from rotor_solver import Sequence
 
 SCHEMA = 1
@@ -25,15 +25,15 @@ _LARGEST_FILE = 64 * 2**20
 class Plan:
     """A sequence, and all that is needed to know that it fits: what it was made for, and for which limit.
 
-    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `graph_dependent` are the stages
-    that need a graph to get the numbers of plain training, by index.
+    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `traits` are those
+    of each stage.
     """
 
     model: dict[str, Any]
     input: dict[str, Any]
     prefix: list[str]
     stages: list[list[str]]
-    graph_dependent: list[int]
+    traits: list[StageTraits]
     sequence: Sequence
     mem_limit: int
     peak_bytes: int
@@ -42,7 +42,8 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         fields = {name: getattr(self, name) for name in _FIELDS}
-        data = {"schema": SCHEMA, "torch": torch.__version__, **fields, "sequence": str(self.sequence)}
+        fields |= {"traits": [asdict(traits) for traits in self.traits], "sequence": str(self.sequence)}
+        data = {"schema": SCHEMA, "torch": torch.__version__, **fields}
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -62,7 +63,9 @@ class Plan:
             if not isinstance(data.get(name), kind):
                 raise ValueError(f"{file} is not a whole plan: {name!r} is {data.get(name)!r}; save it again")
         try:
-            plan = cls(**{name: data[name] for name in _FIELDS} | {"sequence": Sequence.parse(data["sequence"])})
+            fields = {name: data[name] for name in _FIELDS}
+            fields |= {"traits": _traits(data["traits"]), "sequence": Sequence.parse(data["sequence"])}
+            plan = cls(**fields)
             plan._refuse_nonsense()
         except ValueError as error:
             raise ValueError(f"{file} is not a whole plan: {error}; save it again") from None
@@ -72,8 +75,8 @@ class Plan:
         """ValueError if the parts of the plan are not what they should be, or do not belong together."""
         if not all(isinstance(name, str) for group in [self.prefix, *map(_list, self.stages)] for name in group):
             raise ValueError("the names of layers have to be texts")
-        if not all(isinstance(index, int) for index in self.graph_dependent):
-            raise ValueError("graph_dependent has to be a list of stages, by number")
+        if len(self.traits) != len(self.stages):
+            raise ValueError(f"there are traits of {len(self.traits)} stages, and {len(self.stages)} stages")
         shapes = [each.get("shape") if isinstance(each, dict) else None for each in _list(self.input.get("tensors"))]
         if not all(isinstance(shape, list) and all(isinstance(size, int) for size in shape) for shape in shapes):
             raise ValueError("every tensor of the input has to have a shape")
@@ -86,8 +89,8 @@ class Plan:
         if planned != list(found):
             raise PlanMismatchError("the order of layers", ", ".join(planned), ", ".join(found))
         stages = tuple(joined([(name, found[name]) for name in group]) for group in self.stages)
-        for index, (_, function) in enumerate(stages):
-            remember(function, index in self.graph_dependent)
+        for (_, function), traits in zip(stages, self.traits, strict=True):
+            remember(function, traits)
         return Cut(tuple((name, found[name]) for name in self.prefix), stages)
 
     def refuse_other(self, *, model: dict[str, Any] | None = None, value: dict[str, Any] | None = None) -> None:
@@ -96,6 +99,19 @@ class Plan:
             refuse_difference(self.model, model)
         if value is not None:
             refuse_other_input(self.input, value)
+
+
+def _traits(entries: list[Any]) -> list[StageTraits]:
+    found = []
+    for entry in entries:
+        match entry:
+            case {"graph_dependent": bool(dependent), "without_gradient": [*positions]} if all(
+                isinstance(position, int) for position in positions
+            ):
+                found.append(StageTraits(dependent, tuple(positions)))
+            case _:
+                raise ValueError(f"the traits of a stage are {entry!r}")
+    return found
 
 
 def _list(value: Any) -> list[Any]:
@@ -109,7 +125,7 @@ _FIELDS: dict[str, type] = {
     "input": dict,
     "prefix": list,
     "stages": list,
-    "graph_dependent": list,
+    "traits": list,
     "sequence": str,
     "mem_limit": int,
     "peak_bytes": int,

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.isolate import alias, parameter_slots, substituted, trained_parameters
 from rotor_profiling.storage import tensors_in
-from rotor_py.graph_dependence import depends_on_graph, without_history
 from rotor_py.surroundings import Surroundings, recorded
+from rotor_py.traits import traits_of, without_history
 
 Edges = list[GradientEdge | None]
 
@@ -47,7 +47,8 @@ class StageRunner:
             return self._without_graph()(value)
 
     def _without_graph(self) -> Callable[[Any], Any]:
-        return partial(without_history, self.function) if depends_on_graph(self.function) else self.function
+        dependent = traits_of(self.function).graph_dependent
+        return partial(without_history, self.function) if dependent else self.function
 
     def attach(self, value: Any, surroundings: Surroundings) -> tuple[AttachedStage, Any]:
         """Run it once more with a graph of its own, exactly as the first time; return that graph, and the output.

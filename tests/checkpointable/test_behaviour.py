@@ -16,6 +16,7 @@ from torch import nn
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
 from rotor_solver import Backward, Loss, recompute_all, store_all
 from tests.checkpointable.steps import between, blocks, images, square, step_peak
+from tests.executor.sequences import everything_again
 from tests.executor.training import assert_same, steps
 
 
@@ -383,7 +384,7 @@ def test_stages_that_depend_on_the_graph_are_found_by_measuring() -> None:
     planned.compute_sequence(between(planned, 0.0))
     assert recomputes(planned)
     assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
-    assert planned.plan().graph_dependent == list(range(6))
+    assert all(traits.graph_dependent for traits in planned.plan().traits)
 
 
 def test_a_bar_is_shown_on_a_terminal_if_measuring_takes_a_while(monkeypatch, capsys) -> None:
@@ -397,3 +398,72 @@ def test_a_bar_is_shown_on_a_terminal_if_measuring_takes_a_while(monkeypatch, ca
     monkeypatch.setattr("rotor_py.progress.PATIENCE_SECONDS", 1e9)
     Checkpointable(blocks(2, 8)).measure(images())
     assert capsys.readouterr().err == ""
+
+
+def test_tensors_without_gradient_stay_so_where_stages_are_recomputed() -> None:
+    """A mask that a stage makes must not come to need a gradient: that would cost memory nobody has planned."""
+    seen: list[bool] = []
+
+    class Begin(nn.Linear):
+        def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # as the base class
+            return super().forward(input), (input > 0).float()
+
+    class Masked(nn.Linear):
+        def forward(self, input: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(input[1].requires_grad)
+            return super().forward(input[0]) * input[1], input[1]
+
+    torch.manual_seed(0)
+    network = nn.Sequential(Begin(16, 16), *[Masked(16, 16) for _ in range(5)])
+    planned, batch = Checkpointable(network, loss=lambda pair: pair[0].sum(), fresh_grads=True), torch.randn(500, 16)
+    planned.measure(batch)
+    for share in (0.0, 0.3, 0.7):
+        planned.compute_sequence(between(planned, share))
+        output = planned(batch)
+        assert not output[1].requires_grad
+        output[0].sum().backward()
+        del output
+        loss = lambda pair: pair[0].sum()  # noqa: E731 # the loss, in one line
+        assert step_peak(planned, batch, fresh_grads=True, loss=loss) <= planned.budget.peak_bytes(planned.sequence)
+    assert recomputes(planned)
+    assert not any(seen)
+
+
+def test_moving_buffers_are_right_where_forwards_come_before_their_backwards() -> None:
+    from tests.executor.zoo import moving_buffers
+
+    torch.manual_seed(0)
+    network = moving_buffers()
+    planned, plain = Checkpointable(copy.deepcopy(network), loss=square), network
+    planned.measure(torch.randn(9, 6))
+    planned.sequence = everything_again(len(planned.names))
+    batches = [torch.randn(9, 6) for _ in range(3)]
+    identities = {}
+    for each in (planned, plain):
+        losses = [square(each(batch)) for batch in batches]
+        identities[each] = [id(buffer) for buffer in each.buffers()]
+        for loss in losses:
+            loss.backward()
+    assert [id(buffer) for buffer in planned.buffers()] == identities[planned]
+    assert all(map(torch.equal, planned.buffers(), plain.buffers()))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(planned.parameters(), plain.parameters(), strict=True))
+
+
+def test_under_autocast_with_its_cache_shared_parameters_keep_their_gradients() -> None:
+    """Added up in another precision than in plain training, so nearly and not exactly equal."""
+    from tests.executor.zoo import BF16, shared
+
+    torch.manual_seed(0)
+    network, batch = shared(), torch.randn(64, 6)
+    network[3] = nn.Identity()
+    planned, plain = Checkpointable(copy.deepcopy(network), loss=square), network
+    with BF16:
+        planned.measure(batch)
+        planned.compute_sequence(between(planned, 0.0))
+        assert recomputes(planned)
+        losses = [square(each(batch)) for each in (planned, plain)]
+    for loss in losses:
+        loss.backward()
+    for a, b in zip(planned.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=0.05, atol=1e-3)
+        assert b.grad.abs().sum() > 0

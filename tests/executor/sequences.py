@@ -48,6 +48,15 @@ def any_sequence(length: int, rng: random.Random, detours: int = 12) -> Sequence
     return Sequence(walk.operations)
 
 
+def everything_again(length: int) -> Sequence:
+    """Every stage runs without a graph first, and again from the chain's input each time."""
+    found: list[Operation] = [ForwardCheck(0), *(ForwardNograd(k) for k in range(1, length)), Loss()]
+    for stage in reversed(range(length)):
+        found += [ForwardCheck(0)] * (stage > 0) + [ForwardNograd(k) for k in range(1, stage)]
+        found += [ForwardEnable(stage), Backward(stage)]
+    return Sequence(found)
+
+
 class _Walk:
     def __init__(self, length: int) -> None:
         self.length = length

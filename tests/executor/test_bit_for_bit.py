@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_solver import ForwardEnable, Loss, Sequence, simulate
-from tests.executor.sequences import any_sequence, persistent_sequence
+from rotor_solver import ForwardEnable, Loss, simulate
+from tests.executor.sequences import any_sequence, everything_again, persistent_sequence
 from tests.executor.training import assert_trains_the_same, cut_of
 from tests.executor.zoo import ZOO, Case
 
@@ -37,14 +37,10 @@ def test_random_sequences(name: str, kind) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_everything_recomputed(name: str) -> None:
-    """Every stage but the last runs without a graph, and again from the input each time."""
     case = ZOO[name]
-    length = lengths(case)
-    text = [f"CF_{0}", *(f"Fn_{k}" for k in range(1, length)), "L"]
-    for stage in reversed(range(length)):
-        text += ["CF_0"] * (stage > 0) + [f"Fn_{k}" for k in range(1, stage)] + [f"Fe_{stage}", f"B_{stage}"]
+    sequence = everything_again(lengths(case))
     torch.manual_seed(0)
-    assert_trains_the_same(case.model(), case.sample(), Sequence.parse(", ".join(text)), case.autocast)
+    assert_trains_the_same(case.model(), case.sample(), sequence, case.autocast)
 
 
 @settings(max_examples=200, deadline=None)
