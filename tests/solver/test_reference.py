@@ -37,6 +37,18 @@ def test_least_limit_ends_of_the_scale_and_every_optimum(entry: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("entry", CHAINS, ids=range(len(CHAINS)))
+@pytest.mark.parametrize("slots", [5, 30])
+def test_coarse_slots_give_a_bound_that_holds(entry: dict[str, Any], slots: int, monkeypatch) -> None:
+    monkeypatch.setattr("rotor_solver.persistent._CHEAP_UPDATES", 0.0)  # and no finer ones
+    chain = chain_of(entry)
+    for point in entry["points"]:
+        if point["optimum"] is not None:
+            sequence = solve(chain, point["limit"], slots=slots)
+            assert sequence.lower_bound is not None
+            assert sequence.lower_bound <= point["optimum"] <= simulate(chain, sequence).makespan
+
+
+@pytest.mark.parametrize("entry", CHAINS, ids=range(len(CHAINS)))
 def test_sequences_of_the_published_program_are_understood(entry: dict[str, Any]) -> None:
     chain = chain_of(entry)
     for point in entry["points"]:
