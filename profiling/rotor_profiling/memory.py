@@ -78,7 +78,7 @@ class CpuMeter:
 
     def __enter__(self) -> CpuMeter:
         self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         )
         with _quiet():
             self._profile.__enter__()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.memory import memory_meter
 from rotor_profiling.storage import allocated, bytes_like, tensors_in
@@ -90,12 +91,18 @@ def _state_bytes(optimizer: torch.optim.Optimizer, kinds: set[str], kind: str | 
 def _twin(
     optimizer: torch.optim.Optimizer, make: Callable[[torch.Tensor], torch.Tensor], *, foreach: bool
 ) -> torch.optim.Optimizer:
-    """The same optimizer for stand-ins of its parameters, without a state."""
+    """The same optimizer for stand-ins of its parameters, and of what it keeps of them already."""
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
     groups = []
     for group in optimizer.param_groups:
-        group = dict(group, params=[_stand_in(make(p)) for p in group["params"] if p.requires_grad])
+        stand_ins = {p: _stand_in(make(p)) for p in group["params"] if p.requires_grad}
+        for parameter, stand_in in stand_ins.items():
+            if parameter in optimizer.state:
+                twin.state[stand_in] = tree_map_only(
+                    torch.Tensor, lambda t: t.clone() if t.numel() == 1 else make(t), optimizer.state[parameter]
+                )
+        group = dict(group, params=list(stand_ins.values()))
         if foreach and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
         if group.get("fused"):
