@@ -60,14 +60,15 @@ class StageRunner:
         aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
         origin = torch.empty(0, requires_grad=True)
         entered = tree_map_only(torch.Tensor, partial(_entered, origin), value)
-        inputs = _edges(entered)
+        inputs, owners = _edges(entered), _owners(entered)
         with (
             torch.enable_grad(),
             surroundings.restored(self.function, graph=True),
             substituted(slots, aliases),
         ):
             output = self.function(entered)
-        attached = AttachedStage(_edges(output), inputs, list(aliases.values()), self.name)
+        owners += _owners(output)
+        attached = AttachedStage(_edges(output), inputs, list(aliases.values()), owners, self.name)
         if not isinstance(self.function, nn.Module):
             attached.refuse_other_leaves(origin)
         return attached, output
@@ -87,10 +88,13 @@ class AttachedStage:
     It knows the ends of the graph as edges, and holds no tensors: what the backward does not need is freed.
     """
 
-    def __init__(self, outputs: Edges, inputs: Edges, parameters: Sequence[torch.Tensor], name: str) -> None:
+    def __init__(
+        self, outputs: Edges, inputs: Edges, parameters: Sequence[torch.Tensor], owners: list[Any], name: str
+    ) -> None:
         self.outputs = outputs
         self.inputs = inputs
         self.parameters = parameters
+        self.owners = owners
         self.name = name
 
     def backward(
@@ -151,6 +155,12 @@ class _Entry(torch.autograd.Function):
 def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
     with torch.enable_grad():
         return _Entry.apply(origin, tensor.detach()) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]  # torch leaves it so
+
+
+def _owners(value: Any) -> list[Any]:
+    """What keeps the graph behind `value` alive. An edge alone does not, if its node is written in Python."""
+    with torch.enable_grad():
+        return [tensor.view_as(tensor).grad_fn for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def _edges(value: Any) -> Edges:
