@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class ChainArrays:
+class Costs(NamedTuple):
     """Costs in bytes and seconds, and the memory that the recurrence's conditions ask for.
 
     With G(i) the gradients of stages i … L-1, and held = |a_L| if the caller keeps the output:
@@ -25,67 +24,68 @@ class ChainArrays:
                           there after it. Row 0 is for l = L: ā was made before the loss, and a_L of the last stage
                           is still inside it. Row 1 is for l < L: ā was made again after the loss.
 
-    `released` is what a run of stage i with a graph frees of a_i: row 0 where a_i stands alone, row 1 where it lies in
-    ā_i. `first` has L+1 entries: the options of stage i are first[i] … first[i+1]-1. Arrays are laid out as `kernels`
-    documents them.
+    The options of stage i are first[i] … first[i+1]-1. `extra` is what an option takes longer than the stage's fastest
+    one. `released` is what a run of stage i with a graph frees of a_i: row 0 where a_i stands alone, row 1 where it
+    lies in ā_i; `taken` is what that run leaves in memory, less what it frees.
     """
 
     activation: Ints
+    """[L+1]"""
     run: Floats
+    """[L+1] seconds of the forwards without a graph of stages 0 … i-1"""
     check_need: Ints
+    """[L+1, L+1] by (i, j)"""
     base: Ints
+    """[L+1]"""
     first: Ints
-    seconds: Floats
-    saved: Ints
+    """[L+1]"""
+    extra: Floats
+    """[options] seconds"""
+    taken: Ints
+    """[2, options]"""
     forward_need: Ints
+    """[options] saved, and the scratch of the forward"""
     backward_need: Ints
+    """[2, options]"""
     released: Ints
-    loss_time: float
+    """[2, L]"""
     loss_need: int
 
-    @classmethod
-    def of(cls, chain: Chain) -> ChainArrays:
-        length = len(chain)
-        activation = np.array(chain.activation, np.int64)
-        gradient = np.array([stage.gradient for stage in chain.stages], np.int64)
-        left = np.concatenate([np.cumsum(gradient[::-1])[::-1], [0]]).astype(np.int64)
-        held = chain.activation[-1] if chain.output_held and length else 0
-        options = [(i, option) for i, stage in enumerate(chain.stages) for option in stage.options]
-        saved = np.array([option.saved for _, option in options], np.int64)
-        backward = np.array(
-            [
-                [
-                    max(
-                        during + left[i + 1] + (held if replayed or i < length - 1 else 0) + option.saved + temp,
-                        left[i] + held,
-                    )
-                    for i, option in options
-                    for during in (chain.activation[i] + chain.activation[i + 1],)
-                    for temp in (option.backward_temp_of_replay if replayed else option.backward_temp,)
-                ]
-                for replayed in (False, True)
-            ],
-            np.int64,
-        ).reshape(2, len(options))
-        return cls(
-            activation=activation,
-            run=np.concatenate([[0.0], np.cumsum([s.seconds_without_graph for s in chain.stages])]).astype(np.float64),
-            check_need=_check_need(activation, [stage.temp_without_graph for stage in chain.stages]),
-            base=np.concatenate([activation[1:] + left[1:] + held, [0]]).astype(np.int64),
-            first=np.concatenate([[0], np.cumsum([len(s.options) for s in chain.stages])]).astype(np.int64),
-            seconds=np.array([option.forward_time + option.backward_time for _, option in options], np.float64),
-            saved=saved,
-            forward_need=saved + np.array([option.forward_temp for _, option in options], np.int64),
-            backward_need=backward,
-            released=np.array(chain.released, np.int64).reshape(length, 2).T.copy(),
-            loss_time=chain.loss_time,
-            loss_need=chain.activation[-1] + chain.loss_temp,
-        )
+
+def costs_of(chain: Chain) -> Costs:
+    length = len(chain)
+    activation = np.array(chain.activation, np.int64)
+    gradient = np.array(chain.gradient, np.int64)
+    left = np.concatenate([np.cumsum(gradient[::-1])[::-1], [0]]).astype(np.int64)
+    held = chain.activation[-1] if chain.output_held and length else 0
+    first = np.concatenate([[0], np.cumsum([len(stage.options) for stage in chain.stages])]).astype(np.int64)
+    options = [option for stage in chain.stages for option in stage.options]
+    stage_of = np.repeat(np.arange(length), np.diff(first))
+    seconds = np.array([option.forward_time + option.backward_time for option in options], np.float64)
+    saved = np.array([option.saved for option in options], np.int64)
+    temps = np.array([[o.backward_temp, o.backward_temp_of_replay] for o in options], np.int64).reshape(-1, 2).T
+    inputs, outputs = activation[stage_of], activation[stage_of + 1]
+    holds = np.array([stage_of < length - 1, np.ones(len(options), np.bool_)]) * held
+    during = inputs + outputs + left[stage_of + 1] + holds + saved + temps
+    released = np.array(chain.released, np.int64).reshape(length, 2).T.copy()
+    return Costs(
+        activation=activation,
+        run=np.concatenate([[0.0], np.cumsum(chain.nograd_time)]).astype(np.float64),
+        check_need=_check_need(activation, np.array(chain.nograd_temp, np.int64)),
+        base=np.concatenate([activation[1:] + left[1:] + held, [0]]).astype(np.int64),
+        first=first,
+        extra=seconds - np.minimum.reduceat(seconds, first[:-1])[stage_of] if length else seconds,
+        taken=saved - released[:, stage_of],
+        forward_need=saved + np.array([option.forward_temp for option in options], np.int64),
+        backward_need=np.maximum(during, left[stage_of] + held).astype(np.int64),
+        released=released,
+        loss_need=chain.activation[-1] + chain.loss_temp,
+    )
 
 
-def _check_need(activation: Ints, scratch: list[int]) -> Ints:
+def _check_need(activation: Ints, scratch: Ints) -> Ints:
     length = len(scratch)
-    out = activation[1:] + np.array(scratch, np.int64)
+    out = activation[1:] + scratch
     need = np.zeros((length + 1, length + 1), np.int64)
     for i in range(length):
         kept = activation[i:length].copy()

@@ -1,6 +1,8 @@
 """All compiled code. One file, because Numba's cache on disk is keyed on the file of a kernel, not on those it calls.
 
-Everything about the recurrence is in the docstring of `fill`; sizes arrive in slots, conditions already divided.
+`costs` is an `arrays.Costs`, `grid` a `grid.Grid`; both are named tuples of arrays. The interval [i, l] has two states:
+in state 0, a_i stands alone, or as good as that; in state 1 it lies in the ā_i of the stage before. A choice for an
+interval is coded as an integer: k ≥ 0 is the stage's option k, j < 0 is the checkpoint at a_{-j}.
 """
 
 from __future__ import annotations
@@ -14,203 +16,456 @@ from numba import njit, prange
 F = TypeVar("F", bound=Callable[..., Any])
 
 INFINITE = np.int64(2**62)
+BLOCK = 8
 
 
-def compiled(parallel: bool = False) -> Callable[[F], F]:
+def compiled(parallel: bool = False, inline: str = "never") -> Callable[[F], F]:
     """The house decorator: strict arithmetic, cached on disk."""
-    return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True))
-
-
-@compiled()
-def rows(released: np.ndarray) -> tuple[np.ndarray, int]:
-    """Where the intervals [i, l] of each state lie in tables, and how many rows there are.
-
-    The interval [i, l] in state s is row start[s, i] + l - i. In state 0, a_i stands alone, or as good as that; in
-    state 1 it lies in the ā_i of the stage before. They differ only where a run of stage i frees something else.
-    """
-    length = released.shape[1]
-    start = np.zeros((2, length + 1), np.int64)
-    count = 0
-    for i in range(length + 1):
-        start[0, i] = start[1, i] = count
-        count += length + 1 - i
-        if i < length and released[0, i] != released[1, i]:
-            start[1, i] = count
-            count += length + 1 - i
-    return start, count
-
-
-@compiled()
-def least_memory(
-    activation: np.ndarray,  # [L+1] |a_i|
-    check_need: np.ndarray,  # [L+1, L+1] by (i, j): most that forwards i … j-1 without a graph need
-    base: np.ndarray,  # [L+1] |a_{l+1}| and what later stages left, by l
-    first: np.ndarray,  # [L+1] options of stage i are first[i] … first[i+1]-1
-    saved: np.ndarray,  # [options]
-    forward_need: np.ndarray,  # [options] saved, and the scratch of the forward
-    backward_need: np.ndarray,  # [2, options] most that B needs; row 0 where l = L, row 1 where l < L
-    released: np.ndarray,  # [2, L] by (state, i): what a run of stage i with a graph frees of a_i
-    loss_need: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The least m, in bytes, for which Opt(i, l, m) is finite, and the choice that attains it, by (state, i, l).
-
-    A choice k ≥ 0 is option k, a choice j < 0 is the checkpoint at a_{-j}. The recurrence is that of `fill` with
-    "least m" for "least time". O(L³) time, O(L²) memory.
-    """
-    length = len(activation) - 1
-    least = np.full((2, length + 1, length + 1), INFINITE, np.int64)
-    choice = np.zeros((2, length + 1, length + 1), np.int64)
-    least[:, length, length] = loss_need
-    for distance in range(length + 1):
-        for i in range(min(length, length + 1 - distance)):
-            last = i + distance
-            row = 0 if last == length else 1
-            for state in range(2):
-                best = INFINITE
-                for k in range(first[i], first[i + 1]):
-                    need = max(base[last] + forward_need[k], backward_need[row, k] - released[state, i])
-                    if last > i:
-                        need = max(need, saved[k] - released[state, i] + least[1, i + 1, last])
-                    if need < best:
-                        best, choice[state, i, last] = need, k - first[i]
-                for j in range(i + 1, last + 1):
-                    need = max(base[last] + check_need[i, j], activation[j] + least[0, j, last], least[state, i, j - 1])
-                    if need < best:
-                        best, choice[state, i, last] = need, -j
-                least[state, i, last] = best
-    return least, choice
+    return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True, inline=inline))
 
 
 @compiled(parallel=True)
-def fill(
-    table: np.ndarray,  # [rows, slots] float64, filled here
-    begin: np.ndarray,  # [rows] first feasible slot, filled here
-    start: np.ndarray,  # [2, L+1] as `rows` has it
-    activation: np.ndarray,  # [L+1] slots taken by a plain a_i
-    run: np.ndarray,  # [L+1] time of the forwards without a graph of stages 0 … i-1
-    check_need: np.ndarray,  # the following as in least_memory, in bytes
-    base: np.ndarray,
-    first: np.ndarray,
-    seconds: np.ndarray,  # [options] forward and backward
-    taken: np.ndarray,  # [2, options] slots taken by a run with a graph: saved, less what it releases
-    forward_need: np.ndarray,
-    backward_need: np.ndarray,
-    released: np.ndarray,
-    loss_time: float,
-    loss_need: int,
-    unit: int,  # bytes in a slot
-    rest: int,  # bytes that m has beyond its slots
-) -> None:
-    """Opt(i, l, m) for all intervals, m in slots; needs are compared in bytes, with m · unit + rest:
+def least_memory(costs: Any) -> np.ndarray:
+    """The least m, in bytes, for which Opt(i, l, m) is finite, by (state, i, l).
 
-        Opt(L, L, m) = loss_time                                        if m ≥ loss_need
+    The recurrence is that of `fill`, with "least m" for "least time". O(L³) time, O(L²) memory.
+    """
+    length = len(costs.activation) - 1
+    least = np.full((2, length + 1, length + 1), INFINITE, np.int64)
+    kept = np.full((length + 1, length + 1), INFINITE, np.int64)  # |a_j| + least[0, j, l], by (l, j)
+    least[:, length, length] = costs.loss_need
+    kept[length, length] = costs.loss_need + costs.activation[length]
+    for distance in range(length + 1):
+        for i in prange(min(length, length + 1 - distance)):
+            last = i + distance
+            row = 0 if last == length else 1
+            base = costs.base[last]
+            for state in range(2):
+                best = INFINITE
+                for k in range(costs.first[i], costs.first[i + 1]):
+                    need = max(base + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
+                    if last > i:
+                        need = max(need, costs.taken[state, k] + least[1, i + 1, last])
+                    best = min(best, need)
+                checks, rights, lefts = costs.check_need[i], kept[last], least[state, i]
+                for j in range(i + 1, last + 1):
+                    best = min(best, max(base + checks[j], max(rights[j], lefts[j - 1])))
+                least[state, i, last] = best
+            kept[last, i] = costs.activation[i] + least[0, i, last]
+    return least
+
+
+@compiled()
+def least_choice(costs: Any, least: np.ndarray, state: int, i: int, last: int) -> int:
+    """A choice that attains `least[state, i, last]`, i < L."""
+    length = len(costs.activation) - 1
+    row = 0 if last == length else 1
+    for k in range(costs.first[i], costs.first[i + 1]):
+        need = max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
+        if last > i:
+            need = max(need, costs.taken[state, k] + least[1, i + 1, last])
+        if need <= least[state, i, last]:
+            return int(k - costs.first[i])
+    for j in range(i + 1, last + 1):
+        need = max(costs.base[last] + costs.check_need[i, j], costs.activation[j] + least[0, j, last])
+        if max(need, least[state, i, j - 1]) <= least[state, i, last]:
+            return -j
+    return 0
+
+
+@compiled()
+def slot_of(need: int, unit: int, offset: int) -> int:
+    """The first slot m for which m · unit + offset ≥ need."""
+    return max(0, -((offset - need) // unit))
+
+
+@compiled()
+def full_memory(costs: Any, fastest: np.ndarray) -> np.ndarray:
+    """The m, in bytes, from which the interval [i, l] can be stored whole, by (state, i, l)."""
+    length = len(fastest)
+    full = np.full((2, length + 1, length + 1), costs.loss_need, np.int64)
+    for last in range(length + 1):
+        row = 0 if last == length else 1
+        for i in range(min(last, length - 1), -1, -1):
+            k = fastest[i]
+            for state in range(2):
+                need = costs.backward_need[row, k] - costs.released[state, i]
+                need = max(costs.base[last] + costs.forward_need[k], need)
+                if last > i:
+                    need = max(need, costs.taken[state, k] + full[1, i + 1, last])
+                full[state, i, last] = need
+    return full
+
+
+@compiled()
+def layout(least: np.ndarray, full: np.ndarray, costs: Any, grid: Any, later: np.ndarray, cut: float) -> Any:
+    """Where the rows of a table lie: (low, high, position, limit) by row, and how many numbers the table has.
+
+    Slot m of a row is number position + m of the table, for low ≤ m < high. Below `low` there is no plan, from `high`
+    on everything is stored. `limit` is the longest time that is of use: see `fill`.
+    """
+    length, width = len(grid.band), grid.width
+    rows = grid.tail + len(grid.place)
+    low, high = np.full(rows, width, np.int64), np.full(rows, width, np.int64)
+    position, limit = np.zeros(rows, np.int64), np.full(rows, -1.0, np.float64)
+    size = 0
+    for s in range(len(grid.place)):
+        i, state = grid.place[s], grid.state[s]
+        for last in range(i, length + 1):
+            if last < length:
+                if last > grid.band[i]:
+                    continue
+                row = grid.start[s] + last - i
+                limit[row] = cut - later[last + 1] - (costs.run[last + 1] - costs.run[i])
+                if limit[row] < 0:
+                    continue
+            else:
+                row = grid.tail + s
+                limit[row] = cut
+            high[row] = min(width, slot_of(full[state, i, last], grid.unit, grid.offset[s]))
+            low[row] = min(width, slot_of(least[state, i, last], grid.unit, grid.offset[s]))
+            position[row] = size - low[row]
+            size += max(0, high[row] - low[row])
+    return low, high, position, limit, size
+
+
+@compiled()
+def value_of(flat: np.ndarray, rows: Any, width: int, row: int, m: int) -> float:
+    """Slot m ≥ low of a row; there is never more memory than in the last slot."""
+    m = min(m, width - 1)
+    return 0.0 if m >= rows.high[row] else float(flat[rows.position[row] + m])
+
+
+@compiled()
+def lower_by_both(flat: np.ndarray, out: int, left: int, right: int, low: int, high: int, seconds: Any) -> None:
+    """flat[out + m] = min(flat[out + m], seconds + flat[left + m] + flat[right + m]) for low ≤ m < high."""
+    target, first, second = np.uintp(out + low), np.uintp(left + low), np.uintp(right + low)
+    for each in range(high - low):
+        m = np.uintp(each)
+        value = seconds + flat[second + m] + flat[first + m]
+        if value < flat[target + m]:
+            flat[target + m] = value
+
+
+@compiled()
+def lower_by(flat: np.ndarray, out: int, source: int, low: int, high: int, seconds: Any) -> None:
+    """flat[out + m] = min(flat[out + m], seconds + flat[source + m]) for low ≤ m < high."""
+    target, origin = np.uintp(out + low), np.uintp(source + low)
+    for each in range(high - low):
+        m = np.uintp(each)
+        value = seconds + flat[origin + m]
+        if value < flat[target + m]:
+            flat[target + m] = value
+
+
+@compiled()
+def first_at_most(flat: np.ndarray, out: int, low: int, high: int, value: float) -> int:
+    """The first m in [low, high) with flat[out + m] ≤ value, else high; flat[out:] does not increase."""
+    while low < high:
+        middle = (low + high) // 2
+        if flat[out + middle] <= value:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@compiled()
+def split(
+    flat: np.ndarray, rows: Any, width: int, row: int, left: int, right: int, shift: int, low: int, high: int, time: Any
+) -> None:
+    """Let slots low … high-1 of `row` profit from a checkpoint.
+
+    The part from the checkpoint on is the row `right`, with `shift` slots less, the part before it is the row `left`.
+    """
+    out, left_at, right_at = rows.position[row], rows.position[left], rows.position[right] - shift
+    left_high, right_high = rows.high[left], rows.high[right] + shift
+    if right_high == width + shift:  # it is never stored whole
+        right_high = max(high, right_high)
+        within = min(high, width + shift)
+    else:
+        within = high
+    both = min(within, left_high, right_high)
+    if low < both:
+        lower_by_both(flat, out, left_at, right_at, low, both, time)
+    both = max(low, both)
+    one = min(within, max(left_high, right_high))
+    if both < one:
+        lower_by(flat, out, right_at if left_high < right_high else left_at, both, one, time)
+    for m in range(max(both, one), high):
+        value = value_of(flat, rows, width, left, m) + value_of(flat, rows, width, right, m - shift)
+        flat[out + m] = min(flat[out + m], time + flat.dtype.type(value))
+
+
+@compiled()
+def need_of(costs: Any, state: int, i: int, last: int, k: int) -> int:
+    """Bytes that a run of stage i with a graph and its backward need themselves, in the interval [i, last]."""
+    row = 0 if last == len(costs.run) - 1 else 1
+    return max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
+
+
+@compiled()
+def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, k: int) -> None:
+    """Let the row (s, last) profit from running its stage with a graph by option k."""
+    i, state, width = grid.place[s], grid.state[s], grid.width
+    low = max(rows.begin[row], slot_of(need_of(costs, state, i, last, k), grid.unit, grid.offset[s]))
+    high, out, seconds = rows.high[row], rows.position[row], flat.dtype.type(costs.extra[k])
+    stored = low
+    if last > i:
+        following = grid.node[1, i + 1]
+        follow = grid.tail + following if last == len(grid.band) else grid.start[following] + last - i - 1
+        shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[s]) // grid.unit
+        if rows.begin[follow] >= width:
+            return
+        low = max(low, shift + rows.begin[follow])
+        stored = max(low, min(high, rows.high[follow] + shift))
+        lower_by(flat, out, rows.position[follow] - shift, low, stored, seconds)
+        if rows.high[follow] == width:
+            seconds += flat.dtype.type(value_of(flat, rows, width, follow, width)) if low < high else 0
+    for m in range(stored, high):
+        flat[out + m] = min(flat[out + m], seconds)
+
+
+@compiled()
+def store_up_to(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, stop: int) -> None:
+    """Let the row (s, last) profit from storing all stages before `stop`, from where on rows are complete."""
+    low, total, node = rows.begin[row], 0, s
+    while grid.place[node] < stop:
+        i, state = grid.place[node], grid.state[node]
+        k, following = grid.fastest[i], grid.node[1, i + 1]
+        low = max(low, total + slot_of(need_of(costs, state, i, last, k), grid.unit, grid.offset[node]))
+        total += (costs.taken[state, k] + grid.offset[following] - grid.offset[node]) // grid.unit
+        node = following
+    follow = grid.start[node] + last - stop
+    if rows.begin[follow] >= grid.width:
+        return
+    low = max(low, total + rows.begin[follow])
+    high = min(rows.high[row], total + rows.high[follow])
+    lower_by(flat, rows.position[row], rows.position[follow] - total, low, high, flat.dtype.type(0))
+
+
+@compiled()
+def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int) -> int:
+    """All rows (s, l) with i in the block from stage `top` on, and l in the block from `side` on, l < L.
+
+    First the checkpoints at a_j between the two blocks, j outermost, so that rows stay in cache; then the rest in
+    order. Returns how many pairs of slots were looked at.
+    """
+    length, width = len(grid.band), grid.width
+    bottom, end = min(top + BLOCK, length), min(side + BLOCK, length)
+    s0, s1 = grid.node[0, top], grid.node[0, bottom]
+    run, base, check_need, unit = costs.run, costs.base, costs.check_need, grid.unit
+    begin, limits = rows.begin, rows.limit
+    high = np.zeros((s1 - s0, BLOCK), np.int64)
+    updates = 0
+    for s in range(s1 - 1, s0 - 1, -1):
+        i = grid.place[s]
+        for last in range(max(i, side), min(end, grid.band[i] + 1)):
+            row = grid.start[s] + last - i
+            if limits[row] < 0:
+                continue
+            high[s - s0, last - side] = rows.high[row]
+            flat[rows.position[row] + begin[row] : rows.position[row] + rows.high[row]] = np.inf
+            if side > top and i + 1 < bottom:  # a bound to begin with
+                store_up_to(flat, rows, costs, grid, s, row, last, bottom)
+    for j in range(bottom, side + 1):
+        right_start = grid.start[grid.node[0, j]] - j
+        for s in range(s0, s1):
+            i, offset = grid.place[s], grid.offset[s]
+            left = grid.start[s] + j - 1 - i
+            if j - 1 > grid.band[i] or begin[left] >= width:
+                continue
+            forward = run[j] - run[i]
+            seconds = flat.dtype.type(forward)
+            shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
+            for last in range(side, min(end, grid.band[i] + 1)):
+                row = grid.start[s] + last - i
+                if forward > limits[row]:
+                    continue
+                right = right_start + last
+                low = max(begin[row], begin[left], begin[right] + shift)
+                most = high[s - s0, last - side]
+                if low >= most or begin[right] >= width:
+                    continue
+                need = base[last] + check_need[i, j]
+                if low * unit + offset < need:
+                    low = slot_of(need, unit, offset)
+                out = rows.position[row]
+                while most > low and flat[out + most - 1] <= seconds:
+                    most -= 1
+                high[s - s0, last - side] = most
+                if low < most:
+                    updates += most - low
+                    split(flat, rows, width, row, left, right, shift, low, most, seconds)
+    for s in range(s1 - 1, s0 - 1, -1):
+        i, offset = grid.place[s], grid.offset[s]
+        for last in range(max(i, side), min(end, grid.band[i] + 1)):
+            row = grid.start[s] + last - i
+            if limits[row] < 0:
+                continue
+            for k in range(costs.first[i], costs.first[i + 1]):
+                enable(flat, rows, costs, grid, s, row, last, k)
+            updates += checkpoints(flat, rows, costs, grid, s, row, last, i + 1, min(bottom - 1, last))
+            updates += checkpoints(flat, rows, costs, grid, s, row, last, max(i + 1, side + 1), last)
+            begin[row] = first_at_most(flat, rows.position[row], begin[row], rows.high[row], limits[row])
+    return updates
+
+
+@compiled()
+def checkpoints(
+    flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, first: int, stop: int
+) -> int:
+    """Let the row (s, last) profit from checkpoints at a_j for first ≤ j ≤ stop; how many pairs were looked at."""
+    i, offset, width, begin = grid.place[s], grid.offset[s], grid.width, rows.begin
+    out, updates, most = rows.position[row], 0, rows.high[row]
+    for j in range(first, min(stop, grid.band[i] + 1) + 1):
+        forward = costs.run[j] - costs.run[i]
+        if forward > rows.limit[row]:
+            break
+        seconds = flat.dtype.type(forward)
+        left, node = grid.start[s] + j - 1 - i, grid.node[0, j]
+        right = grid.tail + node if last == len(grid.band) else grid.start[node] + last - j
+        shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
+        low = max(begin[row], begin[left], begin[right] + shift)
+        need = costs.base[last] + costs.check_need[i, j]
+        if low * grid.unit + offset < need:
+            low = slot_of(need, grid.unit, offset)
+        if begin[left] >= width or begin[right] >= width:
+            low = most
+        if j == first:
+            most = first_at_most(flat, out, begin[row], most, seconds)
+        while most > low and flat[out + most - 1] <= seconds:
+            most -= 1
+        if low < most:
+            updates += most - low
+            split(flat, rows, width, row, left, right, shift, low, most, seconds)
+    return updates
+
+
+@compiled(parallel=True)
+def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> int:
+    """Opt(i, l, m), less the time of storing everything, for all intervals and m in slots:
+
+        Opt(L, L, m) = 0                                                if m ≥ loss_need
         Opt(i, l, m) = the least of
-          seconds_k + Opt'(i+1, l, m - saved_k + released_i)            if m ≥ base_l + forward_need_k
+          extra_k + Opt'(i+1, l, m - taken_k)                           if m ≥ base_l + forward_need_k
             for every option k; Opt'(i+1, i, ·) is 0                    and m ≥ backward_need_k - released_i
           run_j - run_i + Opt(j, l, m - |a_j|) + Opt(i, j-1, m)         if m ≥ base_l + check_need_ij, for i < j ≤ l
 
-    Opt' is Opt in state 1; see `rows`. Intervals of one length do not depend on each other and are shared out to the
-    cores; the innermost loops run over m, contiguously. What attains the minimum is not stored: `best_choice` finds it
-    again where it is asked for.
+    Opt' is Opt in state 1. Sizes taken from m are rounded down, so that the table is a lower bound.
+
+    Times above rows.limit count as infinite: `layout` has taken from the cut what is certain about the context. Where
+    l < L, the stages of [i, l] have run forward without a graph before, and those after l take at least later[l+1]
+    longer than stored. Returns how many pairs of slots were looked at.
     """
-    length = len(activation) - 1
-    slots = table.shape[1]
-    for distance in range(length + 1):
-        for i in prange(length + 1 - distance):
-            last = i + distance
-            for state in range(2):
-                target = start[state, i] + distance
-                if state == 1 and target == start[0, i] + distance:
-                    continue
-                out = table[target]
-                out[:] = np.inf
-                if i == length:
-                    begin[target] = min(slots, slot_of(loss_need, unit, rest))
-                    out[begin[target] :] = loss_time
-                    continue
-                lowest = slots
-                row = 0 if last == length else 1
-                for k in range(first[i], first[i + 1]):
-                    need = max(base[last] + forward_need[k], backward_need[row, k] - released[state, i])
-                    low = slot_of(need, unit, rest)
-                    if last == i:
-                        for m in range(low, slots):
-                            out[m] = min(out[m], seconds[k])
-                    else:
-                        following = start[1, i + 1] + distance - 1
-                        shift = taken[state, k]
-                        low = max(low, shift + begin[following])
-                        source = table[following]
-                        high = min(slots, slots + shift)
-                        for m in range(low, high):
-                            value = seconds[k] + source[m - shift]
-                            if value < out[m]:
-                                out[m] = value
-                        for m in range(max(low, high), slots):  # never more than there is in all
-                            out[m] = min(out[m], seconds[k] + source[slots - 1])
-                    lowest = min(lowest, low)
-                for j in range(i + 1, last + 1):
-                    shift = activation[j]
-                    right_row, left_row = start[0, j] + last - j, start[state, i] + j - 1 - i
-                    low = max(
-                        slot_of(base[last] + check_need[i, j], unit, rest), shift + begin[right_row], begin[left_row]
-                    )
-                    forward = run[j] - run[i]
-                    right = table[right_row]
-                    left = table[left_row]
-                    for m in range(low, slots):
-                        value = forward + right[m - shift] + left[m]
-                        if value < out[m]:
-                            out[m] = value
-                    lowest = min(lowest, low)
-                begin[target] = max(0, lowest)
+    length = len(grid.band)
+    blocks = (length + BLOCK - 1) // BLOCK
+    updates = 0
+    for distance in range(blocks):
+        for block in prange(blocks - distance):
+            updates += tile(flat, rows, costs, grid, block * BLOCK, (block + distance) * BLOCK)
+    for s in range(len(grid.place) - 1, -1, -1):
+        i, row = grid.place[s], grid.tail + s
+        out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
+        if i == length:
+            continue  # stored whole from the first slot on
+        flat[out + begin : out + high] = np.inf
+        for k in range(costs.first[i], costs.first[i + 1]):
+            enable(flat, rows, costs, grid, s, row, length, k)
+        checkpoints(flat, rows, costs, grid, s, row, length, i + 1, length)
+        rows.begin[row] = first_at_most(flat, out, begin, high, rows.limit[row])
+    return updates
 
 
 @compiled()
-def slot_of(need: int, unit: int, rest: int) -> int:
-    """The first slot m for which m · unit + rest ≥ need."""
-    return max(0, -((rest - need) // unit))
+def estimate(
+    flat: np.ndarray, rows: Any, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
+) -> float:
+    """Opt for exactly `memory` bytes, read between two slots: the bound itself for blend 0, pessimistic for 1."""
+    i, width = grid.place[s], grid.width
+    if last < len(grid.band) and last > grid.band[i]:
+        return 2 * cut
+    row = grid.tail + s if last == len(grid.band) else grid.start[s] + last - i
+    beyond = memory - grid.offset[s]
+    m = min(max(0, -(-beyond // grid.unit)), width - 1)
+    if m < rows.begin[row]:
+        return 2 * cut
+    value = value_of(flat, rows, width, row, m)
+    rest = m * grid.unit - beyond
+    if rest > 0 and blend > 0.0:
+        worse = value_of(flat, rows, width, row, m - 1) if m > rows.begin[row] else cut
+        value += blend * rest / grid.unit * (worse - value)
+    return value
 
 
 @compiled()
-def best_choice(
-    table: np.ndarray,
-    state: int,
-    i: int,
-    last: int,
-    m: int,
-    start: np.ndarray,
-    activation: np.ndarray,
-    run: np.ndarray,
-    check_need: np.ndarray,
-    base: np.ndarray,
-    first: np.ndarray,
-    seconds: np.ndarray,
-    taken: np.ndarray,
-    forward_need: np.ndarray,
-    backward_need: np.ndarray,
-    released: np.ndarray,
-    unit: int,
-    rest: int,
-) -> int:
-    """The choice that attains Opt(i, last, m) in `state`, i < L, in the coding of `least_memory`."""
-    length = len(activation) - 1
-    row = 0 if last == length else 1
-    size = m * unit + rest
-    best, choice = np.inf, 0
-    for k in range(first[i], first[i + 1]):
-        need = max(base[last] + forward_need[k], backward_need[row, k] - released[state, i])
-        if size >= need and m >= taken[state, k]:
-            whole = seconds[k]
+def descend(
+    flat: np.ndarray,
+    rows: Any,
+    least: np.ndarray,
+    costs: Any,
+    grid: Any,
+    cut: float,
+    memory: int,
+    blend: float,
+    enough: float,
+) -> tuple[np.ndarray, float]:
+    """The choices of a sequence for `memory` bytes, which is at least least[0, 0, L], and what it takes longer.
+
+    Memory is counted in bytes on the way, so that the sequence fits; the table only says where to go. The choices
+    stand in the order in which `operations_of` asks for them. Given up, with an infinite time, beyond `enough`.
+    """
+    length = len(grid.band)
+    choices = np.empty(4 * length + 16, np.int64)
+    stack = np.empty((2 * length + 16, 4), np.int64)
+    count, depth, seconds = 0, 1, 0.0
+    stack[0] = np.array([0, 0, length, memory])
+    while depth > 0:
+        depth -= 1
+        state, i, last, m = stack[depth]
+        if i > last or i == length:
+            continue
+        row = 0 if last == length else 1
+        s = grid.node[state, i]
+        best, choice = np.inf, 0
+        for k in range(costs.first[i], costs.first[i + 1]):
+            need = max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
+            if m < need:
+                continue
+            whole = costs.extra[k]
             if last > i:
-                left = min(m - taken[state, k], table.shape[1] - 1)
-                whole += table[start[1, i + 1] + last - i - 1, left]
+                rest = m - costs.taken[state, k]
+                if rest < least[1, i + 1, last]:
+                    continue
+                whole += estimate(flat, rows, grid, grid.node[1, i + 1], last, rest, blend, cut)
             if whole < best:
-                best, choice = whole, k - first[i]
-    for j in range(i + 1, last + 1):
-        if size >= base[last] + check_need[i, j] and m >= activation[j]:
-            whole = run[j] - run[i] + table[start[0, j] + last - j, m - activation[j]]
-            whole += table[start[state, i] + j - 1 - i, m]
+                best, choice = whole, k - costs.first[i]
+        for j in range(i + 1, last + 1):
+            forward = costs.run[j] - costs.run[i]
+            if forward >= best:
+                break
+            rest = m - costs.activation[j]
+            if m < costs.base[last] + costs.check_need[i, j] or rest < least[0, j, last] or m < least[state, i, j - 1]:
+                continue
+            whole = forward + estimate(flat, rows, grid, grid.node[0, j], last, rest, blend, cut)
+            if whole < best:
+                whole += estimate(flat, rows, grid, s, j - 1, m, blend, cut)
             if whole < best:
                 best, choice = whole, -j
-    return choice
+        if count == len(choices):
+            choices = np.concatenate((choices, np.empty_like(choices)))
+        choices[count] = choice
+        count += 1
+        if choice >= 0:
+            seconds += costs.extra[costs.first[i] + choice]
+            if last > i:
+                stack[depth] = np.array([1, i + 1, last, m - costs.taken[state, costs.first[i] + choice]])
+                depth += 1
+        else:
+            seconds += costs.run[-choice] - costs.run[i]
+            stack[depth] = np.array([state, i, -choice - 1, m])
+            stack[depth + 1] = np.array([0, -choice, last, m - costs.activation[-choice]])
+            depth += 2
+        if seconds > enough:
+            return choices[:0], np.inf
+    return choices[:count], seconds

@@ -3,35 +3,51 @@
 The recurrence (design of Beaumont et al., HAL hal-02352969, with memory conditions of our own) is in `kernels.fill`.
 It counts memory in slots, and that would cost something, so:
 
-* needs are compared in bytes; only what is taken away from m is rounded to slots;
-* rounded up, every sequence in the table fits. Rounded down, the table's time is a lower bound for all persistent
-  sequences: that is the certificate;
-* in both tables, sequences are also read off for other amounts of memory than the limit, and simulated in bytes: the
-  fastest that really fits is taken;
-* slots are made finer as long as the result is not within `_CLOSE` of the bound and that is cheap.
+* sizes are rounded down: what the table says is a lower bound for all persistent sequences, the certificate;
+* slots are laid out so that only checkpoints are rounded at all (`grid`), and needs are compared in bytes;
+* sequences are read off with memory counted in bytes (`kernels.descend`): they fit, whatever the slots are;
+* what is slower than the best sequence known so far is never computed, so that a coarse table makes a finer one cheap.
+  Slots are made finer as long as the result is not within `_CLOSE` of the bound and that is cheap.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
 
 import numpy as np
 
-from rotor_solver.arrays import ChainArrays, Floats, Ints
+from rotor_solver.arrays import Costs, Floats, Ints, costs_of
 from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
-from rotor_solver.ends import min_bytes, recompute_all, store_all
+from rotor_solver.coarse import coarse_chain, even_groups, fine_sequence
+from rotor_solver.ends import least_sequence, store_all
 from rotor_solver.errors import InfeasibleError
+from rotor_solver.grid import Grid, Rows, fastest_options, grid_of
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
-_CLOSE = 0.002
-_CHEAP_UPDATES = 1.5e9
-_CHEAP_BYTES = 1 << 30
+_CUT = 1.001
+"""Times up to this multiple of the best overhead known are told apart; 1 would leave no room for rounding."""
+_DOUBLE = 2e8
+"""Comparisons up to which the table is computed in double precision."""
+_BLENDS = (0.5, 0.0, 1.0)
+_GROUPS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """How long to go on: until the gap is `close`, or the next table would need more than this."""
+
+    close: float
+    updates: float
+    nbytes: float
+
+
+_THOROUGH = _Effort(close=0.004, updates=3e9, nbytes=2**31)
+_HASTY = _Effort(close=0.02, updates=3e7, nbytes=2**27)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,156 +70,127 @@ class Persistent:
         stored = store_all(chain)
         if simulate(chain, stored).peak <= mem_limit:
             return Sequence(stored, self.name, stored.lower_bound)
-        least = min_bytes(chain)
-        if mem_limit < least:
-            raise InfeasibleError(
-                f"the chain needs at least {least} bytes; the limit is {mem_limit}",
-                min_bytes=least,
-                mem_limit=mem_limit,
-            )
-        best = _Best(chain, mem_limit)
-        best.offer(recompute_all(chain))
-        assert stored.lower_bound is not None
-        best.raise_bound(stored.lower_bound)
-        arrays, room = ChainArrays.of(chain), mem_limit - chain.input_bytes
-        for unit in _units(arrays, room, self.slots):
-            _search(best, arrays, room, unit)
-            if best.gap <= _CLOSE:
-                break
-        return best.sequence(self.name)
+        best = _solved(chain, mem_limit, self.slots, _THOROUGH)
+        assert best.sequence is not None and simulate(chain, best.sequence).peak <= mem_limit
+        return Sequence(best.sequence, self.name, min(best.bound, best.makespan))
 
 
 @dataclass(slots=True)
 class _Best:
-    """The fastest sequence so far that fits in bytes, and the best lower bound."""
+    """The fastest sequence so far, and the best lower bounds. `stored` is the time of storing everything."""
 
     chain: Chain
-    mem_limit: int
+    stored: float
     makespan: float = math.inf
     bound: float = 0.0
-    operations: Sequence | None = None
+    sequence: Sequence | None = None
+    later: Floats = field(init=False)
+    """[L+1] what the stages from i on take longer, at least, than stored."""
 
-    def offer(self, sequence: Sequence) -> bool:
-        """Take the sequence if it fits and is faster; say whether it fits."""
-        result = simulate(self.chain, sequence)
-        if result.peak > self.mem_limit:
-            return False
-        if result.makespan < self.makespan:
-            self.makespan, self.operations = result.makespan, sequence
-        return True
+    def __post_init__(self) -> None:
+        self.bound = self.stored
+        self.later = np.zeros(len(self.chain) + 1)
 
-    def raise_bound(self, bound: float) -> None:
-        self.bound = max(self.bound, bound)
+    def offer(self, sequence: Sequence) -> None:
+        makespan = simulate(self.chain, sequence).makespan
+        if makespan < self.makespan:
+            self.makespan, self.sequence = makespan, sequence
+
+    @property
+    def overhead(self) -> float:
+        return max(0.0, self.makespan - self.stored)
 
     @property
     def gap(self) -> float:
         return self.makespan / self.bound - 1 if self.bound else (0.0 if self.makespan == 0 else math.inf)
 
-    def sequence(self, name: str) -> Sequence:
-        assert self.operations is not None
-        return Sequence(self.operations, name, min(self.bound, self.makespan))
+
+def _solved(chain: Chain, mem_limit: int, slots: int, effort: _Effort) -> _Best:
+    from rotor_solver import kernels
+
+    costs = costs_of(chain)
+    least = kernels.least_memory(costs)
+    room, needed = mem_limit - chain.input_bytes, int(least[0, 0, len(chain)])
+    if room < needed:
+        raise InfeasibleError(
+            f"the chain needs at least {chain.input_bytes + needed} bytes; the limit is {mem_limit}",
+            min_bytes=chain.input_bytes + needed,
+            mem_limit=mem_limit,
+        )
+    stored = store_all(chain).lower_bound
+    assert stored is not None
+    best = _Best(chain, stored)
+    _begin(best, mem_limit)
+    if best.sequence is None:
+        best.offer(least_sequence(chain, costs, least))
+    fastest = fastest_options(costs)
+    full = kernels.full_memory(costs, fastest)
+    updates = 0.0
+    for unit in _units(costs, room, slots):
+        overhead = best.overhead
+        if best.gap <= effort.close or overhead == 0:
+            break
+        later = best.later / overhead
+        scaled = costs._replace(run=costs.run / overhead, extra=costs.extra / overhead)
+        grid = grid_of(scaled, fastest, room, unit, later, _CUT)
+        *found, size = kernels.layout(least, full, scaled, grid, later, _CUT)
+        if updates * grid.width > effort.updates or size * 4 > effort.nbytes:
+            break
+        updates = _search(best, scaled, least, grid, Rows(*found), size, room) / grid.width
+    return best
 
 
-def _units(arrays: ChainArrays, room: int, slots: int) -> Iterator[int]:
-    """Bytes in a slot, finer and finer: while that is cheap, and not finer than is exact."""
-    sizes = [int(size) for size in (*arrays.activation[1:], *arrays.saved, *arrays.released.flat) if size]
+def _begin(best: _Best, mem_limit: int) -> None:
+    """Offer what the same program finds for groups of stages: small groups if large ones do not fit."""
+    length, groups = len(best.chain), _GROUPS
+    while best.sequence is None and 2 * groups < length:
+        parts = even_groups(length, groups)
+        try:
+            coarse = _solved(coarse_chain(best.chain, parts), mem_limit, 500, _HASTY)
+            assert coarse.sequence is not None
+            best.offer(fine_sequence(best.chain, parts, coarse.sequence))
+        except InfeasibleError:
+            groups *= 2
+
+
+def _units(costs: Costs, room: int, slots: int) -> Iterator[int]:
+    """Bytes in a slot, finer and finer, and not finer than is exact."""
+    sizes = [int(size) for size in (*costs.activation[1:], *costs.taken.flat) if size]
     exact = reduce(math.gcd, sizes, 0) or max(1, room)
-    length = len(arrays.activation)
+    if len(costs.activation) > _GROUPS and room // exact > slots:
+        yield max(exact, -(-room // max(1, slots // 8)))
     while True:
         unit = max(exact, -(-room // slots))
         yield unit
-        slots *= 4
-        updates, table = slots * length**3 / 6, slots * length**2 * 4
-        if unit == exact or updates > _CHEAP_UPDATES or table > _CHEAP_BYTES:
+        if unit == exact:
             return
+        slots *= 4
 
 
-def _search(best: _Best, arrays: ChainArrays, room: int, unit: int) -> None:
-    """Offer what both tables of this unit have."""
-    top = room // unit
-    rest = room - top * unit
-    down = _Table.filled(arrays, unit, rest, top, up=False)
-    bound = down.makespan(top)
+def _search(best: _Best, costs: Costs, least: Ints, grid: Grid, rows: Rows, size: int, room: int) -> int:
+    """Improve the best sequence and the bounds with this grid; times in `costs` are relative to the best overhead.
+
+    Returns how many comparisons it took.
+    """
+    from rotor_solver import kernels
+
+    overhead = best.overhead
+    table = np.empty(size, np.float64 if size * len(grid.band) <= _DOUBLE else np.float32)
+    updates = int(kernels.fill(table, rows, costs, grid))
+
+    def bound(node: int, slot: int) -> float:
+        row = grid.tail + node
+        return kernels.value_of(table, rows, grid.width, row, slot) if slot >= rows.begin[row] else 1.0
+
     # Sums in another order differ in their last digits; the certificate has to hold for all of them.
-    best.raise_bound(bound * (1 - 1e-12 * len(arrays.activation)))
-    if best.offer(down.sequence(top)):
-        return
-    _bisect(best, down, 0, top)
-    extra = max(1, top // 4)
-    _bisect(best, _Table.filled(arrays, unit, rest, top + extra, up=True), top, top + extra)
-
-
-def _bisect(best: _Best, table: _Table, low: int, high: int) -> None:
-    """Look between `low` and `high` slots for the most whose sequence fits the limit."""
-    while low < high and math.isinf(table.makespan(low)):
-        low = table.first_feasible()
-    if low < high:
-        best.offer(table.sequence(low))
-    while low + 1 < high:
-        middle = (low + high) // 2
-        if best.offer(table.sequence(middle)):
-            low = middle
-        else:
-            high = middle
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    values: Floats
-    arrays: ChainArrays
-    start: Ints
-    activation: Ints
-    taken: Ints
-    unit: int
-    rest: int
-
-    @classmethod
-    def filled(cls, arrays: ChainArrays, unit: int, rest: int, top: int, *, up: bool) -> _Table:
-        """The table for 0 … `top` slots of `unit` bytes, sizes rounded up or down."""
-        from rotor_solver import kernels
-
-        rounding = unit - 1 if up else 0
-        stage_of = np.repeat(np.arange(len(arrays.activation) - 1), np.diff(arrays.first))
-        taken = (arrays.saved - arrays.released[:, stage_of] + rounding) // unit
-        start, rows = kernels.rows(arrays.released)
-        values = np.empty((rows, top + 1), np.float64)
-        table = cls(values, arrays, start, (arrays.activation + rounding) // unit, taken, unit, rest)
-        begin = np.empty(rows, np.int64)
-        kernels.fill(*(values, begin, *table._costs(), arrays.loss_time, arrays.loss_need, unit, rest))
-        return table
-
-    def _costs(self) -> tuple[Any, ...]:
-        arrays = self.arrays
-        return (
-            self.start,
-            self.activation,
-            arrays.run,
-            arrays.check_need,
-            arrays.base,
-            arrays.first,
-            arrays.seconds,
-            self.taken,
-            arrays.forward_need,
-            arrays.backward_need,
-            arrays.released,
-        )
-
-    def makespan(self, slots: int) -> float:
-        """Opt(0, L) with that many slots."""
-        return float(self.values[len(self.activation) - 1, slots])
-
-    def first_feasible(self) -> int:
-        finite = np.flatnonzero(np.isfinite(self.values[len(self.activation) - 1]))
-        return int(finite[0]) if len(finite) else self.values.shape[1]
-
-    def sequence(self, slots: int) -> Sequence:
-        """The sequence behind `makespan(slots)`, which is finite."""
-        from rotor_solver import kernels
-
-        costs = self._costs()
-
-        def choose(state: int, i: int, last: int, m: int) -> int:
-            return int(kernels.best_choice(*(self.values, state, i, last, m, *costs, self.unit, self.rest)))
-
-        length, most = len(self.activation) - 1, self.values.shape[1] - 1
-        return Sequence(operations_of(length, slots, choose, self.taken, self.activation, self.arrays.first, most=most))
+    certain = overhead * (1 - (2 * len(grid.band) + 8) * float(np.finfo(table.dtype).eps))
+    best.bound = max(best.bound, best.stored + min(1.0, bound(0, grid.width - 2)) * certain)
+    later = [min(1.0, bound(node, grid.width - 1)) * certain for node in grid.node[0]]
+    best.later = np.maximum(best.later, later)
+    for blend in _BLENDS:
+        enough = best.overhead / overhead
+        choices, seconds = kernels.descend(table, rows, least, costs, grid, _CUT, room, blend, enough)
+        if seconds < enough:
+            codes = iter(choices.tolist())
+            best.offer(Sequence(operations_of(len(grid.band), lambda *_: next(codes))))
+    return updates

@@ -83,9 +83,11 @@ class _Machine:
     output: str = "none"
     """Where the caller's a_L is counted: "none" before it exists, "plain", "attached", or "caller"."""
 
+    activation: tuple[int, ...] = ()
     released: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        self.activation = self.chain.activation
         self.released = self.chain.released
         self._add_plain(0)
 
@@ -142,7 +144,7 @@ class _Machine:
         self._need_input(last)
         if self.lost:
             raise _MissingError("is a second loss")
-        most = self.held + self.chain.activation[last] + self.chain.loss_temp
+        most = self.held + self.activation[last] + self.chain.loss_temp
         self.lost = True
         self._add_delta(last)
         self._drop_plain(last)
@@ -161,14 +163,14 @@ class _Machine:
         if stage + 1 == len(self.chain) and not kept.replayed:
             self._leave_to_caller("attached")
         self.deltas.remove(stage + 1)
-        self.held -= self.chain.activation[stage + 1]
+        self.held -= self.activation[stage + 1]
         self._add_delta(stage)
         self._drop_plain(stage)
         self.held += self.chain.stages[stage].gradient
         self.seconds += kept.option.backward_time
         temp = kept.option.backward_temp_of_replay if kept.replayed else kept.option.backward_temp
         # The scratch is counted from all of ā on; what is gone of it already makes no difference to the peak.
-        return max(before + kept.freed + self.chain.activation[stage] + temp, self.held)
+        return max(before + kept.freed + self.activation[stage] + temp, self.held)
 
     def release_input(self, stage: int) -> None:
         """The last forward of `stage` has run: free what its backward can do without."""
@@ -182,8 +184,8 @@ class _Machine:
 
     def _add_plain(self, index: int) -> None:
         if index not in self.plain:
-            self.plain[index] = self.chain.activation[index]
-            self.held += self.chain.activation[index]
+            self.plain[index] = self.activation[index]
+            self.held += self.activation[index]
 
     def _drop_plain(self, index: int) -> None:
         if index in self.plain:
@@ -193,7 +195,7 @@ class _Machine:
 
     def _add_delta(self, index: int) -> None:
         self.deltas.add(index)
-        self.held += self.chain.activation[index]
+        self.held += self.activation[index]
 
     def _note_output(self, index: int, where: str) -> None:
         """The caller takes the first a_L that is made; one that is made again is memory of its own."""
@@ -203,4 +205,4 @@ class _Machine:
     def _leave_to_caller(self, where: str) -> None:
         if self.chain.output_held and self.output == where:
             self.output = "caller"
-            self.held += self.chain.activation[-1]
+            self.held += self.activation[-1]

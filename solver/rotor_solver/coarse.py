@@ -1,0 +1,79 @@
+"""Chains of groups of stages: smaller problems whose sequences are sequences of the chain itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rotor_solver.chain import Chain, Option, Stage
+from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
+from rotor_solver.sequence import Sequence
+
+
+def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
+    """Every group of consecutive stages as one stage that costs at least as much memory, and as much time."""
+    activation = chain.activation
+    stages = [_merged(chain.stages[group.start : group.stop], activation[group.start]) for group in groups]
+    return Chain(tuple(stages), chain.input_bytes, chain.loss_time, chain.loss_temp, chain.output_held)
+
+
+def even_groups(length: int, count: int) -> list[range]:
+    """`count` groups of stages, or fewer, as equal as can be."""
+    bounds = [length * each // count for each in range(count + 1)]
+    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False) if low < high]
+
+
+def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]) -> Sequence:
+    """What a sequence of `coarse_chain` means for the chain."""
+    return Sequence(each for operation in coarse for each in _expanded(chain, groups, operation))
+
+
+def fastest_option(stage: Stage) -> int:
+    """The option that is fastest, forward and backward together, and of these the one that saves least."""
+    options = stage.options
+    return min(range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].saved))
+
+
+def _expanded(chain: Chain, groups: list[range], operation: Operation) -> Iterator[Operation]:
+    if isinstance(operation, Loss):
+        yield operation
+        return
+    group = groups[operation.stage]
+    match operation:
+        case ForwardEnable():
+            yield from (ForwardEnable(i, fastest_option(chain.stages[i])) for i in group)
+        case ForwardCheck():
+            yield ForwardCheck(group.start)
+            yield from map(ForwardNograd, group[1:])
+        case ForwardNograd():
+            yield from map(ForwardNograd, group)
+        case Backward():
+            yield from map(Backward, reversed(group))
+
+
+def _merged(stages: tuple[Stage, ...], incoming: int) -> Stage:
+    options = [stage.options[fastest_option(stage)] for stage in stages]
+    inputs = [incoming, *(stage.activation for stage in stages)]
+    outgoing = inputs[-1]
+    saved, forward_most, backward_most, check_most = 0, 0, 0, 0
+    later = sum(stage.gradient for stage in stages)
+    for k, (stage, option) in enumerate(zip(stages, options, strict=True)):
+        saved += option.saved
+        later -= stage.gradient
+        forward_most = max(forward_most, saved + option.forward_temp)
+        temp = max(option.backward_temp, option.backward_temp_of_replay)
+        backward_most = max(backward_most, saved + inputs[k] + inputs[k + 1] + temp + later)
+        check_most = max(check_most, (inputs[k] if k else 0) + stage.activation + stage.temp_without_graph)
+    option = Option(
+        forward_time=sum(option.forward_time for option in options),
+        backward_time=sum(option.backward_time for option in options),
+        saved=saved,
+        forward_temp=forward_most - saved,
+        backward_temp=max(-incoming, backward_most - saved - incoming - outgoing),
+    )
+    return Stage(
+        activation=outgoing,
+        options=(option,),
+        nograd_time=sum(stage.seconds_without_graph for stage in stages),
+        nograd_temp=max(0, check_most - outgoing),
+        gradient=sum(stage.gradient for stage in stages),
+    )
