@@ -14,6 +14,7 @@ HAL hal-02352969):
 from rotor_solver.chain import Chain, Option, Stage
 from rotor_solver.ends import RecomputeAll, StoreAll, min_bytes, recompute_all, store_all
 from rotor_solver.errors import InfeasibleError
+from rotor_solver.frontier import Frontier, frontier, limit_for
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 from rotor_solver.persistent import Persistent
 from rotor_solver.sequence import Sequence
@@ -27,6 +28,7 @@ __all__ = [
     "ForwardCheck",
     "ForwardEnable",
     "ForwardNograd",
+    "Frontier",
     "InfeasibleError",
     "Loss",
     "Operation",
@@ -37,6 +39,8 @@ __all__ = [
     "Simulation",
     "Stage",
     "StoreAll",
+    "frontier",
+    "limit_for",
     "min_bytes",
     "recompute_all",
     "simulate",

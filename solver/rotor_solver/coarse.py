@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from rotor_solver.chain import Chain, Option, Stage
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
@@ -19,7 +20,7 @@ def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
 def even_groups(length: int, count: int) -> list[range]:
     """`count` groups of stages, or fewer, as equal as can be."""
     bounds = [length * each // count for each in range(count + 1)]
-    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False) if low < high]
+    return [range(low, high) for low, high in pairwise(bounds) if low < high]
 
 
 def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]) -> Sequence:
@@ -30,7 +31,9 @@ def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]
 def fastest_option(stage: Stage) -> int:
     """The option that is fastest, forward and backward together, and of these the one that saves least."""
     options = stage.options
-    return min(range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].saved))
+    return min(
+        range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].saved)
+    )
 
 
 def _expanded(chain: Chain, groups: list[range], operation: Operation) -> Iterator[Operation]:

@@ -63,7 +63,7 @@ def fastest_options(costs: Costs) -> Ints:
     return np.array([min(each, key=lambda k: (costs.extra[k], costs.taken[1, k])) for each in keys], np.int64)
 
 
-def grid_of(costs: Costs, fastest: Ints, room: int, unit: int, later: Floats, cut: float) -> Grid:
+def grid_of(costs: Costs, fastest: Ints, kinds: Ints, room: int, unit: int, later: Floats, cut: float) -> Grid:
     """The grid for `room` bytes, for plans that take at most `cut` longer than storing everything.
 
     Of that, stages from i on take at least later[i]. Times are in the unit of `costs.run`.
@@ -73,27 +73,60 @@ def grid_of(costs: Costs, fastest: Ints, room: int, unit: int, later: Floats, cu
     node = np.cumsum(np.concatenate([[0], 1 + apart[:-1]])) + np.stack([np.zeros_like(apart), apart])
     place = np.repeat(np.arange(length + 1), 1 + apart)
     state = np.concatenate([np.arange(1 + both) for both in apart]).astype(np.int64)
-    offset = np.zeros(len(place), np.int64)
-    offset[0] = room % unit
-    for i in range(length):
-        offset[node[:, i + 1]] = (offset[node[1, i]] - costs.taken[1, fastest[i]]) % unit
-    slots, remainder = np.divmod(costs.activation + offset[node[0]], unit)
+    offset = _offsets(costs.taken[1, fastest], kinds, room, unit)
+    slots, remainder = np.divmod(costs.activation + offset, unit)
     # Compared as the kernels compare it.
     useful = [np.flatnonzero(cut - later[i + 1 :] - (costs.run[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
-    band = np.array([min(length - 1, i + found[-1]) if len(found) else i - 1 for i, found in enumerate(useful)], np.int64)
+    ends = [min(length - 1, i + found[-1]) if len(found) else i - 1 for i, found in enumerate(useful)]
+    band = np.array(ends, np.int64)
     rows = np.concatenate([band - np.arange(length) + 1, [0]])[place]
-    ends = np.cumsum(rows)
+    stop = np.cumsum(rows)
     return Grid(
-        unit,
-        room // unit + 2,
-        place,
-        state,
-        node.astype(np.int64),
-        offset,
-        slots,
-        remainder,
-        (ends - rows).astype(np.int64),
-        band,
-        int(ends[-1]),
-        fastest,
+        unit=unit,
+        width=room // unit + 2,
+        place=place,
+        state=state,
+        node=node.astype(np.int64),
+        offset=offset[place],
+        slots=slots,
+        remainder=remainder,
+        start=(stop - rows).astype(np.int64),
+        band=band,
+        tail=int(stop[-1]),
+        fastest=fastest,
     )
+
+
+def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
+    """[L+1] the offset of every stage's rows.
+
+    Between two stages of the same kinds, an offset that occurred before is taken again if it is only a little larger:
+    their rows are then the same. All of them together lose less than a slot.
+    """
+    offset = [room % unit]
+    seen: dict[tuple[int, ...], list[int]] = {}
+    for i, size in enumerate(taken.tolist()):
+        exact = (offset[-1] - size) % unit
+        known = seen.setdefault(tuple(kinds[i : i + 2].tolist()), [])
+        close = [other for other in known if 0 <= other - exact <= unit // len(taken)]
+        if not close and len(known) < 8:
+            known.append(exact)
+        offset.append(close[0] if close else exact)
+    return np.array(offset, np.int64)
+
+
+def rows_of(bounds: tuple[Ints, Ints, Floats], owner: Ints) -> tuple[Rows, int]:
+    """Where rows lie in a table, and how many numbers it has; `bounds` are those of `kernels.bounds`.
+
+    owner[row] is the row whose numbers a row shares.
+    """
+    from rotor_solver.kernels import LANES
+
+    low, high, limit = bounds
+    np.maximum.at(limit, owner, limit)
+    needed = (owner == np.arange(len(owner))) & (limit >= 0)
+    sizes = np.where(needed, np.maximum(0, high - low) + LANES, 0)
+    ends = np.cumsum(sizes)
+    limit = limit[owner]
+    begin = np.where(limit >= 0, low, high.max(initial=0))
+    return Rows(begin, high, (ends - sizes - low)[owner], limit), int(ends[-1])

@@ -17,11 +17,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 INFINITE = np.int64(2**62)
 BLOCK = 8
+"""Stages of a tile."""
+LANES = 32
+"""Slots that inner loops take at once. Every row of a table is continued by as many copies of its last value, so that
+they may run past its end: what they read there is true, and what they write there is not read before it is mended."""
 
 
-def compiled(parallel: bool = False, inline: str = "never") -> Callable[[F], F]:
+def compiled(parallel: bool = False) -> Callable[[F], F]:
     """The house decorator: strict arithmetic, cached on disk."""
-    return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True, inline=inline))
+    return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True))
 
 
 @compiled(parallel=True)
@@ -98,35 +102,29 @@ def full_memory(costs: Any, fastest: np.ndarray) -> np.ndarray:
 
 
 @compiled()
-def layout(least: np.ndarray, full: np.ndarray, costs: Any, grid: Any, later: np.ndarray, cut: float) -> Any:
-    """Where the rows of a table lie: (low, high, position, limit) by row, and how many numbers the table has.
+def bounds(least: np.ndarray, full: np.ndarray, costs: Any, grid: Any, later: np.ndarray, cut: float) -> Any:
+    """(low, high, limit) by row: below slot `low` there is no plan, from `high` on everything is stored.
 
-    Slot m of a row is number position + m of the table, for low ≤ m < high. Below `low` there is no plan, from `high`
-    on everything is stored. `limit` is the longest time that is of use: see `fill`.
+    `limit` is the longest time that is of use, see `fill`; negative where none is.
     """
     length, width = len(grid.band), grid.width
     rows = grid.tail + len(grid.place)
     low, high = np.full(rows, width, np.int64), np.full(rows, width, np.int64)
-    position, limit = np.zeros(rows, np.int64), np.full(rows, -1.0, np.float64)
-    size = 0
+    limit = np.full(rows, -1.0, np.float64)
     for s in range(len(grid.place)):
         i, state = grid.place[s], grid.state[s]
         for last in range(i, length + 1):
-            if last < length:
-                if last > grid.band[i]:
-                    continue
-                row = grid.start[s] + last - i
-                limit[row] = cut - later[last + 1] - (costs.run[last + 1] - costs.run[i])
-                if limit[row] < 0:
-                    continue
-            else:
+            if last == length:
                 row = grid.tail + s
                 limit[row] = cut
+            elif last <= grid.band[i]:
+                row = grid.start[s] + last - i
+                limit[row] = cut - later[last + 1] - (costs.run[last + 1] - costs.run[i])
+            else:
+                continue
             high[row] = min(width, slot_of(full[state, i, last], grid.unit, grid.offset[s]))
             low[row] = min(width, slot_of(least[state, i, last], grid.unit, grid.offset[s]))
-            position[row] = size - low[row]
-            size += max(0, high[row] - low[row])
-    return low, high, position, limit, size
+    return low, high, limit
 
 
 @compiled()
@@ -137,10 +135,16 @@ def value_of(flat: np.ndarray, rows: Any, width: int, row: int, m: int) -> float
 
 
 @compiled()
+def whole_lanes(count: int) -> int:
+    """`count` rounded up, so that a vectorised loop leaves nothing over."""
+    return (count + LANES - 1) // LANES * LANES
+
+
+@compiled()
 def lower_by_both(flat: np.ndarray, out: int, left: int, right: int, low: int, high: int, seconds: Any) -> None:
-    """flat[out + m] = min(flat[out + m], seconds + flat[left + m] + flat[right + m]) for low ≤ m < high."""
+    """flat[out + m] = min(flat[out + m], seconds + flat[left + m] + flat[right + m]) for low ≤ m < high, and beyond."""
     target, first, second = np.uintp(out + low), np.uintp(left + low), np.uintp(right + low)
-    for each in range(high - low):
+    for each in range(whole_lanes(high - low)):
         m = np.uintp(each)
         value = seconds + flat[second + m] + flat[first + m]
         if value < flat[target + m]:
@@ -149,13 +153,21 @@ def lower_by_both(flat: np.ndarray, out: int, left: int, right: int, low: int, h
 
 @compiled()
 def lower_by(flat: np.ndarray, out: int, source: int, low: int, high: int, seconds: Any) -> None:
-    """flat[out + m] = min(flat[out + m], seconds + flat[source + m]) for low ≤ m < high."""
+    """flat[out + m] = min(flat[out + m], seconds + flat[source + m]) for low ≤ m < high, and beyond."""
     target, origin = np.uintp(out + low), np.uintp(source + low)
-    for each in range(high - low):
+    for each in range(whole_lanes(high - low)):
         m = np.uintp(each)
         value = seconds + flat[origin + m]
         if value < flat[target + m]:
             flat[target + m] = value
+
+
+@compiled()
+def continue_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
+    """The row is complete."""
+    out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
+    flat[out + high : out + high + LANES] = flat[out + high - 1] if high == width and begin < high else 0
+    rows.begin[row] = first_at_most(flat, out, begin, high, rows.limit[row])
 
 
 @compiled()
@@ -174,34 +186,26 @@ def first_at_most(flat: np.ndarray, out: int, low: int, high: int, value: float)
 def split(
     flat: np.ndarray, rows: Any, width: int, row: int, left: int, right: int, shift: int, low: int, high: int, time: Any
 ) -> None:
-    """Let slots low … high-1 of `row` profit from a checkpoint.
+    """Let slots low … high-1 of `row` profit from a checkpoint, at whose row `right` there are `shift` slots less.
 
-    The part from the checkpoint on is the row `right`, with `shift` slots less, the part before it is the row `left`.
+    The part before the checkpoint is the row `left`.
     """
     out, left_at, right_at = rows.position[row], rows.position[left], rows.position[right] - shift
-    left_high, right_high = rows.high[left], rows.high[right] + shift
-    if right_high == width + shift:  # it is never stored whole
-        right_high = max(high, right_high)
-        within = min(high, width + shift)
-    else:
-        within = high
-    both = min(within, left_high, right_high)
-    if low < both:
-        lower_by_both(flat, out, left_at, right_at, low, both, time)
-    both = max(low, both)
-    one = min(within, max(left_high, right_high))
-    if both < one:
-        lower_by(flat, out, right_at if left_high < right_high else left_at, both, one, time)
-    for m in range(max(both, one), high):
-        value = value_of(flat, rows, width, left, m) + value_of(flat, rows, width, right, m - shift)
-        flat[out + m] = min(flat[out + m], time + flat.dtype.type(value))
+    left_high = rows.high[left]
+    right_high = high if rows.high[right] == width else rows.high[right] + shift
+    both = max(low, min(high, left_high, right_high))
+    one = max(both, min(high, max(left_high, right_high)))
+    lower_by_both(flat, out, left_at, right_at, low, both, time)
+    lower_by(flat, out, right_at if left_high < right_high else left_at, both, one, time)
+    for m in range(one, high):
+        flat[out + m] = min(flat[out + m], time)
 
 
 @compiled()
 def need_of(costs: Any, state: int, i: int, last: int, k: int) -> int:
     """Bytes that a run of stage i with a graph and its backward need themselves, in the interval [i, last]."""
     row = 0 if last == len(costs.run) - 1 else 1
-    return max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
+    return int(max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i]))
 
 
 @compiled()
@@ -257,7 +261,7 @@ def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int
     run, base, check_need, unit = costs.run, costs.base, costs.check_need, grid.unit
     begin, limits = rows.begin, rows.limit
     high = np.zeros((s1 - s0, BLOCK), np.int64)
-    updates = 0
+    pairs = 0
     for s in range(s1 - 1, s0 - 1, -1):
         i = grid.place[s]
         for last in range(max(i, side), min(end, grid.band[i] + 1)):
@@ -295,7 +299,7 @@ def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int
                     most -= 1
                 high[s - s0, last - side] = most
                 if low < most:
-                    updates += most - low
+                    pairs += most - low
                     split(flat, rows, width, row, left, right, shift, low, most, seconds)
     for s in range(s1 - 1, s0 - 1, -1):
         i, offset = grid.place[s], grid.offset[s]
@@ -305,10 +309,10 @@ def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int
                 continue
             for k in range(costs.first[i], costs.first[i + 1]):
                 enable(flat, rows, costs, grid, s, row, last, k)
-            updates += checkpoints(flat, rows, costs, grid, s, row, last, i + 1, min(bottom - 1, last))
-            updates += checkpoints(flat, rows, costs, grid, s, row, last, max(i + 1, side + 1), last)
-            begin[row] = first_at_most(flat, rows.position[row], begin[row], rows.high[row], limits[row])
-    return updates
+            pairs += checkpoints(flat, rows, costs, grid, s, row, last, i + 1, min(bottom - 1, last))
+            pairs += checkpoints(flat, rows, costs, grid, s, row, last, max(i + 1, side + 1), last)
+            continue_row(flat, rows, width, row)
+    return pairs
 
 
 @compiled()
@@ -317,7 +321,7 @@ def checkpoints(
 ) -> int:
     """Let the row (s, last) profit from checkpoints at a_j for first ≤ j ≤ stop; how many pairs were looked at."""
     i, offset, width, begin = grid.place[s], grid.offset[s], grid.width, rows.begin
-    out, updates, most = rows.position[row], 0, rows.high[row]
+    out, pairs, most = rows.position[row], 0, rows.high[row]
     for j in range(first, min(stop, grid.band[i] + 1) + 1):
         forward = costs.run[j] - costs.run[i]
         if forward > rows.limit[row]:
@@ -337,9 +341,9 @@ def checkpoints(
         while most > low and flat[out + most - 1] <= seconds:
             most -= 1
         if low < most:
-            updates += most - low
+            pairs += most - low
             split(flat, rows, width, row, left, right, shift, low, most, seconds)
-    return updates
+    return pairs
 
 
 @compiled(parallel=True)
@@ -354,33 +358,67 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> int:
 
     Opt' is Opt in state 1. Sizes taken from m are rounded down, so that the table is a lower bound.
 
-    Times above rows.limit count as infinite: `layout` has taken from the cut what is certain about the context. Where
+    Times above rows.limit count as infinite: `bounds` has taken from the cut what is certain about the context. Where
     l < L, the stages of [i, l] have run forward without a graph before, and those after l take at least later[l+1]
     longer than stored. Returns how many pairs of slots were looked at.
     """
     length = len(grid.band)
     blocks = (length + BLOCK - 1) // BLOCK
-    updates = 0
+    pairs = 0
     for distance in range(blocks):
         for block in prange(blocks - distance):
-            updates += tile(flat, rows, costs, grid, block * BLOCK, (block + distance) * BLOCK)
-    for s in range(len(grid.place) - 1, -1, -1):
-        i, row = grid.place[s], grid.tail + s
-        out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
-        if i == length:
-            continue  # stored whole from the first slot on
-        flat[out + begin : out + high] = np.inf
-        for k in range(costs.first[i], costs.first[i + 1]):
-            enable(flat, rows, costs, grid, s, row, length, k)
-        checkpoints(flat, rows, costs, grid, s, row, length, i + 1, length)
-        rows.begin[row] = first_at_most(flat, out, begin, high, rows.limit[row])
-    return updates
+            pairs += tile(flat, rows, costs, grid, block * BLOCK, (block + distance) * BLOCK)
+    fill_tails(flat, rows, costs, grid)
+    return pairs
+
+
+@compiled(parallel=True)
+def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.ndarray) -> int:
+    """What `fill` does, where few rows are different: each row has the values of the row owner[row].
+
+    Rows are computed in the order of their lengths.
+    """
+    length, pairs = len(grid.band), 0
+    for distance in range(length):
+        for s in prange(len(grid.place) - 1):
+            i = grid.place[s]
+            row, last = grid.start[s] + distance, i + distance
+            if i < length and last <= grid.band[i] and owner[row] == row and rows.limit[row] >= 0:
+                pairs += fill_row(flat, rows, costs, grid, s, row, last)
+        for s in range(len(grid.place) - 1):
+            i = grid.place[s]
+            if i < length and i + distance <= grid.band[i]:
+                rows.begin[grid.start[s] + distance] = rows.begin[owner[grid.start[s] + distance]]
+    fill_tails(flat, rows, costs, grid)
+    return pairs
 
 
 @compiled()
-def estimate(
-    flat: np.ndarray, rows: Any, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
-) -> float:
+def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
+    """The whole row (s, last), where all that it needs is complete."""
+    i, out = grid.place[s], rows.position[row]
+    flat[out + rows.begin[row] : out + rows.high[row]] = np.inf
+    for k in range(costs.first[i], costs.first[i + 1]):
+        enable(flat, rows, costs, grid, s, row, last, k)
+    pairs = checkpoints(flat, rows, costs, grid, s, row, last, i + 1, last)
+    continue_row(flat, rows, grid.width, row)
+    return pairs
+
+
+@compiled()
+def fill_tails(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
+    """The rows that end at the loss, from the last to the first."""
+    length = len(grid.band)
+    for s in range(len(grid.place) - 1, -1, -1):
+        row = grid.tail + s
+        if grid.place[s] == length:  # stored whole from the first slot on
+            flat[rows.position[row] + rows.begin[row] :][:LANES] = 0
+        else:
+            fill_row(flat, rows, costs, grid, s, row, length)
+
+
+@compiled()
+def estimate(flat: np.ndarray, rows: Any, grid: Any, s: int, last: int, memory: int, blend: float, cut: float) -> float:
     """Opt for exactly `memory` bytes, read between two slots: the bound itself for blend 0, pessimistic for 1."""
     i, width = grid.place[s], grid.width
     if last < len(grid.band) and last > grid.band[i]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 from rotor_solver.chain import Chain
 from rotor_solver.ends import RecomputeAll, StoreAll
+from rotor_solver.limits import bytes_of_limit
 from rotor_solver.persistent import Persistent
 from rotor_solver.sequence import Sequence
 
@@ -29,15 +29,10 @@ def solve(chain: Chain, mem_limit: int, algorithm: str | Algorithm = "persistent
     how finely "persistent" divides memory to begin with. InfeasibleError, with `min_bytes`, if nothing fits;
     ValueError for a limit that is not a number of bytes, an unknown algorithm, or slots < 1.
     """
-    if isinstance(mem_limit, bool) or not isinstance(mem_limit, int):
-        if not isinstance(mem_limit, float) or not math.isfinite(mem_limit):
-            raise ValueError(f"mem_limit is {mem_limit!r}; it has to be a number of bytes")
-        mem_limit = math.floor(mem_limit)
-    if mem_limit < 0:
-        raise ValueError(f"mem_limit is {mem_limit}; it has to be zero bytes or more")
+    limit = bytes_of_limit(mem_limit)
     by_name: dict[str, Algorithm] = {each.name: each for each in (Persistent(slots), StoreAll(), RecomputeAll())}
     if isinstance(algorithm, str):
         if algorithm not in by_name:
             raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(by_name)}")
         algorithm = by_name[algorithm]
-    return algorithm.solve(chain, mem_limit)
+    return algorithm.solve(chain, limit)
