@@ -1,4 +1,5 @@
-"""The whole trade-off between memory and time at once: all limits from one table of the persistent program."""
+"""The whole trade-off between memory and time at once: all limits from one table of the persistent program, and from
+smaller ones where memory is short."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
 from rotor_solver.errors import InfeasibleError
 from rotor_solver.limits import bytes_of_limit
-from rotor_solver.persistent import THOROUGH, check_slots, units
+from rotor_solver.persistent import THOROUGH, Persistent, check_slots, units
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 from rotor_solver.table import Problem, Table
@@ -87,23 +88,28 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     best, whole = problem.least_sequence(), simulate(chain, stored)
     seconds = simulate(chain, best).makespan
     least = chain.input_bytes + problem.needed
-    table = _table(problem, whole.peak - chain.input_bytes, seconds - problem.stored, slots)
-    wanted = [least, *_steps(table, slots), whole.peak] if limits is None else map(bytes_of_limit, limits)
+    tables = _tables(problem, whole.peak - chain.input_bytes, seconds - problem.stored, slots)
+    wanted = [least, *_steps(tables, slots), whole.peak] if limits is None else map(bytes_of_limit, limits)
     found: list[_Step] = []
     for limit in sorted(set(wanted)):
         if limit < least:
             continue
         if limit >= whole.peak:
             best, seconds = stored, whole.makespan
+        elif limit == least:  # where there is hardly a choice, what a table does not tell apart matters most
+            best = Persistent(slots).solve(chain, least)
+            seconds = simulate(chain, best).makespan
         else:
-            sequence, more = table.sequence(limit - chain.input_bytes, seconds - problem.stored)
+            room = limit - chain.input_bytes
+            sequence, more = _table_for(tables, room).sequence(room, seconds - problem.stored)
             if sequence is not None:
                 best, seconds = sequence, problem.stored + more
         found.append((limit, best))
     if limits is None:
         found = _steepest(chain, found)
     makespans = [simulate(chain, sequence).makespan for _, sequence in found]
-    bounds = [problem.stored + table.lower_bound(limit - chain.input_bytes) for limit, _ in found]
+    rooms = [limit - chain.input_bytes for limit, _ in found]
+    bounds = [problem.stored + _table_for(tables, room).lower_bound(room) for room in rooms]
     return Frontier(
         limits=tuple(limit for limit, _ in found),
         makespans=tuple(makespans),
@@ -121,32 +127,51 @@ def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
 _Step = tuple[int, Sequence]
 
 
-def _table(problem: Problem, room: int, scale: float, slots: int) -> Table:
-    unit, exact = next(units(problem.costs, room, slots))
-    later = np.zeros(len(problem.chain) + 1)
-    table = Table.of(problem, room, unit, scale or 1.0, later, exact=exact)
-    excess = THOROUGH.excess(table, table.guess)
-    if excess > 1:
-        table = Table.of(problem, room, math.ceil(unit * excess), scale or 1.0, later)
-    table.fill()
-    return table
+def _tables(problem: Problem, room: int, scale: float, slots: int) -> list[Table]:
+    """Tables for all of `room` and less and less of it, as far as there are plans; from the smallest on.
+
+    Where there is little memory, every byte counts more, and tables are cheap.
+    """
+    tables = []
+    while True:
+        unit, exact = next(units(problem.costs, room, slots))
+        later = np.zeros(len(problem.chain) + 1)
+        table = Table.of(problem, room, unit, scale or 1.0, later, exact=exact)
+        excess = THOROUGH.excess(table, table.guess)
+        if excess > 1:
+            table = Table.of(problem, room, math.ceil(unit * excess), scale or 1.0, later)
+        table.fill()
+        tables.append(table)
+        if exact or room // 4 <= problem.needed:
+            return tables[::-1]
+        room //= 4
 
 
-def _steps(table: Table, most: int) -> list[int]:
+def _table_for(tables: list[Table], room: int) -> Table:
+    return next((table for table in tables if table.room >= room), tables[-1])
+
+
+def _steps(tables: list[Table], most: int) -> list[int]:
     """The limits at which the bound changes, or as many of them as are wanted."""
-    known = table.problem.chain.input_bytes
-    first, unit = known + int(table.grid.offset[0]), table.grid.unit
-    limits = [first + slot * unit for slot in range(table.grid.width - 1)]
-    bounds = [table.lower_bound(limit - known) for limit in limits]
-    changes = [limit for limit, (before, after) in zip(limits[1:], pairwise(bounds), strict=True) if after < before]
+    changes, known, below = [], tables[0].problem.chain.input_bytes, 0
+    for table in tables:
+        rooms = range(int(table.grid.offset[0]), table.room + 1, table.grid.unit)
+        bounds = map(table.lower_bound, rooms)
+        pairs = zip(rooms[1:], pairwise(bounds), strict=True)
+        changes += [known + room for room, (before, after) in pairs if after < before and room > below]
+        below = table.room
     return changes[:: max(1, math.ceil(len(changes) / most))]
 
 
 def _steepest(chain: Chain, steps: list[_Step]) -> list[_Step]:
     """The steps without those that others make useless, at the limits that they really need."""
     kept: list[_Step] = []
+    fastest = math.inf
     for _, sequence in reversed(steps):
-        peak = simulate(chain, sequence).peak
-        if not kept or peak < kept[-1][0]:
-            kept.append((peak, sequence))
+        result = simulate(chain, sequence)
+        if kept and result.makespan <= fastest:
+            kept.pop()
+        if not kept or result.peak < kept[-1][0]:
+            kept.append((result.peak, sequence))
+            fastest = result.makespan
     return kept[::-1]

@@ -1,0 +1,103 @@
+"""All limits at once: against the plans for single limits, and against the slow twin."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+from hypothesis import given, settings
+
+from rotor_solver import Chain, InfeasibleError, frontier, limit_for, min_bytes, simulate, solve, store_all
+from tests.solver.naive import naive_optimum
+from tests.solver.strategies import rich_chains, unit_chain
+from tests.solver.test_scale import random_chain
+
+
+@settings(max_examples=150, deadline=None)
+@given(rich_chains())
+def test_the_frontier_is_the_optimum_at_every_limit(chain: Chain) -> None:
+    whole = simulate(chain, store_all(chain)).peak
+    found = frontier(chain)
+    assert found.limits[0] == min_bytes(chain)
+    assert found.makespans[-1] == found.stored == simulate(chain, store_all(chain)).makespan
+    for limit in range(min_bytes(chain), whole + 2):
+        assert found.makespan(limit) == naive_optimum(chain, limit)
+    assert found.lower_bounds == pytest.approx(found.makespans)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rich_chains())
+def test_limits_increase_makespans_decrease_and_every_sequence_fits_to_the_byte(chain: Chain) -> None:
+    found = frontier(chain)
+    assert list(found.limits) == sorted(set(found.limits))
+    assert list(found.makespans) == sorted(set(found.makespans), reverse=True)
+    for limit, makespan, sequence in zip(found.limits, found.makespans, found.sequences, strict=True):
+        result = simulate(chain, sequence)
+        assert (result.peak, result.makespan) == (limit, makespan)
+        assert found.sequence(limit) == sequence
+
+
+def test_a_long_chain_has_a_frontier_close_to_single_plans_and_bounds_that_hold() -> None:
+    chain = random_chain(60)
+    found = frontier(chain)
+    assert found.limits[0] == min_bytes(chain)
+    assert len(found) > 20
+    for limit in found.limits[:: len(found) // 10]:
+        single = solve(chain, limit)
+        assert single.lower_bound is not None
+        assert found.makespan(limit) <= simulate(chain, single).makespan * 1.02
+        position = found.limits.index(limit)
+        assert found.lower_bounds[position] <= simulate(chain, single).makespan
+        assert single.lower_bound <= found.makespans[position]
+
+
+def test_only_the_limits_that_were_asked_for() -> None:
+    chain = unit_chain(12)
+    least, whole = min_bytes(chain), simulate(chain, store_all(chain)).peak
+    found = frontier(chain, [whole + 100, least - 1, least + 3, 7.9])
+    assert found.limits == (7, least + 3, whole + 100)
+    assert [found.makespan(limit) for limit in found.limits] == [
+        simulate(chain, solve(chain, limit)).makespan for limit in found.limits
+    ]
+    assert len(frontier(chain, [0])) == 0
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.05, 0.1, 0.5, 3.0])
+def test_the_limit_for_an_overhead_keeps_it_and_less_memory_does_not(overhead: float) -> None:
+    chain = unit_chain(15)
+    stored = simulate(chain, store_all(chain)).makespan
+    limit = limit_for(chain, overhead)
+    assert simulate(chain, solve(chain, limit)).makespan <= stored * (1 + overhead)
+    if limit > min_bytes(chain):
+        assert naive_optimum(chain, limit - 1) > stored * (1 + overhead)
+
+
+def test_bad_questions_about_the_frontier_are_refused_in_words() -> None:
+    chain = unit_chain(4)
+    found = frontier(chain)
+    with pytest.raises(ValueError, match=r"overhead is -0\.1; it has to be zero or more"):
+        found.limit_for(-0.1)
+    with pytest.raises(ValueError, match="overhead is nan"):
+        limit_for(chain, math.nan)
+    with pytest.raises(ValueError, match="slots is 0"):
+        frontier(chain, slots=0)
+    with pytest.raises(ValueError, match="mem_limit is '4GB'"):
+        frontier(chain, ["4GB"])  # type: ignore[list-item] # that is the point
+    with pytest.raises(InfeasibleError, match="the least limit of the frontier is 5 bytes; the limit is 4") as caught:
+        found.sequence(4)
+    assert caught.value.min_bytes == 5
+    with pytest.raises(ValueError, match="none of the 1 limits keeps the overhead at 0"):
+        frontier(chain, [5]).limit_for(0)
+
+
+def test_a_chain_of_no_stages_and_one_without_times() -> None:
+    none = Chain.from_arrays([], [3], [10], [], [], [4])
+    assert list(frontier(none)) == [(24, 3.0)]
+    still = Chain.from_arrays([0] * 5, [0] * 6, [1] * 6, [2] * 5, [0] * 5, [0] * 6)
+    assert list(frontier(still)) == [(min_bytes(still), 0.0)]
+
+
+def test_a_frontier_survives_pickling() -> None:
+    found = frontier(unit_chain(5))
+    assert pickle.loads(pickle.dumps(found)) == found
