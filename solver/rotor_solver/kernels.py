@@ -28,7 +28,7 @@ def compiled(parallel: bool = False) -> Callable[[F], F]:
     return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True))
 
 
-@compiled(parallel=True)
+@compiled()
 def least_memory(costs: Any) -> np.ndarray:
     """The least m, in bytes, for which Opt(i, l, m) is finite, by (state, i, l).
 
@@ -40,11 +40,14 @@ def least_memory(costs: Any) -> np.ndarray:
     least[:, length, length] = costs.loss_need
     kept[length, length] = costs.loss_need + costs.activation[length]
     for distance in range(length + 1):
-        for i in prange(min(length, length + 1 - distance)):
+        for i in range(min(length, length + 1 - distance)):
             last = i + distance
             row = 0 if last == length else 1
             base = costs.base[last]
             for state in range(2):
+                if state == 1 and (i == length or costs.released[0, i] == costs.released[1, i]):
+                    least[1, i, last] = least[0, i, last]
+                    continue
                 best = INFINITE
                 for k in range(costs.first[i], costs.first[i + 1]):
                     need = max(base + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
@@ -238,7 +241,10 @@ def store_up_to(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
         i, state = grid.place[node], grid.state[node]
         k, following = grid.fastest[i], grid.node[1, i + 1]
         low = max(low, total + slot_of(need_of(costs, state, i, last, k), grid.unit, grid.offset[node]))
-        total += (costs.taken[state, k] + grid.offset[following] - grid.offset[node]) // grid.unit
+        shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[node]) // grid.unit
+        if shift < 0:  # there would be more memory than in the last slot
+            return
+        total += shift
         node = following
     follow = grid.start[node] + last - stop
     if rows.begin[follow] >= grid.width:
@@ -346,7 +352,7 @@ def checkpoints(
     return pairs
 
 
-@compiled(parallel=True)
+@compiled()
 def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> int:
     """Opt(i, l, m), less the time of storing everything, for all intervals and m in slots:
 
@@ -362,9 +368,18 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> int:
     l < L, the stages of [i, l] have run forward without a graph before, and those after l take at least later[l+1]
     longer than stored. Returns how many pairs of slots were looked at.
     """
-    length = len(grid.band)
-    blocks = (length + BLOCK - 1) // BLOCK
-    pairs = 0
+    blocks, pairs = (len(grid.band) + BLOCK - 1) // BLOCK, 0
+    for distance in range(blocks):
+        for block in range(blocks - distance):
+            pairs += tile(flat, rows, costs, grid, block * BLOCK, (block + distance) * BLOCK)
+    fill_tails(flat, rows, costs, grid)
+    return pairs
+
+
+@compiled(parallel=True)
+def fill_in_parallel(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> int:
+    """What `fill` does, on all cores."""
+    blocks, pairs = (len(grid.band) + BLOCK - 1) // BLOCK, 0
     for distance in range(blocks):
         for block in prange(blocks - distance):
             pairs += tile(flat, rows, costs, grid, block * BLOCK, (block + distance) * BLOCK)
@@ -372,7 +387,7 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> int:
     return pairs
 
 
-@compiled(parallel=True)
+@compiled()
 def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.ndarray) -> int:
     """What `fill` does, where few rows are different: each row has the values of the row owner[row].
 
@@ -380,7 +395,7 @@ def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.nd
     """
     length, pairs = len(grid.band), 0
     for distance in range(length):
-        for s in prange(len(grid.place) - 1):
+        for s in range(len(grid.place) - 1):
             i = grid.place[s]
             row, last = grid.start[s] + distance, i + distance
             if i < length and last <= grid.band[i] and owner[row] == row and rows.limit[row] >= 0:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from rotor_solver.chain import Chain
 from rotor_solver.ends import RecomputeAll, StoreAll
+from rotor_solver.floating import Floating
+from rotor_solver.heterogeneous import GriewankHeterogeneous
 from rotor_solver.limits import bytes_of_limit
-from rotor_solver.persistent import Persistent
+from rotor_solver.periodic import Periodic, Sqrt
+from rotor_solver.persistent import Persistent, check_slots
+from rotor_solver.revolve import Revolve
 from rotor_solver.sequence import Sequence
 
 
@@ -22,17 +27,32 @@ class Algorithm(Protocol):
         """A sequence whose simulated peak is at most `mem_limit` bytes, a_0 counted, or InfeasibleError."""
 
 
-def solve(chain: Chain, mem_limit: int, algorithm: str | Algorithm = "persistent", slots: int = 500) -> Sequence:
+ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
+    "persistent": Persistent,
+    "floating": Floating,
+    "griewank-heterogeneous": GriewankHeterogeneous,
+    "griewank-heterogeneous-attached": lambda slots: GriewankHeterogeneous(slots, attached=True),
+    "revolve": lambda slots: Revolve(),
+    "sqrt": lambda slots: Sqrt(),
+    "periodic": lambda slots: Periodic(),
+    "store-all": lambda slots: StoreAll(),
+    "recompute-all": lambda slots: RecomputeAll(),
+}
+"""All algorithms by name, made for a number of slots."""
+
+
+def solve(chain: Chain, mem_limit: float, algorithm: str | Algorithm = "persistent", slots: int = 500) -> Sequence:
     """Find a sequence for `chain` within `mem_limit` bytes, a_0 counted.
 
-    `algorithm` is "persistent", "store-all", "recompute-all" or an object with the interface `Algorithm`; `slots` is
-    how finely "persistent" divides memory to begin with. InfeasibleError, with `min_bytes`, if nothing fits;
-    ValueError for a limit that is not a number of bytes, an unknown algorithm, or slots < 1.
+    `algorithm` is one of the names in `ALGORITHMS`, or an object with the interface `Algorithm`; `slots` is how finely
+    memory is divided, at least, by those that do. InfeasibleError, with the least limit at which the algorithm works as
+    `min_bytes`, if nothing fits; ValueError for a limit that is not a number of bytes, an unknown algorithm, or
+    slots < 1.
     """
     limit = bytes_of_limit(mem_limit)
-    by_name: dict[str, Algorithm] = {each.name: each for each in (Persistent(slots), StoreAll(), RecomputeAll())}
+    check_slots(slots)
     if isinstance(algorithm, str):
-        if algorithm not in by_name:
-            raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(by_name)}")
-        algorithm = by_name[algorithm]
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
+        algorithm = ALGORITHMS[algorithm](slots)
     return algorithm.solve(chain, limit)

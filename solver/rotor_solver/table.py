@@ -22,6 +22,8 @@ _CUT = 1.001
 """Times up to this multiple of the scale are told apart; 1 would leave no room for rounding."""
 _DOUBLE = 2e8
 """Pairs of slots up to which the table is computed in double precision."""
+_SERIAL = 2e7
+"""Pairs of slots up to which one core does it: cores wait for each other, and long, where others are busy."""
 _BLENDS = (0.5, 0.0, 1.0)
 _FEW = 0.25
 """Rows are shared where at most this part of them is different."""
@@ -108,10 +110,13 @@ class Table:
 
         double = self.size * len(self.grid.band) <= _DOUBLE
         self.values = np.empty(self.size, np.float64 if double else np.float32)
-        if self.owner is None:
-            self.pairs = int(kernels.fill(self.values, self.rows, self.costs, self.grid))
+        arguments = (self.values, self.rows, self.costs, self.grid)
+        if self.owner is not None:
+            self.pairs = int(kernels.fill_shared(*arguments, self.owner))
+        elif self.guess < _SERIAL:
+            self.pairs = int(kernels.fill(*arguments))
         else:
-            self.pairs = int(kernels.fill_shared(self.values, self.rows, self.costs, self.grid, self.owner))
+            self.pairs = int(kernels.fill_in_parallel(*arguments))
 
     def lower_bound(self, room: int) -> float:
         """No persistent plan within `room` bytes takes less than this longer; at most `scale`. Seconds."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rotor_solver.persistent import Effort
 from rotor_solver import Chain, InfeasibleError, Sequence, min_bytes, recompute_all, simulate, solve, store_all
+from rotor_solver.persistent import Effort
 
 CHAINS = json.loads((Path(__file__).resolve().parents[1] / "data" / "chains.json").read_text())
 

@@ -144,7 +144,7 @@ def test_algorithms_by_name_and_as_objects() -> None:
         (None, {}, "mem_limit is None"),
         (10, {"slots": 0}, "slots is 0"),
         (10, {"slots": 2.5}, "slots is 2.5"),
-        (10, {"algorithm": "best"}, "there is no algorithm 'best'; there are persistent, store-all, recompute-all"),
+        (10, {"algorithm": "best"}, "there is no algorithm 'best'; there are persistent, floating, "),
     ],
 )
 def test_bad_questions_are_refused_in_words(limit, options, message: str) -> None:
