@@ -39,7 +39,7 @@ def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
 
 
 def min_bytes(chain: Chain) -> int:
-    """The least limit for which there is a plan, a_0 counted: exact, by the program of `kernels.least_memory`."""
+    """The least limit for which there is a memory-persistent plan, a_0 counted: exact, by `kernels.least_memory`."""
     from rotor_solver import kernels
 
     return chain.input_bytes + int(kernels.least_memory(costs_of(chain))[0, 0, len(chain)])

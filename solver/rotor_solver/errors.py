@@ -6,7 +6,7 @@ from typing import Any
 
 
 class InfeasibleError(ValueError):
-    """No plan fits in `mem_limit` bytes; `min_bytes` is the least limit that works, to the byte.
+    """No plan of the algorithm fits in `mem_limit` bytes; `min_bytes` is the least limit for which it has one.
 
     `stage` is the stage whose own backward needs the most memory, where it makes sense to name one.
     """

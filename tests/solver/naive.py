@@ -87,7 +87,8 @@ class State:
 def exhaustive_optimum(chain: Chain, limit: int, *, persistent: bool) -> float:
     """The least makespan of all valid sequences of operations, in any order.
 
-    If `persistent`, only of those that drop an input that was kept, or that a saved set belongs to, at its backward.
+    If `persistent`, only of those that drop an input that was kept, or that a saved set belongs to, at its backward,
+    and that use every other one in the next operation.
     For chains with one option per stage, without parameter gradients, whose output nobody holds.
     """
     if chain.input_bytes > limit:
@@ -112,6 +113,8 @@ def _moves(chain: Chain, state: State, persistent: bool) -> Iterator[tuple[float
     """What can be done next: seconds, bytes during it, and the state after it."""
     sizes, length, held = chain.activation, len(chain), state.held(chain)
     for i in state.readable() - {length}:
+        if persistent and state.plain - state.kept - {i}:
+            continue  # an input that was made is used next, or kept to its backward
         keep = state.kept | ({i} & state.plain) if persistent else state.kept
         if i + 1 not in state.saved:
             during = held + chain.saved[i] + chain.forward_temp[i]
