@@ -15,7 +15,7 @@ from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
 from rotor_solver.errors import InfeasibleError
 from rotor_solver.limits import bytes_of_limit
-from rotor_solver.persistent import THOROUGH, Persistent, check_slots, units
+from rotor_solver.persistent import THOROUGH, Persistent, check_slots, common_divisor, units
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 from rotor_solver.table import Problem, Table
@@ -88,7 +88,10 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     best, whole = problem.least_sequence(), simulate(chain, stored)
     seconds = simulate(chain, best).makespan
     least = chain.input_bytes + problem.needed
-    tables = _tables(problem, whole.peak - chain.input_bytes, seconds - problem.stored, slots)
+    costs = problem.costs
+    needs = (costs.forward_need, costs.backward_need, costs.check_need, costs.base, np.array([costs.loss_need]))
+    divisor = common_divisor(costs.activation, costs.taken, costs.released, *needs)
+    tables = _tables(problem, whole.peak - chain.input_bytes, seconds - problem.stored, slots, divisor)
     wanted = [least, *_steps(tables, slots), whole.peak] if limits is None else map(bytes_of_limit, limits)
     found: list[_Step] = []
     for limit in sorted(set(wanted)):
@@ -107,14 +110,18 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
         found.append((limit, best))
     if limits is None:
         found = _steepest(chain, found)
-    makespans = [simulate(chain, sequence).makespan for _, sequence in found]
-    rooms = [limit - chain.input_bytes for limit, _ in found]
+    # Whatever a plan takes is a whole number of times the divisor.
+    rooms = [(limit - chain.input_bytes) // max(1, divisor) * max(1, divisor) for limit, _ in found]
     bounds = [problem.stored + _table_for(tables, room).lower_bound(room) for room in rooms]
+    if found and found[0][0] == least:
+        bounds[0] = max(bounds[0], found[0][1].lower_bound or 0.0)
+    makespans = [simulate(chain, sequence).makespan for _, sequence in found]
+    bounds = list(map(min, bounds, makespans))
     return Frontier(
         limits=tuple(limit for limit, _ in found),
         makespans=tuple(makespans),
-        lower_bounds=tuple(map(min, bounds, makespans)),
-        sequences=tuple(sequence for _, sequence in found),
+        lower_bounds=tuple(bounds),
+        sequences=tuple(Sequence(each, "persistent", bound) for (_, each), bound in zip(found, bounds, strict=True)),
         stored=whole.makespan,
     )
 
@@ -127,14 +134,14 @@ def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
 _Step = tuple[int, Sequence]
 
 
-def _tables(problem: Problem, room: int, scale: float, slots: int) -> list[Table]:
+def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:
     """Tables for all of `room` and less and less of it, as far as there are plans; from the smallest on.
 
     Where there is little memory, every byte counts more, and tables are cheap.
     """
     tables = []
     while True:
-        unit, exact = next(units(problem.costs, room, slots))
+        unit, exact = next(units(problem.costs, room, slots, divisor))
         later = np.zeros(len(problem.chain) + 1)
         table = Table.of(problem, room, unit, scale or 1.0, later, exact=exact)
         excess = THOROUGH.excess(table, table.guess)

@@ -15,11 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import reduce
 
 import numpy as np
 
-from rotor_solver.arrays import Costs, Floats
+from rotor_solver.arrays import Costs, Floats, Ints
 from rotor_solver.chain import Chain
 from rotor_solver.coarse import coarse_chain, even_groups, fine_sequence
 from rotor_solver.ends import store_all
@@ -130,7 +129,8 @@ def _solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> _Best:
     if best.sequence is None:
         best.offer(problem.least_sequence())
     pairs_per_slot = 0.0
-    for unit, exact in units(problem.costs, room, slots):
+    costs = problem.costs
+    for unit, exact in units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken)):
         if best.gap <= effort.close or best.overhead == 0:
             break
         table = Table.of(problem, room, unit, best.overhead, best.later, exact=exact)
@@ -158,10 +158,14 @@ def _begin(best: _Best, mem_limit: int) -> None:
             size //= 2
 
 
-def units(costs: Costs, room: int, slots: int) -> Iterator[tuple[int, bool]]:
-    """Bytes in a slot, finer and finer, until all sizes are whole numbers of slots, as the second value says."""
-    sizes = [int(size) for size in (*costs.activation[1:], *costs.taken.flat) if size]
-    exact = reduce(math.gcd, sizes, 0) or max(1, room)
+def common_divisor(*sizes: Ints) -> int:
+    """Of all sizes that are not zero; 0 if there is none."""
+    return int(np.gcd.reduce([np.gcd.reduce(each, axis=None) for each in sizes]))
+
+
+def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[int, bool]]:
+    """Bytes in a slot, finer and finer, until they divide `divisor`, as the second value says."""
+    exact = divisor or max(1, room)
     typical = float(np.median(costs.activation))
     slots = max(slots, int(_RESOLUTION * room / typical) if typical else 0)
     while True:
