@@ -13,7 +13,11 @@ from rotor_solver.sequence import Sequence
 def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
     """Every group of consecutive stages as one stage that costs at least as much memory, and as much time."""
     activation = chain.activation
-    stages = [_merged(chain.stages[group.start : group.stop], activation[group.start]) for group in groups]
+    held = activation[-1] if chain.output_held else 0
+    stages = [
+        _merged(chain.stages[group.start : group.stop], activation[group.start], held * (group.stop == len(chain)))
+        for group in groups
+    ]
     return Chain(tuple(stages), chain.input_bytes, chain.loss_time, chain.loss_temp, chain.output_held)
 
 
@@ -53,7 +57,8 @@ def _expanded(chain: Chain, groups: list[range], operation: Operation) -> Iterat
             yield from map(Backward, reversed(group))
 
 
-def _merged(stages: tuple[Stage, ...], incoming: int) -> Stage:
+def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
+    """`held` is what the caller keeps of the output once the last backward is through."""
     options = [stage.options[fastest_option(stage)] for stage in stages]
     inputs = [incoming, *(stage.activation for stage in stages)]
     outgoing = inputs[-1]
@@ -64,7 +69,9 @@ def _merged(stages: tuple[Stage, ...], incoming: int) -> Stage:
         later -= stage.gradient
         forward_most = max(forward_most, saved + option.forward_temp)
         temp = max(option.backward_temp, option.backward_temp_of_replay)
-        backward_most = max(backward_most, saved + inputs[k] + inputs[k + 1] + temp + later)
+        backward_most = max(
+            backward_most, saved + inputs[k] + inputs[k + 1] + temp + later + held * (stage is not stages[-1])
+        )
         check_most = max(check_most, (inputs[k] if k else 0) + stage.activation + stage.temp_without_graph)
     option = Option(
         forward_time=sum(option.forward_time for option in options),

@@ -144,7 +144,7 @@ def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int)
         unit, exact = next(units(problem.costs, room, slots, divisor))
         later = np.zeros(len(problem.chain) + 1)
         table = Table.of(problem, room, unit, scale or 1.0, later, exact=exact)
-        excess = THOROUGH.excess(table, table.guess)
+        excess = THOROUGH.excess(table)
         if excess > 1:
             table = Table.of(problem, room, math.ceil(unit * excess), scale or 1.0, later)
         table.fill()

@@ -7,11 +7,13 @@ other lose nothing to rounding, however many they are. Only checkpoints do.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rotor_solver.arrays import Costs, Floats, Ints
+
+_ANY = 2**62
 
 
 class Grid(NamedTuple):
@@ -46,14 +48,37 @@ class Grid(NamedTuple):
 class Rows(NamedTuple):
     """Slot m of a row is number position + m of the table, for begin ≤ m < high.
 
-    Below `begin` there is no plan that is of use, because it takes longer than `limit`; from `high` on, everything is
-    stored.
+    Below `begin` there is no plan that is of use, because it takes longer than `limit`. From `high` on it is `final`:
+    zero, since everything is stored, or the last number, since no plan that is of use has so much memory.
     """
 
     begin: Ints
     high: Ints
     position: Ints
     limit: Floats
+    final: Any
+    """before a row is complete, infinite where it will be the last number"""
+
+
+class Windows(NamedTuple):
+    """[nodes, L+1] the bytes that the interval from a node to a last stage may have in a plan that is of use, and the
+    least time that such a plan takes outside the interval: infinite where there is none.
+    """
+
+    low: Ints
+    high: Ints
+    outside: Floats
+
+    @classmethod
+    def everything(cls, nodes: int, length: int) -> Windows:
+        """The windows of all plans."""
+        shape = (nodes, length + 1)
+        return cls(np.zeros(shape, np.int64), np.full(shape, _ANY, np.int64), np.zeros(shape))
+
+    @classmethod
+    def nothing(cls, nodes: int, length: int) -> Windows:
+        """Those of no plan."""
+        return cls.everything(nodes, length)._replace(outside=np.full((nodes, length + 1), np.inf))
 
 
 def fastest_options(costs: Costs) -> Ints:
@@ -115,18 +140,21 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
     return np.array(offset, np.int64)
 
 
-def rows_of(bounds: tuple[Ints, Ints, Floats], owner: Ints) -> tuple[Rows, int]:
+def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) -> tuple[Rows, int]:
     """Where rows lie in a table, and how many numbers it has; `bounds` are those of `kernels.bounds`.
 
     owner[row] is the row whose numbers a row shares.
     """
     from rotor_solver.kernels import LANES
 
-    low, high, limit = bounds
-    np.maximum.at(limit, owner, limit)
-    needed = (owner == np.arange(len(owner))) & (limit >= 0)
-    sizes = np.where(needed, np.maximum(0, high - low) + LANES, 0)
+    low, high, full, limit = bounds
+    of_use = limit >= 0
+    np.maximum.at(limit, owner, limit.copy())
+    least, most = np.full_like(low, width), np.zeros_like(high)
+    np.minimum.at(least, owner[of_use], low[of_use])
+    np.maximum.at(most, owner[of_use], high[of_use])
+    sizes = np.where((owner == np.arange(len(owner))) & (limit >= 0), np.maximum(0, most - least) + LANES, 0)
     ends = np.cumsum(sizes)
-    limit = limit[owner]
-    begin = np.where(limit >= 0, low, high.max(initial=0))
-    return Rows(begin, high, (ends - sizes - low)[owner], limit), int(ends[-1])
+    final = np.where((most >= full) & (full < width), 0.0, np.inf)
+    begin = np.where(limit >= 0, least, width)
+    return Rows(begin[owner], most[owner], (ends - sizes - least)[owner], limit[owner], final[owner]), int(ends[-1])

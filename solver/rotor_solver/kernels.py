@@ -16,7 +16,8 @@ from numba import njit, prange
 F = TypeVar("F", bound=Callable[..., Any])
 
 INFINITE = np.int64(2**62)
-BLOCK = 8
+BLOCK = 24
+STEP = 16
 """Stages of a tile."""
 LANES = 32
 """Slots that inner loops take at once. Every row of a table is continued by as many copies of its last value, so that
@@ -105,14 +106,18 @@ def full_memory(costs: Any, fastest: np.ndarray) -> np.ndarray:
 
 
 @compiled()
-def bounds(least: np.ndarray, full: np.ndarray, costs: Any, grid: Any, later: np.ndarray, cut: float) -> Any:
-    """(low, high, limit) by row: below slot `low` there is no plan, from `high` on everything is stored.
+def bounds(
+    least: np.ndarray, full: np.ndarray, costs: Any, grid: Any, later: np.ndarray, windows: Any, cut: float
+) -> Any:
+    """(low, high, full, limit) by row: what is of use lies in slots low … high-1, and in those from `full` on, where
+    everything is stored, if high = full.
 
-    `limit` is the longest time that is of use, see `fill`; negative where none is.
+    `limit` is the longest time that is of use, see `fill`; negative where none is. `later` and `windows.outside` are
+    in the unit of `cut`.
     """
     length, width = len(grid.band), grid.width
     rows = grid.tail + len(grid.place)
-    low, high = np.full(rows, width, np.int64), np.full(rows, width, np.int64)
+    low, high, whole = np.full(rows, width, np.int64), np.full(rows, width, np.int64), np.full(rows, width, np.int64)
     limit = np.full(rows, -1.0, np.float64)
     for s in range(len(grid.place)):
         i, state = grid.place[s], grid.state[s]
@@ -125,16 +130,18 @@ def bounds(least: np.ndarray, full: np.ndarray, costs: Any, grid: Any, later: np
                 limit[row] = cut - later[last + 1] - (costs.run[last + 1] - costs.run[i])
             else:
                 continue
-            high[row] = min(width, slot_of(full[state, i, last], grid.unit, grid.offset[s]))
-            low[row] = min(width, slot_of(least[state, i, last], grid.unit, grid.offset[s]))
-    return low, high, limit
+            limit[row] = min(limit[row], cut - windows.outside[s, last])
+            whole[row] = min(width, slot_of(full[state, i, last], grid.unit, grid.offset[s]))
+            high[row] = min(whole[row], slot_of(windows.high[s, last], grid.unit, grid.offset[s]) + 1)
+            needed = max(least[state, i, last], windows.low[s, last])
+            low[row] = min(high[row], slot_of(needed, grid.unit, grid.offset[s]))
+    return low, high, whole, limit
 
 
 @compiled()
-def value_of(flat: np.ndarray, rows: Any, width: int, row: int, m: int) -> float:
-    """Slot m ≥ low of a row; there is never more memory than in the last slot."""
-    m = min(m, width - 1)
-    return 0.0 if m >= rows.high[row] else float(flat[rows.position[row] + m])
+def value_of(flat: np.ndarray, rows: Any, row: int, m: int) -> float:
+    """Slot m ≥ begin of a row."""
+    return float(rows.final[row]) if m >= rows.high[row] else float(flat[rows.position[row] + m])
 
 
 @compiled()
@@ -169,8 +176,12 @@ def lower_by(flat: np.ndarray, out: int, source: int, low: int, high: int, secon
 def continue_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
     """The row is complete."""
     out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
-    flat[out + high : out + high + LANES] = flat[out + high - 1] if high == width and begin < high else 0
-    rows.begin[row] = first_at_most(flat, out, begin, high, rows.limit[row])
+    stored = rows.final[row] == 0
+    if not stored and begin < high:
+        rows.final[row] = flat[out + high - 1]
+    flat[out + high : out + high + LANES] = rows.final[row]
+    begin = first_at_most(flat, out, begin, high, rows.limit[row])
+    rows.begin[row] = begin if stored or begin < high else width
 
 
 @compiled()
@@ -187,19 +198,22 @@ def first_at_most(flat: np.ndarray, out: int, low: int, high: int, value: float)
 
 @compiled()
 def split(
-    flat: np.ndarray, rows: Any, width: int, row: int, left: int, right: int, shift: int, low: int, high: int, time: Any
+    flat: np.ndarray, rows: Any, row: int, left: int, right: int, shift: int, low: int, high: int, time: Any
 ) -> None:
     """Let slots low … high-1 of `row` profit from a checkpoint, at whose row `right` there are `shift` slots less.
 
     The part before the checkpoint is the row `left`.
     """
     out, left_at, right_at = rows.position[row], rows.position[left], rows.position[right] - shift
-    left_high = rows.high[left]
-    right_high = high if rows.high[right] == width else rows.high[right] + shift
+    left_high, right_high = rows.high[left], rows.high[right] + shift
     both = max(low, min(high, left_high, right_high))
     one = max(both, min(high, max(left_high, right_high)))
     lower_by_both(flat, out, left_at, right_at, low, both, time)
-    lower_by(flat, out, right_at if left_high < right_high else left_at, both, one, time)
+    if left_high < right_high:
+        lower_by(flat, out, right_at, both, one, time + rows.final[left])
+    else:
+        lower_by(flat, out, left_at, both, one, time + rows.final[right])
+    time += rows.final[left] + rows.final[right]
     for m in range(one, high):
         flat[out + m] = min(flat[out + m], time)
 
@@ -227,8 +241,7 @@ def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int,
         low = max(low, shift + rows.begin[follow])
         stored = max(low, min(high, rows.high[follow] + shift))
         lower_by(flat, out, rows.position[follow] - shift, low, stored, seconds)
-        if rows.high[follow] == width:
-            seconds += flat.dtype.type(value_of(flat, rows, width, follow, width)) if low < high else 0
+        seconds += rows.final[follow]
     for m in range(stored, high):
         flat[out + m] = min(flat[out + m], seconds)
 
@@ -306,7 +319,7 @@ def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int
                 high[s - s0, last - side] = most
                 if low < most:
                     pairs += most - low
-                    split(flat, rows, width, row, left, right, shift, low, most, seconds)
+                    split(flat, rows, row, left, right, shift, low, most, seconds)
     for s in range(s1 - 1, s0 - 1, -1):
         i, offset = grid.place[s], grid.offset[s]
         for last in range(max(i, side), min(end, grid.band[i] + 1)):
@@ -348,7 +361,7 @@ def checkpoints(
             most -= 1
         if low < most:
             pairs += most - low
-            split(flat, rows, width, row, left, right, shift, low, most, seconds)
+            split(flat, rows, row, left, right, shift, low, most, seconds)
     return pairs
 
 
@@ -403,7 +416,8 @@ def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.nd
         for s in range(len(grid.place) - 1):
             i = grid.place[s]
             if i < length and i + distance <= grid.band[i]:
-                rows.begin[grid.start[s] + distance] = rows.begin[owner[grid.start[s] + distance]]
+                row = grid.start[s] + distance
+                rows.begin[row], rows.final[row] = rows.begin[owner[row]], rows.final[owner[row]]
     fill_tails(flat, rows, costs, grid)
     return pairs
 
@@ -428,14 +442,210 @@ def fill_tails(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
         row = grid.tail + s
         if grid.place[s] == length:  # stored whole from the first slot on
             flat[rows.position[row] + rows.begin[row] :][:LANES] = 0
-        else:
+        elif rows.limit[row] >= 0:
             fill_row(flat, rows, costs, grid, s, row, length)
 
 
 @compiled()
-def estimate(flat: np.ndarray, rows: Any, grid: Any, s: int, last: int, memory: int, blend: float, cut: float) -> float:
+def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid: Any, cut: float) -> Any:
+    """(low, high, outside) by row: the slots in which a plan that takes at most `cut` may have its interval.
+
+    They are low … high-1, and those from rows.high on where high > rows.high; none where `outside` is infinite.
+    `outside` is the least time that all of such a plan takes outside the interval.
+
+    From the whole to the parts: with out(i, l, m) for the least time outside [i, l] if [i, l] has at least m,
+
+        out(0, L, all) = 0
+        out(i+1, l, m - taken_k) ≤ out(i, l, m) + extra_k
+        out(j, l, m - |a_j|)     ≤ out(i, l, m) + run_j - run_i + Opt(i, j-1, m)
+        out(i, j-1, m)           ≤ out(i, l, m) + run_j - run_i + Opt(j, l, m - |a_j|)
+
+    under the conditions of `fill`. Slot rows.high of a row stands for all slots from there on.
+    """
+    length, tail = len(grid.band), grid.tail
+    out = np.empty_like(flat)  # a row's part is set when it is first needed
+    low, high = np.zeros(len(rows.begin), np.int64), np.zeros(len(rows.begin), np.int64)
+    least = np.full(len(rows.begin), np.inf, np.float64)
+    loss = tail + len(grid.place) - 1
+    low[loss], high[loss], least[loss] = rows.begin[loss], rows.high[loss] + 1, 0
+    needed = np.zeros(len(rows.begin), np.bool_)
+    need_row(out, rows, needed, tail)
+    out[rows.position[tail] + min(grid.width - 1, rows.high[tail])] = 0
+    for s in range(len(grid.place) - 1):
+        if grid.place[s] < length and needed[tail + s]:
+            hand_down(flat, out, rows, owner, needed, costs, grid, s, tail + s, length, cut, low, high, least)
+    for last in range(length - 1, -1, -1):
+        for s in range(grid.node[1, last] + 1):
+            i = grid.place[s]
+            row = grid.start[s] + last - i
+            if last <= grid.band[i] and needed[row]:
+                hand_down(flat, out, rows, owner, needed, costs, grid, s, row, last, cut, low, high, least)
+    return low[owner], high[owner], least[owner]
+
+
+@compiled()
+def hand_down(
+    flat: np.ndarray,
+    out: np.ndarray,
+    rows: Any,
+    owner: np.ndarray,
+    needed: np.ndarray,
+    costs: Any,
+    grid: Any,
+    s: int,
+    row: int,
+    last: int,
+    cut: float,
+    lows: np.ndarray,
+    highs: np.ndarray,
+    outside: np.ndarray,
+) -> None:
+    """Complete out(s, last, ·), note what is of use, and let the parts of the interval profit."""
+    i, state, length = grid.place[s], grid.state[s], len(grid.band)
+    begin, end, at = rows.begin[row], rows.high[row], rows.position[row]
+    if begin >= grid.width:
+        return
+    low, high = end, end
+    whole = end < grid.width and rows.final[row] == 0 and out[at + end] <= cut
+    for m in range(end - 1, begin - 1, -1):
+        out[at + m] = min(out[at + m], out[at + m + 1])
+        if out[at + m] + flat[at + m] <= cut:
+            if low == end and not whole:
+                high = m + 1
+            low = m
+    if low == end and not whole:
+        return
+    high += whole  # the first slot in which all is stored also stands for less memory, in which it is not
+    lows[row], highs[row], outside[row] = low, high, out[at + low]
+    for k in range(costs.first[i], costs.first[i + 1] if last > i else costs.first[i]):
+        node = grid.node[1, i + 1]
+        part = grid.tail + node if last == length else grid.start[node] + last - i - 1
+        shift = (costs.taken[state, k] + grid.offset[node] - grid.offset[s]) // grid.unit
+        first = max(low, slot_of(need_of(costs, state, i, last, k), grid.unit, grid.offset[s]))
+        if rows.begin[part] < grid.width:
+            first = max(first, shift + rows.begin[part])
+            stop = max(first, min(high, rows.high[part] + shift))
+            need_row(out, rows, needed, owner[part])
+            for m in range(first, stop):
+                there = rows.position[part] + m - shift
+                out[there] = min(out[there], out[at + m] + costs.extra[k])
+            if stop < high:
+                there = rows.position[part] + rows.high[part]
+                out[there] = min(out[there], out[at + stop] + costs.extra[k])
+    for j in range(i + 1, min(last, grid.band[i] + 1) + 1):
+        forward = costs.run[j] - costs.run[i]
+        if forward + out[at + low] > cut or forward > rows.limit[row]:
+            break
+        node, left = grid.node[0, j], grid.start[s] + j - 1 - i
+        right = grid.tail + node if last == length else grid.start[node] + last - j
+        shift = grid.slots[j] - (1 if grid.remainder[j] < grid.offset[s] else 0)
+        if rows.begin[left] < grid.width and rows.begin[right] < grid.width:
+            first = max(low, rows.begin[left], rows.begin[right] + shift)
+            first = max(first, slot_of(costs.base[last] + costs.check_need[i, j], grid.unit, grid.offset[s]))
+            seconds = flat.dtype.type(forward)
+            hand_to_both(flat, out, rows, owner, needed, at, left, right, shift, first, high, seconds, cut)
+
+
+@compiled()
+def hand_on(out: np.ndarray, flat: np.ndarray, whole: int, part: int, other: int, count: int, time: Any) -> None:
+    """out[part + m] = min(out[part + m], out[whole + m] + time + flat[other + m]) for 0 ≤ m < count."""
+    source, target, beside = np.uintp(whole), np.uintp(part), np.uintp(other)
+    for each in range(count):
+        m = np.uintp(each)
+        value = out[source + m] + time + flat[beside + m]
+        if value < out[target + m]:
+            out[target + m] = value
+
+
+@compiled()
+def hand_on_alone(out: np.ndarray, whole: int, part: int, count: int, time: Any) -> None:
+    """out[part + m] = min(out[part + m], out[whole + m] + time) for 0 ≤ m < count."""
+    source, target = np.uintp(whole), np.uintp(part)
+    for each in range(count):
+        m = np.uintp(each)
+        value = out[source + m] + time
+        if value < out[target + m]:
+            out[target + m] = value
+
+
+@compiled()
+def least_of_both(out: np.ndarray, flat: np.ndarray, whole: int, other: int, count: int) -> Any:
+    """At most the least out[whole + m] + flat[other + m] for 0 ≤ m < count."""
+    least = flat.dtype.type(np.inf)
+    for m in range(0, count, STEP):  # `out` increases, `flat` decreases
+        least = min(least, out[whole + m] + flat[other + min(m + STEP, count) - 1])
+    return least
+
+
+@compiled()
+def need_row(out: np.ndarray, rows: Any, needed: np.ndarray, row: int) -> None:
+    """Nothing is known about the row so far."""
+    if not needed[row]:
+        needed[row] = True
+        out[rows.position[row] + rows.begin[row] : rows.position[row] + rows.high[row] + 1] = np.inf
+
+
+@compiled()
+def hand_to_both(
+    flat: np.ndarray,
+    out: np.ndarray,
+    rows: Any,
+    owner: np.ndarray,
+    needed: np.ndarray,
+    at: int,
+    left: int,
+    right: int,
+    shift: int,
+    low: int,
+    high: int,
+    time: Any,
+    cut: float,
+) -> None:
+    """Let both parts of an interval profit from its slots low … high-1; its row of `out` begins at `at`."""
+    left_high, right_high = rows.high[left], rows.high[right] + shift
+    left_at, right_at = rows.position[left], rows.position[right] - shift
+    left_end, right_end = left_at + left_high, right_at + right_high
+    both = max(low, min(high, left_high, right_high))
+    one = max(both, min(high, max(left_high, right_high)))
+    if least_of_three(out, flat, at + low, left_at + low, right_at + low, both - low) + time <= cut:
+        need_row(out, rows, needed, owner[left])
+        need_row(out, rows, needed, owner[right])
+        hand_on(out, flat, at + low, left_at + low, right_at + low, both - low, time)
+        hand_on(out, flat, at + low, right_at + low, left_at + low, both - low, time)
+    part_at, end, final = left_at, right_end, rows.final[right]
+    if left_high < right_high:
+        part_at, end, final = right_at, left_end, rows.final[left]
+    least = least_of_both(out, flat, at + both, part_at + both, one - both)
+    if least + time + final <= cut:
+        need_row(out, rows, needed, owner[left])
+        need_row(out, rows, needed, owner[right])
+        hand_on_alone(out, at + both, part_at + both, one - both, time + final)
+        out[end] = min(out[end], time + least)
+    if one < high and out[at + one] + time + rows.final[left] + rows.final[right] <= cut:
+        need_row(out, rows, needed, owner[left])
+        need_row(out, rows, needed, owner[right])
+        out[left_end] = min(out[left_end], out[at + one] + time + rows.final[right])
+        out[right_end] = min(out[right_end], out[at + one] + time + rows.final[left])
+
+
+@compiled()
+def least_of_three(out: np.ndarray, flat: np.ndarray, whole: int, first: int, second: int, count: int) -> Any:
+    """At most the least out[whole + m] + flat[first + m] + flat[second + m] for 0 ≤ m < count."""
+    least = flat.dtype.type(np.inf)
+    for m in range(0, count, STEP):  # `out` increases, `flat` decreases
+        end = min(m + STEP, count) - 1
+        least = min(least, out[whole + m] + flat[first + end] + flat[second + end])
+    return least
+
+
+@compiled()
+def estimate(
+    flat: np.ndarray, rows: Any, full: np.ndarray, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
+) -> float:
     """Opt for exactly `memory` bytes, read between two slots: the bound itself for blend 0, pessimistic for 1."""
     i, width = grid.place[s], grid.width
+    if memory >= full[grid.state[s], i, last]:
+        return 0.0
     if last < len(grid.band) and last > grid.band[i]:
         return 2 * cut
     row = grid.tail + s if last == len(grid.band) else grid.start[s] + last - i
@@ -443,10 +653,10 @@ def estimate(flat: np.ndarray, rows: Any, grid: Any, s: int, last: int, memory: 
     m = min(max(0, -(-beyond // grid.unit)), width - 1)
     if m < rows.begin[row]:
         return 2 * cut
-    value = value_of(flat, rows, width, row, m)
+    value = value_of(flat, rows, row, m)
     rest = m * grid.unit - beyond
     if rest > 0 and blend > 0.0:
-        worse = value_of(flat, rows, width, row, m - 1) if m > rows.begin[row] else cut
+        worse = value_of(flat, rows, row, m - 1) if m > rows.begin[row] else cut
         value += blend * rest / grid.unit * (worse - value)
     return value
 
@@ -456,6 +666,7 @@ def descend(
     flat: np.ndarray,
     rows: Any,
     least: np.ndarray,
+    full: np.ndarray,
     costs: Any,
     grid: Any,
     cut: float,
@@ -490,7 +701,7 @@ def descend(
                 rest = m - costs.taken[state, k]
                 if rest < least[1, i + 1, last]:
                     continue
-                whole += estimate(flat, rows, grid, grid.node[1, i + 1], last, rest, blend, cut)
+                whole += estimate(flat, rows, full, grid, grid.node[1, i + 1], last, rest, blend, cut)
             if whole < best:
                 best, choice = whole, k - costs.first[i]
         for j in range(i + 1, last + 1):
@@ -500,9 +711,9 @@ def descend(
             rest = m - costs.activation[j]
             if m < costs.base[last] + costs.check_need[i, j] or rest < least[0, j, last] or m < least[state, i, j - 1]:
                 continue
-            whole = forward + estimate(flat, rows, grid, grid.node[0, j], last, rest, blend, cut)
+            whole = forward + estimate(flat, rows, full, grid, grid.node[0, j], last, rest, blend, cut)
             if whole < best:
-                whole += estimate(flat, rows, grid, s, j - 1, m, blend, cut)
+                whole += estimate(flat, rows, full, grid, s, j - 1, m, blend, cut)
             if whole < best:
                 best, choice = whole, -j
         if count == len(choices):

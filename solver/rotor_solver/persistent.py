@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -27,9 +28,9 @@ from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 from rotor_solver.table import Problem, Table
 
-_GROUP = 4
+_GROUP = 2
 """Stages in a group of the coarse chain whose plan comes first."""
-_RESOLUTION = 3
+_RESOLUTION = 2
 """Slots in a typical checkpoint, at least: what is rounded to nothing looks free."""
 
 
@@ -41,13 +42,13 @@ class Effort:
     pairs: float
     nbytes: float
 
-    def excess(self, table: Table, pairs: float) -> float:
-        """How many times too large a table is that looks at this many pairs of slots."""
-        return max(pairs / self.pairs, 4 * table.size / self.nbytes)
+    def excess(self, table: Table) -> float:
+        """How many times too large a table is."""
+        return max(table.guess / self.pairs, 4 * table.size / self.nbytes)
 
 
 THOROUGH = Effort(close=0.005, pairs=4e10, nbytes=2**31)
-_HASTY = Effort(close=0.02, pairs=3e8, nbytes=2**28)
+_HASTY = Effort(close=0.01, pairs=3e9, nbytes=2**29)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,8 @@ class _Best:
     def improve(self, table: Table) -> None:
         """By what is read off a table."""
         self.bound = max(self.bound, self.problem.stored + table.lower_bound(table.room))
-        self.later = np.maximum(self.later, table.later())
+        if not table.windowed:
+            self.later = np.maximum(self.later, table.later())
         sequence, _ = table.sequence(table.room, self.overhead)
         if sequence is not None:
             self.offer(sequence)
@@ -128,20 +130,22 @@ def _solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> _Best:
     _begin(best, mem_limit)
     if best.sequence is None:
         best.offer(problem.least_sequence())
-    pairs_per_slot = 0.0
+    windows = None
     costs = problem.costs
     for unit, exact in units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken)):
         if best.gap <= effort.close or best.overhead == 0:
             break
-        table = Table.of(problem, room, unit, best.overhead, best.later, exact=exact)
-        excess = effort.excess(table, pairs_per_slot * table.grid.width or table.guess)
+        make = partial(Table.of, problem, room, scale=best.overhead, later=best.later, windows=windows)
+        table = make(unit=unit, exact=exact)
+        excess = effort.excess(table)
         if excess > 1:
-            if pairs_per_slot:
+            if windows is not None:
                 break
-            table = Table.of(problem, room, math.ceil(unit * excess), best.overhead, best.later)
+            table = make(unit=math.ceil(unit * excess))
         table.fill()
         best.improve(table)
-        pairs_per_slot = max(1, table.pairs) / table.grid.width
+        if best.gap > effort.close:
+            windows = table.windows(best.overhead)
     return best
 
 

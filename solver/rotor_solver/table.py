@@ -14,7 +14,7 @@ from rotor_solver.arrays import Costs, Floats, Ints, costs_of
 from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
 from rotor_solver.ends import least_sequence, store_all
-from rotor_solver.grid import Grid, Rows, fastest_options, grid_of, rows_of
+from rotor_solver.grid import Grid, Rows, Windows, fastest_options, grid_of, rows_of
 from rotor_solver.repeats import fitting_unit, kinds_of, owners
 from rotor_solver.sequence import Sequence
 
@@ -27,7 +27,7 @@ _SERIAL = 2e7
 _BLENDS = (0.5, 0.0, 1.0)
 _FEW = 0.25
 """Rows are shared where at most this part of them is different."""
-_LOOKED_AT = 0.05
+_LOOKED_AT = 0.25
 """Part of all pairs of slots that a table looks at, roughly."""
 
 
@@ -81,12 +81,27 @@ class Table:
     owner: Ints | None
     guess: float
     """Pairs of slots that will be looked at, roughly."""
+    windowed: bool = False
+    """Whether only windows of it were filled: it then says less about the parts of the chain."""
     values: Any = None
     pairs: int = 0
 
     @classmethod
-    def of(cls, problem: Problem, room: int, unit: int, scale: float, later: Floats, *, exact: bool = False) -> Table:
-        """`exact` says that all sizes are whole numbers of units; else the unit may be made to fit them better."""
+    def of(
+        cls,
+        problem: Problem,
+        room: int,
+        unit: int,
+        scale: float,
+        later: Floats,
+        *,
+        exact: bool = False,
+        windows: Windows | None = None,
+    ) -> Table:
+        """`exact` says that all sizes are whole numbers of units; else the unit may be made to fit them better.
+
+        `windows` are those of a table of plans that take longer, or as long.
+        """
         from rotor_solver import kernels
 
         costs, kinds = problem.costs, problem.kinds
@@ -97,19 +112,21 @@ class Table:
         grid = grid_of(scaled, problem.fastest, kinds, room, unit, later / scale, _CUT)
         everyone = np.arange(grid.tail + len(grid.place))
         owner = owners(kinds, costs, grid) if repeats else everyone
-        different = len(np.unique(owner)) / len(owner)
+        different = len(np.unique(owner)) / len(owner) if repeats else 1.0
         shared = different <= _FEW
-        bounds = kernels.bounds(problem.least, problem.full, scaled, grid, later / scale, _CUT)
-        rows, size = rows_of(bounds, owner if shared else everyone)
-        widths = grid.band - np.arange(len(grid.band)) + 1.0
-        guess = _LOOKED_AT * float(np.sum(widths**2)) * grid.width * (different if shared else 1.0)
-        return cls(problem, room, scale, scaled, grid, rows, size, owner if shared else None, guess)
+        windowed, everywhere = windows is not None, Windows.everything(len(grid.place), len(kinds))
+        windows = (windows or everywhere)._replace(outside=(windows or everywhere).outside / scale)
+        bounds = kernels.bounds(problem.least, problem.full, scaled, grid, later / scale, windows, _CUT)
+        rows, size = rows_of(bounds, owner if shared else everyone, grid.width)
+        guess = _LOOKED_AT * _pairs(grid, rows) * (different if shared else 1.0)
+        return cls(problem, room, scale, scaled, grid, rows, size, owner if shared else None, guess, windowed)
 
     def fill(self) -> None:
         from rotor_solver import kernels
 
         double = self.size * len(self.grid.band) <= _DOUBLE
         self.values = np.empty(self.size, np.float64 if double else np.float32)
+        self.rows = self.rows._replace(final=self.rows.final.astype(self.values.dtype))
         arguments = (self.values, self.rows, self.costs, self.grid)
         if self.owner is not None:
             self.pairs = int(kernels.fill_shared(*arguments, self.owner))
@@ -132,11 +149,30 @@ class Table:
         row = self.grid.tail + node
         if slot < self.rows.begin[row]:
             return self.scale
-        found = float(kernels.value_of(self.values, self.rows, self.grid.width, row, slot))
+        found = float(kernels.value_of(self.values, self.rows, row, slot))
         # Sums in another order differ in their last digits; the bound has to hold for all of them.
         epsilon = 2.0**-52 if self.values.dtype == np.float64 else 2.0**-23
         length = len(self.grid.band)
         return min(1.0, found) * self.scale * (1 - (2 * length + 8) * epsilon - 1e-12 * length)
+
+    def windows(self, overhead: float) -> Windows:
+        """Where the intervals of plans lie that take up to `overhead` seconds longer than storing everything."""
+        from rotor_solver import kernels
+
+        grid, tail = self.grid, self.grid.tail
+        owner = np.arange(len(self.rows.begin)) if self.owner is None else self.owner
+        cut = _CUT * min(1.0, overhead / self.scale)
+        low, high, outside = kernels.windows_of(self.values, self.rows, owner, self.costs, grid, cut)
+        counts = np.diff(np.append(grid.start, tail))
+        node = np.append(np.repeat(np.arange(len(counts)), counts), np.arange(len(counts)))
+        last = np.arange(tail) - grid.start[node[:tail]] + grid.place[node[:tail]]
+        where = (node, np.append(last, np.full(len(counts), len(grid.band))))
+        found = Windows.nothing(len(grid.place), len(grid.band))
+        whole = (high > self.rows.high) & np.isfinite(outside)
+        found.low[where] = np.maximum(0, (low - 1) * grid.unit + grid.offset[node] + 1)
+        found.high[where] = np.where(whole, found.high[where], (high - 1) * grid.unit + grid.offset[node])
+        found.outside[where] = outside * self.scale
+        return found
 
     def sequence(self, room: int, enough: float) -> tuple[Sequence | None, float]:
         """A good sequence within `room` bytes, and the seconds that it takes longer; None if not less than `enough`.
@@ -146,7 +182,7 @@ class Table:
         from rotor_solver import kernels
 
         best, found = enough / self.scale, None
-        tables = (self.values, self.rows, self.problem.least, self.costs, self.grid)
+        tables = (self.values, self.rows, self.problem.least, self.problem.full, self.costs, self.grid)
         for blend in _BLENDS:
             choices, seconds = kernels.descend(*tables, _CUT, room, blend, best)
             if seconds < best:
@@ -155,3 +191,11 @@ class Table:
             return None, enough
         codes = iter(found.tolist())
         return Sequence(operations_of(len(self.grid.band), lambda *_: next(codes))), best * self.scale
+
+
+def _pairs(grid: Grid, rows: Rows) -> float:
+    """Pairs of slots that there are if every checkpoint is of use to every row."""
+    numbers = np.maximum(0, rows.high - rows.begin)[: grid.tail]
+    before = np.concatenate([[0], np.cumsum(rows.begin[: grid.tail] < grid.width)])
+    first = np.repeat(grid.start, np.diff(np.append(grid.start, grid.tail)))
+    return float(np.sum(numbers * (before[1:] - before[first])))
