@@ -7,7 +7,7 @@ It counts memory in slots, and that would cost something, so:
 * slots are laid out so that only checkpoints are rounded at all (`grid`), and needs are compared in bytes;
 * sequences are read off with memory counted in bytes (`kernels.descend`): they fit, whatever the slots are;
 * what is slower than the best sequence known so far is never computed, so that a plan for groups of stages makes the
-  table cheap, and a coarse table a finer one.
+  first table cheap, and the windows of a table the next, finer one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from rotor_solver.table import Problem, Table
 
 _GROUP = 2
 """Stages in a group of the coarse chain whose plan comes first."""
+_GROUP_OF_REPEATED = 4
+"""The same where tables are cheap."""
 _RESOLUTION = 2
-"""Slots in a typical checkpoint, at least: what is rounded to nothing looks free."""
+"""Slots in a typical checkpoint, at least, to begin with: what is rounded to nothing looks free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +153,8 @@ def _solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> _Best:
 
 def _begin(best: _Best, mem_limit: int) -> None:
     """Offer what the same program finds for groups of stages: small groups if large ones do not fit."""
-    chain, size = best.problem.chain, _GROUP
-    while best.sequence is None and len(chain) > size * _GROUP and size > 1:
+    chain, size = best.problem.chain, _GROUP_OF_REPEATED if best.problem.repeats else _GROUP
+    while best.sequence is None and len(chain) > max(4, size) * size and size > 1:
         groups = even_groups(len(chain), -(-len(chain) // size))
         try:
             coarse = _solved(coarse_chain(chain, groups), mem_limit, 500, _HASTY)

@@ -59,6 +59,11 @@ class Problem:
         """The least memory for which there is a plan, in bytes, a_0 not counted."""
         return int(self.least[0, 0, len(self.chain)])
 
+    @property
+    def repeats(self) -> bool:
+        """Whether few stages are different."""
+        return bool(self.kinds.max(initial=0) + 1 <= _FEW * len(self.kinds))
+
     def least_sequence(self) -> Sequence:
         """A sequence for that memory."""
         return least_sequence(self.chain, self.costs, self.least)
@@ -105,7 +110,7 @@ class Table:
         from rotor_solver import kernels
 
         costs, kinds = problem.costs, problem.kinds
-        repeats = bool(kinds.max(initial=0) + 1 <= _FEW * len(kinds))
+        repeats = problem.repeats
         if repeats and not exact:
             unit = fitting_unit(kinds, costs.taken[1, problem.fastest], unit)
         scaled = costs._replace(run=costs.run / scale, extra=costs.extra / scale)
