@@ -18,14 +18,23 @@ JOINT = "+"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A model as a chain: `prefix` runs first and never has a gradient; `stages` are what a sequence is about."""
+    """A model as a chain: `prefix` runs first and never has a gradient; `stages` are what a sequence is about.
+
+    `input_owned` says that the caller holds the chain's input throughout, so that it is no checkpoint's memory.
+    """
 
     prefix: tuple[Layer, ...]
     stages: tuple[Layer, ...]
+    input_owned: bool = False
 
     def groups(self) -> list[list[str]]:
         """The names of the layers of every stage."""
         return [name.split(JOINT) for name, _ in self.stages]
+
+
+def is_chain(model: nn.Module) -> bool:
+    """Whether `model` is a nesting of `nn.Sequential`, so that its layers are its stages."""
+    return type(model).forward is nn.Sequential.forward
 
 
 def layers(model: nn.Module) -> list[Layer]:
@@ -34,7 +43,7 @@ def layers(model: nn.Module) -> list[Layer]:
     A container with hooks, or with a `forward` of its own, is one layer: whoever hooked it wants it to be called.
     UnsupportedModelError if `model` itself is not such a chain.
     """
-    if type(model).forward is not nn.Sequential.forward:
+    if not is_chain(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not an nn.Sequential, so it cannot be cut into stages; write it as an "
             "nn.Sequential of its layers (rotor_py.models has examples)"
@@ -63,7 +72,11 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     A layer that makes nothing new, because it writes into its input or returns a view of it, is joined to the layer
     before it. Leading layers that have nothing to train and get no gradient are the prefix.
     """
-    found = layers(model)
+    return cut_layers(layers(model), value, device)
+
+
+def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
+    """`cut`, for layers that follow each other."""
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     leading = 0 if needs_gradient else next((i for i, (_, m) in enumerate(found) if _trains(m)), len(found))
     if leading == len(found):
@@ -110,3 +123,11 @@ def joined(group: list[Layer]) -> Layer:
     if len(group) == 1:
         return group[0]
     return JOINT.join(name for name, _ in group), nn.Sequential(*(module for _, module in group))
+
+
+def carried_by(stage: nn.Module) -> dict[str, int]:
+    """The tensors that a stage of a captured graph hands on beside the chain: name, and position in its output."""
+    if isinstance(stage, nn.Sequential) and len(stage):
+        return carried_by(stage[-1])
+    carried = getattr(stage, "carried", None)
+    return carried if isinstance(carried, dict) else {}

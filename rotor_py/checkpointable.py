@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from rotor_profiling import optimizer_cost, tensors_in
 from rotor_py.budget import Budget, make_budget
-from rotor_py.chain import Cut, cut
+from rotor_py.capture.session import CaptureSession
+from rotor_py.chain import Cut, cut, is_chain
 from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.executor import replay
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
-from rotor_py.input_spec import TensorSpec, covers, spec_of, words
+from rotor_py.input_spec import TensorSpec, covers, reaches, spec_of, words
 from rotor_py.measurement import Measurement, Progress, measure
 from rotor_py.model_state import ModelState
 from rotor_py.plan import Plan
@@ -43,7 +44,8 @@ class Checkpointable(Transparent):
     in eval mode, or without gradients, it is the model.
 
     Args:
-        model: any nesting of `nn.Sequential`.
+        model: any model. A nesting of `nn.Sequential` is a chain of its layers; of any other, TorchDynamo captures the
+            graph, which is cut into stages.
         custom_input: an input to measure with, now: a tensor, a tuple of positional or a dict of keyword arguments.
         mem_limit: the peak of a whole training step on the device: bytes, or a text such as "4GB", "512MiB", "80%".
             None is 90 % of what the device can give this process.
@@ -58,6 +60,7 @@ class Checkpointable(Transparent):
         progress: called with (stages done, all stages, name of the next) while measuring. Without it, a bar is shown on
             a terminal if measuring takes longer than a moment.
         plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring.
+        granularity: the most stages into which a captured graph is cut.
     """
 
     # fmt: off
@@ -82,6 +85,7 @@ class Checkpointable(Transparent):
         fresh_grads: bool = False,
         plan: str | Path | Plan | None = None,
         progress: Progress | None = None,
+        granularity: int = 100,
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
@@ -106,6 +110,7 @@ class Checkpointable(Transparent):
         self._program: tuple[Sequence, Program] | None = None
         self._value: Any = None
         self._plan: Plan | None = None
+        self._capture = None if is_chain(model) else CaptureSession(model, self._run_captured, granularity)
         if mem_limit is not None:
             self._limit_bytes(mem_limit)
         if plan is not None:
@@ -137,7 +142,10 @@ class Checkpointable(Transparent):
         training mode.
         """
         arguments, keywords = _arguments(custom_input)
-        self._prepare(self._chain_input(arguments, keywords))
+        if self._capture is not None:
+            self._prepare_captured(self._capture, arguments, keywords)
+        else:
+            self._prepare(self._chain_input(arguments, keywords))
 
     def build_chain(self, mem_limit: int | str | None = None) -> Chain:
         """The measured chain, in seconds and bytes; `mem_limit`, if given, becomes the limit of the next plan."""
@@ -214,8 +222,10 @@ class Checkpointable(Transparent):
         """Run the model; in training mode, so that the backward follows the plan."""
         if not self.training or not torch.is_grad_enabled():
             return self.model.forward(*args, **kwargs)
-        value = self._chain_input(args, kwargs)
         state = ModelState.of(self.model)
+        if self._capture is not None:
+            return self._forward_captured(self._capture, state, args, kwargs)
+        value = self._chain_input(args, kwargs)
         if not state.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return self.model.forward(*args, **kwargs)
         instructions = self._instructions(value, state)
@@ -258,27 +268,69 @@ class Checkpointable(Transparent):
         """Cut and measure on the chain's input `value`; what was planned before is no longer valid."""
         self._cut = self.sequence = self.budget = None
         self._value = spec_of(value)
-        device = self.device
         shown = nullcontext(self.progress) if self.progress else progress_bar()
         with in_training(self), torch.enable_grad(), shown as progress:
-            found = cut(self.model, value, device)
-            measurement = measure(
-                found,
-                value,
-                device,
-                preserve_rng_state=self.preserve_rng_state,
-                fresh_gradients=self._fresh_grads,
-                loss=self._loss,
-                loss_temp_bytes=self.loss_tmp_memory_usage,
-                progress=progress,
-            )
+            found = cut(self.model, value, self.device)
+            measurement = measure(found, value, self.device, loss=self._loss, progress=progress, **self._measuring())
             self._state = ModelState.of(self.model)
+        self._account(found, measurement, value)
+
+    def _measuring(self) -> dict[str, Any]:
+        return {
+            "preserve_rng_state": self.preserve_rng_state,
+            "fresh_gradients": self._fresh_grads,
+            "loss_temp_bytes": self.loss_tmp_memory_usage,
+        }
+
+    def _account(self, found: Cut, measurement: Measurement, sample: Any) -> None:
+        """Take over what was measured; `sample` is all that the caller passes in."""
         cost = optimizer_cost(self._optimizer) if self._optimizer is not None else None
         self.budget = make_budget(
-            self.model, value, measurement, device, fresh_gradients=self._fresh_grads, optimizer=cost
+            self.model, sample, measurement, self.device, fresh_gradients=self._fresh_grads, optimizer=cost
         )
         self.inspection_values, self.chain, self._cut = measurement, self.budget.chain, found
         self._name_stages()
+
+    # Captured graphs
+
+    def _prepare_captured(self, capture: CaptureSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture the model's graphs, cut and measure them."""
+        self._cut = self.sequence = self.budget = None
+        self._value = spec_of((args, kwargs))
+        shown = nullcontext(self.progress) if self.progress else progress_bar()
+        with in_training(self), torch.enable_grad(), shown as progress:
+            found, measurement, shared = capture.measure(
+                args, kwargs, self.device, loss=self._loss, progress=progress, **self._measuring()
+            )
+            self._state = ModelState.of(self.model)
+        self._account(found, measurement, (args, kwargs, shared))
+
+    def _forward_captured(
+        self, capture: CaptureSession, state: ModelState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        trains = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        if not state.trains and not trains:
+            return self.model.forward(*args, **kwargs)
+        if self._plan is None and (
+            self._cut is None or state != self._state or not reaches(self._value, (args, kwargs))
+        ):
+            capture.count_plan()
+            if self._cut is not None:
+                _log.warning("planning again: the input is %s", words(spec_of((args, kwargs))))
+            self._prepare_captured(capture, args, kwargs)
+        if self.sequence is None:
+            self.compute_sequence()
+        return capture.run(args, kwargs)
+
+    def _run_captured(self, runnable: Cut, value: Any) -> Any:
+        """Run the stages of the main graph by the plan."""
+        if self._program is None or self._program[0] is not self.sequence:
+            assert self.sequence is not None
+            self._program = self.sequence, program(len(runnable.stages), self.sequence)
+        for _, layer in runnable.prefix:
+            value = layer(value)
+        runners = [StageRunner(function, name, self.preserve_rng_state) for name, function in runnable.stages]
+        return replay(runners, self._program[1], value)
 
     def _name_stages(self) -> None:
         assert self._cut is not None

@@ -28,6 +28,12 @@ class TensorSpec:
             return False
         return other.shape[1:] == self.shape[1:] and other.shape[:1] <= self.shape[:1]
 
+    def reaches(self, other: TensorSpec) -> bool:
+        """Whether `other` is the same but for dimensions that may be smaller."""
+        if replace(other, shape=self.shape) != self or len(other.shape) != len(self.shape):
+            return False
+        return all(size <= most for size, most in zip(other.shape, self.shape, strict=True))
+
     def __str__(self) -> str:
         gradient = " that needs a gradient" if self.requires_grad else ""
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')} on {self.device}{gradient}"
@@ -44,6 +50,16 @@ def covers(planned: Any, value: Any) -> bool:
     expected, planned_spec = tree_flatten(planned)
     return spec == planned_spec and all(
         before.covers(after) if isinstance(before, TensorSpec) and isinstance(after, TensorSpec) else before == after
+        for before, after in zip(expected, found, strict=True)
+    )
+
+
+def reaches(planned: Any, value: Any) -> bool:
+    """Whether every tensor of `value` is as the one of `planned`, the spec of an input, or smaller in some dimension."""
+    found, spec = tree_flatten(spec_of(value))
+    expected, planned_spec = tree_flatten(planned)
+    return spec == planned_spec and all(
+        before.reaches(after) if isinstance(before, TensorSpec) and isinstance(after, TensorSpec) else before == after
         for before, after in zip(expected, found, strict=True)
     )
 

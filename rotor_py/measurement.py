@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from rotor_profiling import (
 )
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import median_seconds
-from rotor_py.chain import Cut
+from rotor_py.chain import Cut, carried_by
 from rotor_py.runner import StageRunner
 from rotor_py.surroundings import moving_buffers
 from rotor_py.traits import StageTraits, find_out, remember
@@ -48,6 +48,20 @@ class PrefixCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """A tensor that is kept beside the chain, of `nbytes`: made by stage first - 1, last used by stage `last`.
+
+    It is in memory from then on until the backward of the stage that made it, and so is its gradient from the backward
+    of `last` on. `last` is the number of stages for what is returned.
+    """
+
+    nbytes: int
+    first: int
+    last: int
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """Seconds and bytes of every part of a step. `snapshot_bytes` is what a replay keeps of buffers that move."""
 
@@ -58,23 +72,51 @@ class Measurement:
     loss: LossCost
     prefix: PrefixCost | None = None
     snapshot_bytes: int = 0
+    carried: tuple[Carried, ...] = ()
+    held_bytes: int = 0
+    """of outputs that get no gradient"""
 
     def chain(self, *, fresh_gradients: bool) -> Chain:
         """The chain for the solver; parameter gradients appear in it if they are freed between steps."""
         stages = self.stages
+        length = len(stages)
+        forward_temp = [stage.forward_temp_bytes for stage in stages]
+        nograd_temp = [stage.nograd_temp_bytes for stage in stages]
+        backward_temp = [*(stage.backward_temp_bytes for stage in stages), self.loss.temp_bytes]
+        replay_temp = [stage.replay_temp_bytes for stage in stages]
+        gradient = list(self.gradient_bytes) if fresh_gradients else [0] * length
+        for each in self.carried:
+            for stage in range(each.first, length):
+                forward_temp[stage] += each.nbytes
+                nograd_temp[stage] += each.nbytes
+                if stage >= each.last:
+                    backward_temp[stage] += each.nbytes
+                    replay_temp[stage] += each.nbytes
+            backward_temp[length] += each.nbytes
+            if each.gradient:
+                gradient[min(each.last, length - 1)] += each.nbytes
+                if each.first:
+                    gradient[each.first - 1] -= each.nbytes
+            if each.last >= length and each.first:
+                gradient[each.first - 1] += each.nbytes
+        if self.held_bytes:
+            backward_temp[length - 1] += self.held_bytes
+            replay_temp[length - 1] += self.held_bytes
+            backward_temp[length] += self.held_bytes
+            gradient[length - 1] += self.held_bytes
         return Chain.from_arrays(
             forward_time=[stage.forward_seconds for stage in stages],
             backward_time=[*(stage.backward_seconds for stage in stages), self.loss.seconds],
             activation=[self.input_bytes, *(stage.activation_bytes for stage in stages)],
             saved=[stage.saved_bytes for stage in stages],
-            forward_temp=[stage.forward_temp_bytes for stage in stages],
-            backward_temp=[*(stage.backward_temp_bytes for stage in stages), self.loss.temp_bytes],
+            forward_temp=forward_temp,
+            backward_temp=backward_temp,
             nograd_time=[stage.nograd_seconds for stage in stages],
-            nograd_temp=[stage.nograd_temp_bytes for stage in stages],
-            replay_temp=[stage.replay_temp_bytes for stage in stages],
+            nograd_temp=nograd_temp,
+            replay_temp=replay_temp,
             input_released=[stage.input_released_bytes for stage in stages],
             output_released=[stage.output_released_bytes for stage in stages],
-            gradient=self.gradient_bytes if fresh_gradients else None,
+            gradient=gradient if any(gradient) else None,
             output_held=True,
             names=self.names,
         )
@@ -90,14 +132,19 @@ def measure(
     loss: Callable[[Any], torch.Tensor] | None = None,
     loss_temp_bytes: int = 0,
     progress: Progress | None = None,
+    silent: tuple[int, ...] = (),
+    done: Callable[[Any], None] | None = None,
 ) -> Measurement:
     """Measure every stage of `cut` on the input `value`, stage by stage; of equal stages, one.
 
-    Without a `loss`, it is taken to need no time, and `loss_temp_bytes` of memory.
+    Without a `loss`, it is taken to need no time, and `loss_temp_bytes` of memory. `silent` are the positions, among
+    the tensors of the chain's output, of those that get no gradient. `done` is called with that output.
     """
     owned = list(storages(tensors_in(value)))  # of what is alive throughout; any other address may come to be reused
     value, prefix = _through_prefix(cut, leaves_of(value), device)
-    input_bytes = held = storage_bytes(tensors_in(value))
+    input_bytes = held = 0 if cut.input_owned else storage_bytes(tensors_in(value))
+    spans: dict[str, Carried] = {}
+    carried: dict[str, int] = {}
     known: dict[Hashable, StageCost] = {}
     traits: dict[Hashable, StageTraits] = {}
     costs: list[StageCost] = []
@@ -106,7 +153,10 @@ def measure(
             progress(position, len(cut.stages), name)
         parameters = storages(trained_parameters(function)).keys()
         last = position == len(cut.stages) - 1
-        kind = (stage_kind(function, value), held, last)
+        beside = list(storages(tensors_in(value)[i] for i in carried.values()))
+        carried = carried_by(function)
+        apart = tuple({*carried.values(), *(silent if last else ())})
+        kind = (stage_kind(function, value), held, last, apart)
         runner = StageRunner(function, name, preserve_rng_state)
         if kind not in known:
             traits[kind] = find_out(function, value, device)
@@ -116,16 +166,24 @@ def measure(
                 value,
                 device=device,
                 input_bytes=held,
-                owned=[*owned, *parameters],
+                owned=[*owned, *parameters, *beside],
                 fresh_gradients=fresh_gradients,
                 output_held=last,
+                carried=apart,
+                silent=silent if last else (),
             )
         remember(function, traits[kind])
         costs.append(known[kind])
         held = known[kind].activation_bytes
         value = _next(runner, value, device)
+        for node, i in carried.items():
+            tensor = tensors_in(value)[i]
+            new = Carried(storage_bytes([tensor], [*owned, *beside]), position + 1, position + 1, tensor.requires_grad)
+            spans[node] = replace(spans.get(node, new), last=position + 1)
     if progress is not None:
         progress(len(cut.stages), len(cut.stages), "loss")
+    if done is not None:
+        done(value)
     cost = LossCost(0.0, loss_temp_bytes, _SCALARS[device.type])
     if loss is not None:
         cost = measure_loss(loss, value, device=device, output_bytes=held)
@@ -137,6 +195,8 @@ def measure(
         loss=cost,
         prefix=prefix,
         snapshot_bytes=_snapshot_bytes(cut),
+        carried=tuple(spans.values()),
+        held_bytes=storage_bytes([tensors_in(value)[i] for i in silent if i not in carried.values()], owned),
     )
 
 

@@ -99,6 +99,8 @@ def recorded(
         if function not in _moving:
             # Some kernels write without raising the version; once, and only once, the values are compared.
             changed = [i for i in copies if i in changed or not _equal(copies[i], slots[i])]
+        else:
+            changed = sorted({*changed, *copies})
         _moving[function] = _moving.get(function, frozenset()) | frozenset(changed)
         if surprise := [slots[i][1] for i in changed if i not in copies]:
             raise RuntimeError(

@@ -22,12 +22,16 @@ def value_kind(value: Any) -> Hashable:
 
 
 def _function_kind(function: Callable[..., Any]) -> Hashable:
-    if not isinstance(function, nn.Module):
-        return id(function)
-    return tuple(
-        (name, type(module), tuple((key, _attribute(value)) for key, value in sorted(vars(module).items())))
-        for name, module in function.named_modules()
-    )
+    return _module_kind(function) if isinstance(function, nn.Module) else id(function)
+
+
+def _module_kind(module: nn.Module) -> Hashable:
+    """A module that says what it does in a `signature` is compared by that, and by its parameters and buffers."""
+    signature = getattr(module, "signature", None)
+    if signature is not None and isinstance(signature, Hashable):
+        return signature, tuple(map(_plain, module.parameters())), tuple(map(_plain, module.buffers()))
+    own = tuple((key, _attribute(value)) for key, value in sorted(vars(module).items()))
+    return type(module), own, tuple((name, _module_kind(child)) for name, child in module.named_children())
 
 
 def _attribute(value: Any) -> Hashable:

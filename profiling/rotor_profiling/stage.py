@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.isolate import isolated
 from rotor_profiling.memory import Phase, memory_meter
-from rotor_profiling.storage import storage_bytes, tensors_in
+from rotor_profiling.storage import storage_bytes, storages, tensors_in
 from rotor_profiling.timing import median_seconds
 
 
@@ -65,24 +66,37 @@ def measure_stage(
     owned: Sequence[int] = (),
     fresh_gradients: bool = False,
     output_held: bool = False,
+    carried: Sequence[int] = (),
+    silent: Sequence[int] = (),
 ) -> StageCost:
     """Measure a stage on the input `value`, whose tensors that need a gradient have `requires_grad` set.
 
     `input_bytes` is |a_i| as the chain counts it; `owned` holds the addresses of storages that belong to the caller
     (parameters, the batch) and so are not the stage's. Unless `fresh_gradients`, parameters already have a gradient
     when the backward runs, as they do where gradients are kept between steps. `output_held` says that the caller keeps
-    the output until the backward is done, as happens to the last stage's. Nothing of the model is changed.
+    the output until the backward is done, as happens to the last stage's. `carried` are the positions, among the
+    output's tensors, of those that are kept beside the chain: they count neither as |a_{i+1}| nor as saved, but as in
+    memory while the stage runs. `silent` are the positions of those that get no gradient although they could. Nothing
+    of the model is changed.
     """
     with isolated(runner.function, device) as parameters, torch.enable_grad():
         if not fresh_gradients:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
         _step(runner, value)
-        phases, activation, gradient = _phases(
-            runner, value, parameters, device, owned, fresh_gradients=fresh_gradients, output_held=output_held
+        phases, activation, kept_beside, gradient = _phases(
+            runner,
+            value,
+            parameters,
+            device,
+            owned,
+            fresh_gradients=fresh_gradients,
+            output_held=output_held,
+            carried=carried,
+            silent=silent,
         )
-        released = _released(runner, value, device, input_bytes)
-        saved = max(phases["forward"].kept, phases["attach"].kept)
+        released = _released(runner, value, device, input_bytes, owned)
+        saved = max(0, max(phases["forward"].kept, phases["attach"].kept) - kept_beside)
         both = activation + input_bytes
         seconds = _seconds(runner, value, device)
     return StageCost(
@@ -110,15 +124,21 @@ def _phases(
     *,
     fresh_gradients: bool,
     output_held: bool,
-) -> tuple[dict[str, Phase], int, int]:
-    """Memory of every way to run the stage, |a_{i+1}|, and the bytes of the gradient handed to the replay."""
+    carried: Sequence[int],
+    silent: Sequence[int],
+) -> tuple[dict[str, Phase], int, int, int]:
+    """Memory of every way to run the stage, |a_{i+1}|, the bytes of what is carried and was made here, and those of
+    the gradient handed to the replay.
+    """
     if fresh_gradients:
         _forget(parameters)
     with memory_meter(device) as meter:
         meter.mark("first")
         with torch.no_grad():
             output, surroundings = runner.first(value)
-        activation = storage_bytes(tensors_in(output), owned)
+        beside = storages(tensors_in(output)[position] for position in carried)
+        activation = storage_bytes(tensors_in(output), [*owned, *beside])
+        kept_beside = sum(size for address, size in beside.items() if address not in owned)
         meter.mark("between")
         del output
         meter.mark("again")
@@ -131,7 +151,7 @@ def _phases(
         meter.mark("forward")
         output = runner.forward(leaf)
         meter.mark("between")
-        source = _source(output)
+        source = _source(output, silent)
         if not output_held:
             output = None
         if source is not None:
@@ -147,7 +167,10 @@ def _phases(
         meter.mark("attach")
         attached, output = runner.attach(value, surroundings)
         meter.mark("gradient")
-        gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in tensors_in(output)]
+        gradients = [
+            torch.ones_like(tensor) if tensor.requires_grad and position not in silent else None
+            for position, tensor in enumerate(tensors_in(output))
+        ]
         meter.mark("replay")
         del output
         kept = attached.backward(gradients)
@@ -155,15 +178,18 @@ def _phases(
         del kept, attached, gradients
     end = meter.phases["forward"].end
     phases = {"backward": Phase(end, end, end), **meter.phases}
-    return phases, activation, phases["gradient"].kept
+    return phases, activation, kept_beside, phases["gradient"].kept
 
 
-def _released(runner: Runner, value: Any, device: torch.device, input_bytes: int) -> tuple[int, int]:
+def _released(
+    runner: Runner, value: Any, device: torch.device, input_bytes: int, owned: Sequence[int]
+) -> tuple[int, int]:
     """Bytes of the input, and of the output, that a run with a graph does not hold on to."""
     leaf = leaves_of(value)
     with memory_meter(device) as meter:
         meter.mark("copy")
-        copy = tree_map_only(torch.Tensor, torch.clone, leaf)  # as from another layer: nothing but the graph holds it
+        # As from another layer: nothing but the graph holds it.
+        copy = tree_map_only(torch.Tensor, partial(_copied, frozenset(owned)), leaf)
         meter.mark("run")
         output = runner.forward(copy)
         source = _source(output)
@@ -218,13 +244,17 @@ def _with_graph(output: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
 
-def _source(output: Any) -> torch.Tensor | None:
+def _copied(owned: frozenset[int], tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.untyped_storage().data_ptr() in owned else tensor.clone()
+
+
+def _source(output: Any, silent: Sequence[int] = ()) -> torch.Tensor | None:
     """A scalar whose backward hands every tensor in `output` a gradient that is made at that moment.
 
     The engine gives such a gradient away as it would give away one that another layer made, so memory is released as
     early as in training. None where nothing in `output` has a graph.
     """
-    tensors = _with_graph(output)
+    tensors = _with_graph([tensor for i, tensor in enumerate(tensors_in(output)) if i not in silent])
     return _NewGradient.apply(*tensors) if tensors else None  # type: ignore[no-untyped-call]  # torch leaves it so
 
 

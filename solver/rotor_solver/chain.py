@@ -39,7 +39,8 @@ class Stage:
     """One stage: `activation` is the size of its output, `options` the ways to run it with a graph.
 
     `nograd_time` and `nograd_temp` are for runs without a graph; unless given, they are those of the first option's
-    forward. `gradient` is what the stage's backward leaves in memory for good: the gradients of its parameters.
+    forward. `gradient` is what the stage's backward leaves in memory for good: the gradients of its parameters. It is
+    negative where the backward frees what one of a later stage left.
 
     Once the stage has run with a graph, its backward can do without `input_released` bytes of its input, and without
     `output_released` bytes of its output. They are freed if nobody else needs them.
@@ -88,6 +89,14 @@ class Chain:
         for index, stage in enumerate(self.stages):
             incoming = stages[-1].activation if stages else self.input_bytes
             stages.append(_checked(stage, f"stage {index}" + (f" ({stage.name})" if stage.name else ""), incoming))
+        left = 0
+        for index in range(len(stages) - 1, -1, -1):
+            left += stages[index].gradient
+            if left < 0:
+                raise ValueError(
+                    f"gradient of stage {index} is {stages[index].gradient}; it frees {-left} bytes more than the "
+                    "backwards of later stages left"
+                )
         set_field(self, "stages", tuple(stages))
 
     @classmethod
@@ -235,7 +244,7 @@ def _checked(stage: Stage, where: str, incoming: int) -> Stage:
         options=tuple(_checked_option(option, where, incoming) for option in stage.options),
         nograd_time=None if stage.nograd_time is None else _seconds(stage.nograd_time, f"nograd_time of {where}"),
         nograd_temp=None if stage.nograd_temp is None else _size(stage.nograd_temp, f"nograd_temp of {where}"),
-        gradient=_size(stage.gradient, f"gradient of {where}"),
+        gradient=_size(stage.gradient, f"gradient of {where}", least=-LARGEST_SIZE),
         input_released=_size(stage.input_released, f"input_released of {where}", most=incoming),
         output_released=_size(
             stage.output_released,

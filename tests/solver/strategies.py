@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, Option, Stage
@@ -54,6 +56,11 @@ def rich_chains(draw: st.DrawFn, max_stages: int = 5) -> Chain:
         )
         stages.append(stage)
         incoming = stage.activation
+    if len(stages) > 1 and draw(st.booleans()):  # what one backward leaves, an earlier stage's frees
+        early, late = sorted(draw(st.lists(st.integers(0, len(stages) - 1), min_size=2, max_size=2, unique=True)))
+        size = draw(SIZES)
+        stages[early] = replace(stages[early], gradient=stages[early].gradient - size)
+        stages[late] = replace(stages[late], gradient=stages[late].gradient + size)
     return Chain(tuple(stages), input_bytes, draw(TIMES), draw(SCRATCH), output_held=draw(st.booleans()))
 
 

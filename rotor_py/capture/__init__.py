@@ -1,0 +1,1 @@
+"""Models that are no chain: TorchDynamo's graph of them, cut into stages."""

@@ -1,0 +1,102 @@
+"""One graph of TorchDynamo as a chain of stages, with what runs before it and what is returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rotor_py.capture.cuts import find_cuts
+from rotor_py.capture.graph import Facts, carries_gradient, read, tensors_of
+from rotor_py.capture.stages import context_of, stages_of
+from rotor_py.chain import Layer
+
+Run = Callable[["CapturedGraph", tuple[Any, ...]], Sequence[Any]]
+
+
+class CapturedGraph:
+    """What the backend returns to Dynamo: called with the graph's inputs, it returns its outputs.
+
+    It is cut into stages at its first call, when the parameters are at hand. `run` decides how it is run.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, buffers: frozenset[int], granularity: int, run: Run) -> None:
+        self.graph_module = graph_module
+        self.layers: list[Layer] = []
+        self._buffers = buffers
+        self._granularity = granularity
+        self._run = run
+        self._facts: Facts | None = None
+        self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        self._entering: list[fx.Node] = []
+        self._leaving: list[fx.Node] = []
+        self._wanted: list[fx.Node] = []
+        self._context: nn.Module | None = None
+        self._owned: dict[fx.Node, torch.Tensor] = {}
+
+    def __call__(self, *arguments: Any) -> Sequence[Any]:
+        return self._run(self, arguments)
+
+    def split(self, arguments: tuple[Any, ...]) -> None:
+        """Cut the graph into stages."""
+        if self._facts is not None:
+            return
+        facts = self._facts = read(self.graph_module, arguments, self._buffers)
+        self._owned = dict(facts.owned)
+        if not facts.body:
+            return
+        self.layers, self._entering, self._leaving = stages_of(facts, find_cuts(facts, self._granularity))
+        made = set(facts.context)
+        self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]
+        self._context = context_of(facts, self._wanted)
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything in the graph has a gradient."""
+        return self._facts is not None and any(map(carries_gradient, self._facts.body))
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """The positions, among the tensors that the last stage returns, of those that will get no gradient.
+
+        Where the graph returns single numbers with a gradient, they are the loss, and all others are not.
+        """
+        tensors = [node for node in self._leaving if tensors_of(node)]
+        losses = [node for node in tensors if carries_gradient(node) and all(t.dim() == 0 for t in tensors_of(node))]
+        return tuple(i for i, node in enumerate(tensors) if losses and node not in losses)
+
+    def enter(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[fx.Node, Any]]:
+        """What goes into the first stage, and all values that do not come out of the chain."""
+        assert self._facts is not None
+        values = dict(zip(self._placeholders, arguments, strict=True))
+        self._bind(values)
+        if self._context is not None:
+            with torch.no_grad():
+                made = self._context(*(values[node] for node in self._facts.given))
+            values.update(zip(self._wanted, made, strict=True))
+        return tuple(values[node] for node in self._entering), values
+
+    def leave(self, made: Sequence[Any], values: dict[fx.Node, Any]) -> list[Any]:
+        """The graph's outputs, from what the last stage returned and what `enter` had."""
+        assert self._facts is not None
+        values = {**values, **dict(zip(self._leaving, made, strict=True))}
+        return [values[each] if isinstance(each, fx.Node) else each for each in self._facts.outputs]
+
+    @property
+    def context(self) -> tuple[nn.Module | None, list[int]]:
+        """The module that runs before the chain, and the positions of its inputs among the graph's."""
+        assert self._facts is not None
+        return self._context, [self._placeholders.index(node) for node in self._facts.given]
+
+    def _bind(self, values: dict[fx.Node, Any]) -> None:
+        """Put parameters and buffers in the place of those that were there at the last call, if they are others."""
+        other = {id(old): values[node] for node, old in self._owned.items() if values[node] is not old}
+        if not other:
+            return
+        roots = [module for _, module in self.layers] + ([self._context] if self._context is not None else [])
+        for module in (each for root in roots for each in root.modules()):
+            for table in (module._parameters, module._buffers):
+                table.update({name: other[id(old)] for name, old in table.items() if id(old) in other})  # type: ignore[arg-type]
+        self._owned = {node: values[node] for node in self._owned}

@@ -1,0 +1,219 @@
+"""All graphs that TorchDynamo makes of a model: the one that is planned, and what surrounds it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rotor_profiling import LossCost, RandomState, measure_loss, memory_meter, storage_bytes, tensors_in
+from rotor_py.capture.captured import CapturedGraph
+from rotor_py.chain import Cut, cut_layers, joined
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.measurement import Measurement, PrefixCost, Progress, measure
+from rotor_solver import simulate, store_all
+
+_log = logging.getLogger("rotor_py")
+_MOST_PLANS = 16
+_TABLES = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A graph with gradients, measured: cut into stages, and the values that all of them share."""
+
+    graph: CapturedGraph
+    cut: Cut
+    measurement: Measurement
+    shared: tuple[Any, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(stage.saved_bytes for stage in self.measurement.stages)
+
+
+class CaptureSession:
+    """The graphs of one model. `run_stages(cut, value)` runs the stages of the main one by the plan.
+
+    Dynamo calls the graphs in the course of the model's forward. The one that keeps most for its backward is planned;
+    others run as they are, and their memory is accounted for.
+    """
+
+    def __init__(self, model: nn.Module, run_stages: Callable[[Cut, Any], Any], granularity: int) -> None:
+        self.model = model
+        self._run_stages = run_stages
+        self._granularity = granularity
+        self._compiled: Callable[..., Any] | None = None
+        self._buffers: frozenset[int] = frozenset()
+        self._call: Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]] = self._train
+        self._main: _Part | None = None
+        self._cuts: dict[int, tuple[CapturedGraph, Cut]] = {}
+        self._plain: dict[int, CapturedGraph] = {}
+        self._reached = False
+        self._plans = 0
+
+    def count_plan(self) -> None:
+        """UnsupportedModelError if inputs keep growing: every plan takes a while."""
+        self._plans += 1
+        if self._plans > _MOST_PLANS:
+            raise UnsupportedModelError(
+                f"the model has been planned {_MOST_PLANS} times, and its input has changed again; call measure() once "
+                "with the largest input there will be"
+            )
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward by the plan."""
+        self._reached = False
+        self._call = self._train
+        output = self._forward(args, kwargs)
+        if not self._reached:
+            raise UnsupportedModelError(
+                "TorchDynamo did not hand over the model's graph this time, so the step would not have followed the "
+                "plan; TORCH_LOGS=recompiles,graph_breaks says why"
+            )
+        return output
+
+    def measure(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        *,
+        loss: Callable[[Any], torch.Tensor] | None,
+        progress: Progress | None,
+        **options: Any,
+    ) -> tuple[Cut, Measurement, tuple[Any, ...]]:
+        """Capture and measure all graphs; the main one's stages, the measurement of the whole step, and the values
+        that all stages share. Nothing of the model is changed.
+        """
+        parts: list[_Part] = []
+
+        def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+            graph.split(arguments)
+            if not graph.trains:
+                with torch.no_grad():
+                    return list(graph.graph_module(*arguments))
+            value, values = graph.enter(arguments)
+            found = replace(cut_layers(graph.layers, value, device), input_owned=True)
+            made: list[Any] = []
+            measurement = measure(
+                found, value, device, progress=progress, silent=graph.silent, done=made.append, **options
+            )
+            measurement = replace(measurement, prefix=_context_cost(graph, arguments, device))
+            parts.append(_Part(graph, found, measurement, value))
+            return graph.leave(made[0], values)
+
+        self._call = run
+        state = RandomState.now((device,))
+        with _attributes_kept(self.model):
+            try:
+                output = self._forward(args, kwargs)
+            finally:
+                self._call = self._train
+                state.restore()
+        if not parts:
+            raise UnsupportedModelError(
+                "TorchDynamo found no graph with a gradient in the model's forward; TORCH_LOGS=graph_breaks says why"
+            )
+        main = max(parts, key=lambda part: part.saved_bytes)
+        self._main, self._cuts = main, {id(main.graph): (main.graph, main.cut)}
+        self._plain = {id(part.graph): part.graph for part in parts if part is not main}
+        measurement = _with_others(main.measurement, parts[: parts.index(main)], parts[parts.index(main) + 1 :])
+        cost = measure_loss(loss, output, device=device, output_bytes=_held(output)) if loss is not None else None
+        if cost is not None:
+            before = measurement.loss
+            cost = LossCost(before.seconds + cost.seconds, before.temp_bytes + cost.temp_bytes, cost.kept_bytes)
+            measurement = replace(measurement, loss=cost)
+        return main.cut, measurement, main.shared
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._compiled is None:
+            self._buffers = frozenset(id(buffer) for buffer in self.model.buffers())
+            self._compiled = torch.compile(self.model.forward, backend=self._backend)
+        return self._compiled(*args, **self._without_cache(kwargs))
+
+    def _backend(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        return CapturedGraph(graph_module, self._buffers, self._granularity, lambda *call: self._call(*call))
+
+    def _train(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+        """Run a graph: by the plan if it is the main one, or the same for other shapes."""
+        if id(graph) in self._plain or not torch.is_grad_enabled():
+            return list(graph.graph_module(*arguments))
+        graph.split(arguments)
+        if not graph.trains:
+            return list(graph.graph_module(*arguments))
+        value, values = graph.enter(arguments)
+        if id(graph) not in self._cuts:
+            self._adopt(graph)
+        self._reached = True
+        return graph.leave(self._run_stages(self._cuts[id(graph)][1], value), values)
+
+    def _adopt(self, graph: CapturedGraph) -> None:
+        """Use the plan of the main graph for the same graph of other shapes."""
+        assert self._main is not None
+        main = self._main
+        if [name for name, _ in graph.layers] != [name for name, _ in main.graph.layers]:
+            raise UnsupportedModelError(
+                f"the model did something else than when it was measured: its graph has {len(graph.layers)} pieces and "
+                f"had {len(main.graph.layers)}; call measure() with an input that makes it take the longest way"
+            )
+        found = dict(graph.layers)
+        stages = tuple(joined([(name, found[name]) for name in group]) for group in main.cut.groups())
+        prefix = tuple((name, found[name]) for name, _ in main.cut.prefix)
+        self._cuts[id(graph)] = graph, Cut(prefix, stages, input_owned=True)
+
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keys and values of attention for a later call, which models of transformers return unless told not to."""
+        config = getattr(self.model, "config", None)
+        if not getattr(config, "use_cache", False) or "use_cache" in kwargs:
+            return kwargs
+        if "use_cache" not in inspect.signature(self.model.forward).parameters:
+            return kwargs
+        if self._plans <= 1:
+            _log.info("use_cache is off while training: what it keeps is of no use there, and takes memory")
+        return {**kwargs, "use_cache": False}
+
+
+def _with_others(main: Measurement, before: list[_Part], after: list[_Part]) -> Measurement:
+    """The measurement of the main graph, with what the graphs before and after it keep and need."""
+    seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes
+    for part in after:
+        chain = part.measurement.chain(fresh_gradients=True)
+        whole = simulate(chain, store_all(chain))
+        seconds, temp = seconds + whole.makespan, temp + whole.peak
+    kept += sum(part.saved_bytes for part in before)
+    return replace(main, loss=LossCost(seconds, temp, kept))
+
+
+def _context_cost(graph: CapturedGraph, arguments: tuple[Any, ...], device: torch.device) -> PrefixCost:
+    module, positions = graph.context
+    if module is None:
+        return PrefixCost(0.0, 0)
+    with torch.no_grad(), memory_meter(device) as meter:
+        made = module(*(arguments[position] for position in positions))
+    (phase,) = meter.phases.values()
+    return PrefixCost(0.0, max(0, phase.rise - storage_bytes(tensors_in(made))))
+
+
+def _held(output: Any) -> int:
+    """Bytes of the tensors that get a gradient."""
+    return storage_bytes(tensor for tensor in tensors_in(output) if tensor.requires_grad)
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward may set on modules, parameters and buffers aside."""
+    before = [(vars(module), {k: v for k, v in vars(module).items() if k not in _TABLES}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            for key in [key for key in attributes if key not in _TABLES and key not in kept]:
+                del attributes[key]
+            attributes.update(kept)

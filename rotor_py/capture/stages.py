@@ -1,0 +1,182 @@
+"""The pieces of a graph as modules: each takes what is live before it, and returns what is live after it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from rotor_py.capture.cuts import Cuts
+from rotor_py.capture.graph import Facts, Modes, module_path, new_bytes, tensors_of
+
+_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+
+
+class GraphStage(nn.Module):
+    """A piece of a graph, run node by node.
+
+    `carried` says which of the tensors that it returns are carried past cuts: name and position. `signature` is equal
+    for pieces that do the same.
+    """
+
+    def __init__(self, body: fx.GraphModule, carried: dict[str, int], signature: Hashable) -> None:
+        super().__init__()
+        self.body = body
+        self.carried = carried
+        self.signature = signature
+
+    def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Values in and values out are tuples of tensors and numbers."""
+        gradients = torch.is_grad_enabled()
+        try:
+            result: tuple[Any, ...] = self.body(*values)
+        finally:
+            torch._C._set_grad_enabled(gradients)
+        return result
+
+
+class Emitter:
+    """Copies nodes of a graph into another one, with the modes that each was in."""
+
+    def __init__(self, facts: Facts, inputs: Iterable[fx.Node]) -> None:
+        self.facts = facts
+        self.graph = fx.Graph()
+        self.attributes: dict[str, Any] = {}
+        self.copies: dict[fx.Node, fx.Node] = {node: self.graph.placeholder(node.name) for node in inputs}
+        self.signature: list[Hashable] = []
+        self._numbers: dict[fx.Node, int] = {node: number for number, node in enumerate(self.copies)}
+        self._open: list[tuple[fx.Node, fx.Node]] = []
+        self._gradients_off: fx.Node | None = None
+
+    def add(self, node: fx.Node) -> None:
+        """Copy a node."""
+        self._switch(self.facts.modes[node])
+        self.copies[node] = self.graph.node_copy(node, self._copied)
+        if node.op in ("get_attr", "call_module"):
+            self.attributes[str(node.target)] = _attribute(node.graph.owning_module, str(node.target))
+        target = node.target if node.op in ("call_function", "call_method") else id(node)
+        self.signature.append((node.op, target, self._plain(node.args), self._plain(node.kwargs)))
+        self._numbers[node] = len(self._numbers)
+
+    def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
+        """The new graph as a module that returns `outputs`, nodes or constants, as a tuple."""
+        self._switch(Modes())
+        made = tuple(self._copied(each) if isinstance(each, fx.Node) else each for each in outputs)
+        self.graph.output(made)
+        self.signature.append(("output", self._plain(tuple(outputs))))
+        return fx.GraphModule(self.attributes, self.graph, "GraphStage")
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        if node not in self.copies:  # a parameter, a buffer, or the body of an operator
+            name = node.name
+            self.attributes[name] = self.facts.modules.get(node, self.facts.owned.get(node))
+            self.copies[node] = self.graph.get_attr(name)
+        return self.copies[node]
+
+    def _switch(self, modes: Modes) -> None:
+        kept = 0
+        while kept < min(len(self._open), len(modes.autocast)) and self._open[kept][0] is modes.autocast[kept]:
+            kept += 1
+        while len(self._open) > kept:
+            self.graph.call_function(_EXIT, (self._open.pop()[1],))
+        for node in modes.autocast[kept:]:
+            self._open.append((node, self.graph.call_function(_ENTER, node.args, node.kwargs)))
+            self.signature.append(("autocast", node.args))
+        if modes.gradients and self._gradients_off is not None:
+            self.graph.call_function(torch._C._set_grad_enabled, (self._gradients_off,))
+            self._gradients_off = None
+        elif not modes.gradients and self._gradients_off is None:
+            self._gradients_off = self.graph.call_function(torch.is_grad_enabled)
+            self.graph.call_function(torch._C._set_grad_enabled, (False,))
+            self.signature.append("no gradients")
+
+    def _plain(self, value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            if value not in self._numbers:
+                self._numbers[value] = len(self._numbers)
+            return "node", self._numbers[value]
+        if isinstance(value, tuple | list):
+            return tuple(map(self._plain, value))
+        if isinstance(value, dict):
+            return tuple((key, self._plain(each)) for key, each in value.items())
+        if isinstance(value, slice):
+            return "slice", self._plain(value.start), self._plain(value.stop), self._plain(value.step)
+        return (type(value).__name__, value) if isinstance(value, Hashable) else id(value)
+
+
+def stages_of(facts: Facts, cuts: Cuts) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
+    """The stages with their names, what goes into the first, and what comes out of the last."""
+    bounds = [0, *(end + 1 for end in cuts.ends)]
+    pieces = [facts.body[low:high] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    early = {*facts.context, *(node for node in facts.given)}
+    needed: list[list[fx.Node]] = [[]]
+    for piece in reversed(pieces):
+        used = dict.fromkeys(each for node in piece for each in node.all_input_nodes if each in early)
+        needed.append(list(dict.fromkeys([*needed[-1], *used])))
+    shared = needed[::-1]
+    entering = shared[0]
+    names = _names(pieces)
+    result: list[tuple[str, nn.Module]] = []
+    inputs, made = entering, set(facts.body)
+    leaving: list[fx.Node] = list(dict.fromkeys(node for node in facts.outputs if node in made))
+    for number, piece in enumerate(pieces):
+        outputs = leaving
+        if number < len(pieces) - 1:
+            outputs = [*cuts.live[cuts.ends[number]], *shared[number + 1]]
+        emitter = Emitter(facts, inputs)
+        for node in piece:
+            emitter.add(node)
+        body = emitter.finish(outputs)
+        tensors = [node for node in outputs if tensors_of(node)]
+        carried = {node.name: tensors.index(node) for node in cuts.carried if node in tensors}
+        result.append((names[number], GraphStage(body, carried, tuple(emitter.signature))))
+        inputs = outputs
+    return result, entering, leaving
+
+
+def context_of(facts: Facts, wanted: Sequence[fx.Node]) -> fx.GraphModule:
+    """What runs before the chain: from what the caller passes in to `wanted`."""
+    emitter = Emitter(facts, facts.given)
+    for node in facts.context:
+        emitter.add(node)
+    return emitter.finish(wanted)
+
+
+def _names(pieces: list[list[fx.Node]]) -> list[str]:
+    """The path of the module in which a piece does most, one level below what all of the piece has in common."""
+    found = []
+    for piece in pieces:
+        weights: Counter[str] = Counter()
+        for node in piece:
+            weights[module_path(node)] += new_bytes(node) + 1
+        found.append(_name(weights))
+    repeated = {name for name, count in Counter(found).items() if count > 1}
+    seen: Counter[str] = Counter()
+    for number, name in enumerate(found):
+        if name in repeated:
+            seen[name] += 1
+            found[number] = f"{name}#{seen[name]}"
+    return found
+
+
+def _name(weights: Counter[str]) -> str:
+    paths = [path.split(".") for path in weights if path]
+    if not paths:
+        return "(top)"
+    common = 0
+    while all(len(path) > common and path[common] == paths[0][common] for path in paths):
+        common += 1
+    below: Counter[str] = Counter()
+    for path, weight in weights.items():
+        if path:
+            below[".".join(path.split(".")[: common + 1])] += weight
+    return max(below, key=lambda path: below[path])
+
+
+def _attribute(module: Any, target: str) -> Any:
+    for part in target.split("."):
+        module = getattr(module, part)
+    return module
