@@ -134,10 +134,12 @@ def make_budget(
         gradients=gradients,
         optimizer=state,
         batch=batch if prefix else 0,
-        other=measurement.loss.kept_bytes + _other(device, parameters, accounted, optimizer),
+        other=measurement.loss.kept_bytes
+        + measurement.returned_bytes
+        + _other(device, parameters, accounted, optimizer),
     )
     entered = fixed.total + measurement.input_bytes
-    output_bytes = measurement.stages[-1].activation_bytes
+    output_bytes = measurement.stages[-1].activation_bytes + measurement.held_bytes
     at_step = output_bytes + (trained if fresh_gradients else 0) + (optimizer.step_bytes if optimizer else 0)
     return Budget(
         fixed=fixed,

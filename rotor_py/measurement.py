@@ -35,6 +35,8 @@ Progress = Callable[[int, int, str], None]
 """Called with the number of stages done, the number of all, and the name of the one that is measured now."""
 
 
+_NEVER = 2**48
+"""Scratch memory that no device has."""
 _SCALARS = {"cpu": 16, "cuda": 1024}
 """Bytes of a loss that nobody has measured, and of the gradient that a backward starts with: two scalars."""
 
@@ -51,14 +53,14 @@ class PrefixCost:
 class Carried:
     """A tensor that is kept beside the chain, of `nbytes`: made by stage first - 1, last used by stage `last`.
 
-    It is in memory from then on until the backward of the stage that made it, and so is its gradient from the backward
-    of `last` on. `last` is the number of stages for what is returned.
+    It is in memory from then on until the backward of the stage that made it, and so is its gradient, of
+    `gradient_bytes`, from the backward of `last` on. `last` is the number of stages for what is returned.
     """
 
     nbytes: int
     first: int
     last: int
-    gradient: bool
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,11 @@ class Measurement:
     carried: tuple[Carried, ...] = ()
     held_bytes: int = 0
     """of outputs that get no gradient"""
+
+    @property
+    def returned_bytes(self) -> int:
+        """Of carried tensors that are returned: the caller keeps the first ones, whatever is made again."""
+        return sum(each.nbytes for each in self.carried if each.last == len(self.stages))
 
     def chain(self, *, fresh_gradients: bool) -> Chain:
         """The chain for the solver; parameter gradients appear in it if they are freed between steps."""
@@ -93,13 +100,11 @@ class Measurement:
                     backward_temp[stage] += each.nbytes
                     replay_temp[stage] += each.nbytes
             backward_temp[length] += each.nbytes
-            if each.gradient:
-                gradient[min(each.last, length - 1)] += each.nbytes
-                if each.first:
-                    gradient[each.first - 1] -= each.nbytes
-            if each.last >= length and each.first:
-                gradient[each.first - 1] += each.nbytes
-        if self.held_bytes:
+            gradient[min(each.last, length - 1)] += each.gradient_bytes
+            if each.first:
+                gradient[each.first - 1] -= each.gradient_bytes
+        if self.held_bytes:  # a last stage that is run again would make them again
+            nograd_temp[length - 1] = _NEVER
             backward_temp[length - 1] += self.held_bytes
             replay_temp[length - 1] += self.held_bytes
             backward_temp[length] += self.held_bytes
@@ -154,7 +159,7 @@ def measure(
         parameters = storages(trained_parameters(function)).keys()
         last = position == len(cut.stages) - 1
         beside = list(storages(tensors_in(value)[i] for i in carried.values()))
-        carried = carried_by(function)
+        entering, carried = carried, carried_by(function)
         apart = tuple({*carried.values(), *(silent if last else ())})
         kind = (stage_kind(function, value), held, last, apart)
         runner = StageRunner(function, name, preserve_rng_state)
@@ -176,9 +181,11 @@ def measure(
         costs.append(known[kind])
         held = known[kind].activation_bytes
         value = _next(runner, value, device)
+        for node, i in entering.items():
+            size = known[kind].gradient_storage_bytes[i]
+            spans[node] = replace(spans[node], gradient_bytes=max(size, spans[node].gradient_bytes))
         for node, i in carried.items():
-            tensor = tensors_in(value)[i]
-            new = Carried(storage_bytes([tensor], [*owned, *beside]), position + 1, position + 1, tensor.requires_grad)
+            new = Carried(storage_bytes([tensors_in(value)[i]], [*owned, *beside]), position + 1, position + 1)
             spans[node] = replace(spans.get(node, new), last=position + 1)
     if progress is not None:
         progress(len(cut.stages), len(cut.stages), "loss")

@@ -12,13 +12,21 @@ from torch.utils._pytree import tree_flatten
 
 def stage_kind(function: Callable[..., Any], value: Any) -> Hashable:
     """A key that is equal for stages that cost the same. Anything that cannot be compared makes a kind of its own."""
-    return _function_kind(function), value_kind(value)
+    return _function_kind(function), value_kind(_relevant(function, value))
 
 
 def value_kind(value: Any) -> Hashable:
     """The structure of a value and, for every tensor in it, shape, strides, dtype, device and need of a gradient."""
     leaves, spec = tree_flatten(value)
     return str(spec), tuple(_plain(leaf) for leaf in leaves)
+
+
+def _relevant(function: Callable[..., Any], value: Any) -> Any:
+    """`value`, without what the modules of `function` only hand on, where they say what that is."""
+    if not isinstance(function, nn.Module):
+        return value
+    found: list[Any] = [module for module in function.modules() if hasattr(module, "relevant")]
+    return (found[0].divided(value)[0], *(module.relevant(value) for module in found)) if found else value
 
 
 def _function_kind(function: Callable[..., Any]) -> Hashable:

@@ -55,6 +55,8 @@ class StageCost:
     replay_temp_bytes: int
     input_released_bytes: int
     output_released_bytes: int
+    gradient_storage_bytes: tuple[int, ...] = ()
+    """of the gradient of every tensor of the input: more than the gradient itself where that is a part of another"""
 
 
 def measure_stage(
@@ -84,7 +86,7 @@ def measure_stage(
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
         _step(runner, value)
-        phases, activation, kept_beside, gradient = _phases(
+        phases, activation, kept_beside, gradient, storage_sizes = _phases(
             runner,
             value,
             parameters,
@@ -112,6 +114,7 @@ def measure_stage(
         replay_temp_bytes=max(-input_bytes, phases["replay"].rise + gradient - both),
         input_released_bytes=released[0],
         output_released_bytes=min(released[1], activation, saved),
+        gradient_storage_bytes=storage_sizes,
     )
 
 
@@ -126,9 +129,9 @@ def _phases(
     output_held: bool,
     carried: Sequence[int],
     silent: Sequence[int],
-) -> tuple[dict[str, Phase], int, int, int]:
-    """Memory of every way to run the stage, |a_{i+1}|, the bytes of what is carried and was made here, and those of
-    the gradient handed to the replay.
+) -> tuple[dict[str, Phase], int, int, int, tuple[int, ...]]:
+    """Memory of every way to run the stage, |a_{i+1}|, the bytes of what is carried and was made here, those of the
+    gradient handed to the replay, and those behind every gradient that came out.
     """
     if fresh_gradients:
         _forget(parameters)
@@ -175,10 +178,12 @@ def _phases(
         del output
         kept = attached.backward(gradients)
         meter.mark("between")
-        del kept, attached, gradients
+        inputs = kept[: len(tensors_in(value))]
+        storage_sizes = tuple(0 if each is None else each.untyped_storage().nbytes() for each in inputs)
+        del kept, inputs, attached, gradients
     end = meter.phases["forward"].end
     phases = {"backward": Phase(end, end, end), **meter.phases}
-    return phases, activation, kept_beside, phases["gradient"].kept
+    return phases, activation, kept_beside, phases["gradient"].kept, storage_sizes
 
 
 def _released(

@@ -76,7 +76,9 @@ def _possible(facts: Facts, live: list[list[fx.Node]], carried: list[fx.Node]) -
     for at in range(end):
         tensors = [node for node in live[at] if tensors_of(node)]
         main = [node for node in tensors if node not in carried]
-        if len(main) > 1 or not any(map(carries_gradient, tensors)) or not facts.modes[facts.body[at]].gradients:
+        if len(main) > 1 or any(node in facts.outputs for node in main):  # what is returned is no checkpoint to drop
+            continue
+        if not any(map(carries_gradient, tensors)) or not facts.modes[facts.body[at]].gradients:
             continue
         if all(len(tensors_of(node)) == 1 and not isinstance(node.meta.get("example_value"), tuple) for node in main):
             found.append(at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -124,9 +125,7 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    for key in ("L['self']", "L['fn']", "L['mod']", "self"):
-        path = path.removeprefix(key)
+    path = re.sub(r"^L\['\w+'\]\.?", "", str(list(stack.values())[-1][0]))
     return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "").strip(".")
 
 

@@ -18,24 +18,47 @@ _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode
 class GraphStage(nn.Module):
     """A piece of a graph, run node by node.
 
-    `carried` says which of the tensors that it returns are carried past cuts: name and position. `signature` is equal
-    for pieces that do the same.
+    Its input and output are tuples of tensors and numbers: what is live there, and then what all stages share, of which
+    this one reads those at the positions `reads`; the last stage does not hand it on. `carried` says which of the
+    tensors that it returns are carried past cuts: name and position. `signature` is equal for pieces that do the same.
     """
 
-    def __init__(self, body: fx.GraphModule, carried: dict[str, int], signature: Hashable) -> None:
+    def __init__(
+        self,
+        body: fx.GraphModule,
+        *,
+        reads: tuple[int, ...],
+        shared: int,
+        last: bool,
+        carried: dict[str, int],
+        signature: Hashable,
+    ) -> None:
         super().__init__()
         self.body = body
+        self.reads = reads
+        self.shared = shared
+        self.last = last
         self.carried = carried
         self.signature = signature
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Values in and values out are tuples of tensors and numbers."""
         gradients = torch.is_grad_enabled()
+        live, shared = self.divided(values)
+        del values
         try:
-            result: tuple[Any, ...] = self.body(*values)
+            result: tuple[Any, ...] = self.body(*live, *(shared[position] for position in self.reads))
         finally:
             torch._C._set_grad_enabled(gradients)
-        return result
+        return result if self.last else (*result, *shared)
+
+    def divided(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What is live, and what is shared."""
+        count = len(values) - self.shared
+        return values[:count], values[count:]
+
+    def relevant(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The shared values that the stage reads."""
+        return tuple(self.divided(values)[1][position] for position in self.reads)
 
 
 class Emitter:
@@ -111,30 +134,33 @@ def stages_of(facts: Facts, cuts: Cuts) -> tuple[list[tuple[str, nn.Module]], li
     """The stages with their names, what goes into the first, and what comes out of the last."""
     bounds = [0, *(end + 1 for end in cuts.ends)]
     pieces = [facts.body[low:high] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
-    early = {*facts.context, *(node for node in facts.given)}
-    needed: list[list[fx.Node]] = [[]]
-    for piece in reversed(pieces):
-        used = dict.fromkeys(each for node in piece for each in node.all_input_nodes if each in early)
-        needed.append(list(dict.fromkeys([*needed[-1], *used])))
-    shared = needed[::-1]
-    entering = shared[0]
+    early = {*facts.context, *facts.given}
+    shared = list(dict.fromkeys(each for node in facts.body for each in node.all_input_nodes if each in early))
+    made = set(facts.body)
+    leaving: list[fx.Node] = list(dict.fromkeys(node for node in facts.outputs if node in made))
     names = _names(pieces)
     result: list[tuple[str, nn.Module]] = []
-    inputs, made = entering, set(facts.body)
-    leaving: list[fx.Node] = list(dict.fromkeys(node for node in facts.outputs if node in made))
+    inputs: list[fx.Node] = []
     for number, piece in enumerate(pieces):
-        outputs = leaving
-        if number < len(pieces) - 1:
-            outputs = [*cuts.live[cuts.ends[number]], *shared[number + 1]]
-        emitter = Emitter(facts, inputs)
+        last = number == len(pieces) - 1
+        outputs = leaving if last else cuts.live[cuts.ends[number]]
+        used = list(dict.fromkeys(each for node in piece for each in node.all_input_nodes if each in early))
+        emitter = Emitter(facts, [*inputs, *used])
         for node in piece:
             emitter.add(node)
         body = emitter.finish(outputs)
         tensors = [node for node in outputs if tensors_of(node)]
-        carried = {node.name: tensors.index(node) for node in cuts.carried if node in tensors}
-        result.append((names[number], GraphStage(body, carried, tuple(emitter.signature))))
+        stage = GraphStage(
+            body,
+            reads=tuple(map(shared.index, used)),
+            shared=len(shared),
+            last=last,
+            carried={node.name: tensors.index(node) for node in cuts.carried if node in tensors},
+            signature=tuple(emitter.signature),
+        )
+        result.append((names[number], stage))
         inputs = outputs
-    return result, entering, leaving
+    return result, shared, leaving
 
 
 def context_of(facts: Facts, wanted: Sequence[fx.Node]) -> fx.GraphModule:
