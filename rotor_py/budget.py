@@ -12,7 +12,19 @@ from rotor_profiling import OptimizerCost, bytes_like, storage_bytes, storages, 
 from rotor_py.device import allocated_bytes
 from rotor_py.measurement import Measurement
 from rotor_py.units import format_bytes, limit_text
-from rotor_solver import Backward, Chain, InfeasibleError, Loss, Sequence, min_bytes, simulate, store_all
+from rotor_solver import (
+    Algorithm,
+    Backward,
+    Chain,
+    InfeasibleError,
+    Loss,
+    Persistent,
+    Sequence,
+    StoreAll,
+    min_bytes,
+    simulate,
+    store_all,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +72,17 @@ class Budget:
         """The least limit for which there is a plan."""
         stored = self.peak_bytes(store_all(self.chain))
         return min(stored, max(self.floor_bytes, self.fixed.total + self.snapshot_bytes + min_bytes(self.chain)))
+
+    def solve(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
+        """A sequence for a whole step within `mem_limit` bytes; InfeasibleError if nothing fits."""
+        stored = store_all(self.chain)
+        if isinstance(algorithm, Persistent) and self.peak_bytes(stored) <= mem_limit:
+            return StoreAll().solve(self.chain, mem_limit)
+        if mem_limit < self.least_bytes():
+            raise self.refuse(mem_limit)
+        sequence = algorithm.solve(self.chain, self.chain_limit(mem_limit))
+        assert self.peak_bytes(sequence) <= mem_limit
+        return sequence
 
     def refuse(self, mem_limit: int) -> InfeasibleError:
         """The error for a limit that is too small, in terms of the whole step."""

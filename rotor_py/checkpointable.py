@@ -18,7 +18,7 @@ from rotor_py.budget import Budget, make_budget
 from rotor_py.capture.session import CaptureSession
 from rotor_py.chain import Cut, cut, is_chain
 from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.executor import replay
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.input_spec import TensorSpec, covers, reaches, spec_of, words
@@ -31,7 +31,7 @@ from rotor_py.runner import StageRunner
 from rotor_py.traits import traits_of
 from rotor_py.transparent import Transparent, in_training
 from rotor_py.units import format_bytes, parse_bytes
-from rotor_solver import Algorithm, Chain, Persistent, Sequence, StoreAll, simulate, store_all
+from rotor_solver import Algorithm, Chain, Persistent, Sequence, simulate, store_all
 
 _log = logging.getLogger("rotor_py")
 
@@ -65,7 +65,7 @@ class Checkpointable(Transparent):
 
     # fmt: off
     _own = frozenset({
-        "budget", "chain", "functions", "inspection_values", "loss_tmp_memory_usage", "mem_limit", "mem_slots", "model",
+        "budget", "captured", "chain", "functions", "inspection_values", "loss_tmp_memory_usage", "mem_limit", "mem_slots", "model",
         "names", "preserve_rng_state", "progress", "sequence", "training", "verbosity",
     })
     # fmt: on
@@ -123,6 +123,11 @@ class Checkpointable(Transparent):
     # Planning
 
     @property
+    def captured(self) -> bool:
+        """Whether TorchDynamo captures the model's graph; a nesting of `nn.Sequential` is a chain as it stands."""
+        return self._capture is not None
+
+    @property
     def device(self) -> torch.device:
         """The device that the model trains on, and whose memory the limit is about."""
         devices = ModelState.of(self.model).devices | {
@@ -172,7 +177,7 @@ class Checkpointable(Transparent):
             algo = Persistent(slots=slots)
         elif isinstance(algo, type):
             algo = algo(**algo_kwargs)
-        self.sequence = self._solve(budget, limit, algo)
+        self.sequence = budget.solve(limit, algo)
         if custom_mem_limit_bytes is not None:
             self.mem_limit = custom_mem_limit_bytes
         if self.verbosity:
@@ -311,16 +316,31 @@ class Checkpointable(Transparent):
         trains = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         if not state.trains and not trains:
             return self.model.forward(*args, **kwargs)
-        if self._plan is None and (
-            self._cut is None or state != self._state or not reaches(self._value, (args, kwargs))
-        ):
-            capture.count_plan()
-            if self._cut is not None:
-                _log.warning("planning again: the input is %s", words(spec_of((args, kwargs))))
-            self._prepare_captured(capture, args, kwargs)
+        value = (args, kwargs)
+        if self._plan is not None:
+            if state != self._state:
+                self._plan.refuse_other(model=model_fingerprint(self.model))
+                self._state = state
+            if self._value is None or not reaches(self._value, value):
+                self._plan.refuse_other(value=input_fingerprint(value, self.device))
+                self._value = spec_of(value)
+            return capture.run(args, kwargs)
+        if self._cut is None or state != self._state or not reaches(self._value, value):
+            self._plan_again(capture, args, kwargs)
         if self.sequence is None:
             self.compute_sequence()
-        return capture.run(args, kwargs)
+        try:
+            return capture.run(args, kwargs)
+        except PlanMismatchError:  # the model takes another way, for another shape for example
+            self._plan_again(capture, args, kwargs)
+            self.compute_sequence()
+            return capture.run(args, kwargs)
+
+    def _plan_again(self, capture: CaptureSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        capture.count_plan()
+        if self._cut is not None:
+            _log.warning("planning again: the input is %s", words(spec_of((args, kwargs))))
+        self._prepare_captured(capture, args, kwargs)
 
     def _run_captured(self, runnable: Cut, value: Any) -> Any:
         """Run the stages of the main graph by the plan."""
@@ -339,20 +359,14 @@ class Checkpointable(Transparent):
 
     def _adopt(self, plan: Plan) -> None:
         plan.refuse_other(model=model_fingerprint(self.model))
-        self._plan, self.sequence, self._cut = plan, plan.sequence, plan.cut(self.model)
+        self._plan, self.sequence = plan, plan.sequence
         if self.mem_limit is None:
             self.mem_limit = plan.mem_limit
-        self._name_stages()
-
-    def _solve(self, budget: Budget, limit: int, algorithm: Algorithm) -> Sequence:
-        stored = store_all(budget.chain)
-        if isinstance(algorithm, Persistent) and budget.peak_bytes(stored) <= limit:
-            return StoreAll().solve(budget.chain, limit)
-        if limit < budget.least_bytes():
-            raise budget.refuse(limit)
-        sequence = algorithm.solve(budget.chain, budget.chain_limit(limit))
-        assert budget.peak_bytes(sequence) <= limit
-        return sequence
+        if self._capture is not None:
+            self._capture.cut_like = plan.cut_layers
+        else:
+            self._cut = plan.cut(self.model)
+            self._name_stages()
 
     def _measured(self) -> Budget:
         if self.budget is None:

@@ -55,7 +55,7 @@ def covers(planned: Any, value: Any) -> bool:
 
 
 def reaches(planned: Any, value: Any) -> bool:
-    """Whether every tensor of `value` is as the one of `planned`, the spec of an input, or smaller in some dimension."""
+    """Whether every tensor of `value` is as the one of `planned`, the spec of an input, or smaller."""
     found, spec = tree_flatten(spec_of(value))
     expected, planned_spec = tree_flatten(planned)
     return spec == planned_spec and all(

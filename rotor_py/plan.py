@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_py.chain import Cut, joined, layers
+from rotor_py.chain import Cut, Layer, joined, layers
 from rotor_py.errors import PlanMismatchError
 from rotor_py.fingerprint import refuse_difference, refuse_other_input
 from rotor_py.program import program
@@ -84,7 +84,11 @@ class Plan:
 
     def cut(self, model: nn.Module) -> Cut:
         """The chain that this plan makes of `model`. PlanMismatchError if it is not the model it was made for."""
-        found = dict(layers(model))
+        return self.cut_layers(layers(model))
+
+    def cut_layers(self, named: list[Layer]) -> Cut:
+        """`cut`, for layers that follow each other."""
+        found = dict(named)
         planned = [name for group in [self.prefix, *self.stages] for name in group]
         if planned != list(found):
             raise PlanMismatchError("the order of layers", ", ".join(planned), ", ".join(found))

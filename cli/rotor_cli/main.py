@@ -27,6 +27,7 @@ Examples:
   rotor-plan model.py --mem-limit 80% --batch 64 --verify
   rotor-plan model.py:encoder --mem-limit 512MiB --input 32,3,224,224
   rotor-plan package.models:net --mem-limit 4GB --json - | jq .plan
+  rotor-plan transformers:LlamaForCausalLM --config '{"num_hidden_layers": 8}' --input 4,512:int64 --mem-limit 8GB
 
 \b
 Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model file; 3 no plan fits;
@@ -42,6 +43,9 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 @click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. [default: cuda where there is one]")
 @click.option("--batch", type=int, metavar="N", help="Number of samples in a batch.")
 @click.option("--input", "shape", metavar="SHAPE", help="Replace `sample`: 32,3,224,224, or 8,128:int64.")
+@click.option(
+    "--config", metavar="JSON", help="For a model class of transformers: its configuration, as JSON or a file of it."
+)
 @click.option(
     "--slots", type=click.IntRange(min=1), default=500, show_default=True, help="How finely memory is divided."
 )
@@ -59,6 +63,7 @@ def main(
     device: str | None,
     batch: int | None,
     shape: str | None,
+    config: str | None,
     slots: int,
     fresh_grads: bool,
     verify: bool,
@@ -68,7 +73,8 @@ def main(
 ) -> None:
     """Plan a training step of MODEL that stays inside a memory limit, at the least extra time.
 
-    MODEL is file.py, file.py:name or package.module:name. It defines `model` (a module, or a function that returns
+    MODEL is file.py, file.py:name or package.module:name. A class of models of transformers, with --config, is made
+    with random weights. Else it defines `model` (a module, or a function that returns
     one) and `sample` (a tensor, tuple or dict, or a function of the batch size that returns one); `loss` (a function
     of the output) and `optimizer` (a function of the parameters) are optional.
     """
@@ -76,7 +82,7 @@ def main(
     try:
         for path in (json_file, plan_file):
             _refuse_unwritable(path)
-        facts = _plan(model, mem_limit, device, batch, shape, slots, fresh_grads, verify, plan_file)
+        facts = _plan(model, mem_limit, device, batch, shape, config, slots, fresh_grads, verify, plan_file)
         _show(facts, json_file, plan_file)
     except Failure:
         raise
@@ -100,6 +106,7 @@ def _plan(
     device_name: str | None,
     batch: int | None,
     shape: str | None,
+    config: str | None,
     slots: int,
     fresh_grads: bool,
     verify: bool,
@@ -111,7 +118,7 @@ def _plan(
 
     device = _device(device_name)
     limit = _limit(mem_limit, device)
-    found = load(target, device, batch, shape)
+    found = load(target, device, batch, shape, config)
     with _explained(found.file):
         network = Checkpointable(
             found.model,
@@ -156,9 +163,14 @@ def _verify(network: Checkpointable, found: ModelFile, device: torch.device, fre
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """The mean of squares, where the model file has no loss."""
+    """The model's own loss if it returns one, else the mean of squares."""
+    import torch
+
     from rotor_profiling import tensors_in
 
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor) and own.requires_grad:
+        return own
     parts = [t.square().mean() for t in tensors_in(output) if t.requires_grad]
     if not parts:
         raise usage(

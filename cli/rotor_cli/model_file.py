@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from rotor_cli.ecosystem import configuration_class, example_of, make
 from rotor_cli.errors import model_code, usage
 
 DEFAULT_BATCH = 8
@@ -48,19 +49,30 @@ class ModelFile:
     optimizer: torch.optim.Optimizer | None
 
 
-def load(target: str, device: torch.device, batch: int | None, shape: str | None) -> ModelFile:
+def load(
+    target: str, device: torch.device, batch: int | None, shape: str | None, config: str | None = None
+) -> ModelFile:
     """Read `file.py`, `file.py:name` or `package.module:name`; Failure in words if that does not work."""
     location, name = _split(target)
     module, file = _import(location)
+    wanted = getattr(module, name, None)
+    configurable = configuration_class(wanted)
+    if config is not None and configurable is None:
+        raise usage(f"--config is for a class of models of transformers, and {target} is none")
     with model_code(file):
-        model = _made(getattr(module, name, None), torch.nn.Module)
+        model = _made(wanted, torch.nn.Module) if configurable is None else make(wanted, configurable, config)
     if not isinstance(model, nn.Module):
         raise usage(
             _unusable(file, name, module, f"a model called {name!r} (a torch.nn.Module, or a function that makes one)")
         )
-    sample = _tensor(shape) if shape else _sample(module, file, batch)
+    if configurable is not None:
+        sample = example_of(model, None if shape is None else _tensor(shape))
+    else:
+        sample = _tensor(shape) if shape else _sample(module, file, batch)
     sample = _with_batch(sample, batch) if batch is not None else sample
     loss, make_optimizer = getattr(module, "loss", None), getattr(module, "optimizer", None)
+    if configurable is not None:
+        loss = make_optimizer = None
     if loss is not None and not callable(loss):
         raise usage(f"`loss` in {file} is {type(loss).__name__}; it has to be a function of the model's output")
     with model_code(file):

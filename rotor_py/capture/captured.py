@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_py.capture.cuts import find_cuts
 from rotor_py.capture.graph import Facts, carries_gradient, read, tensors_of
 from rotor_py.capture.stages import context_of, stages_of
 from rotor_py.chain import Layer
+from rotor_py.measurement import PrefixCost
 
 Run = Callable[["CapturedGraph", tuple[Any, ...]], Sequence[Any]]
 
@@ -84,11 +86,16 @@ class CapturedGraph:
         values = {**values, **dict(zip(self._leaving, made, strict=True))}
         return [values[each] if isinstance(each, fx.Node) else each for each in self._facts.outputs]
 
-    @property
-    def context(self) -> tuple[nn.Module | None, list[int]]:
-        """The module that runs before the chain, and the positions of its inputs among the graph's."""
+    def context_cost(self, arguments: tuple[Any, ...], device: torch.device) -> PrefixCost:
+        """What running before the chain needs beyond what it makes."""
         assert self._facts is not None
-        return self._context, [self._placeholders.index(node) for node in self._facts.given]
+        if self._context is None:
+            return PrefixCost(0.0, 0)
+        given = [arguments[self._placeholders.index(node)] for node in self._facts.given]
+        with torch.no_grad(), memory_meter(device) as meter:
+            made = self._context(*given)
+        (phase,) = meter.phases.values()
+        return PrefixCost(0.0, max(0, phase.rise - storage_bytes(tensors_in(made))))
 
     def _bind(self, values: dict[fx.Node, Any]) -> None:
         """Put parameters and buffers in the place of those that were there at the last call, if they are others."""
@@ -98,5 +105,5 @@ class CapturedGraph:
         roots = [module for _, module in self.layers] + ([self._context] if self._context is not None else [])
         for module in (each for root in roots for each in root.modules()):
             for table in (module._parameters, module._buffers):
-                table.update({name: other[id(old)] for name, old in table.items() if id(old) in other})  # type: ignore[arg-type]
+                table.update({name: other[id(old)] for name, old in table.items() if id(old) in other})
         self._owned = {node: values[node] for node in self._owned}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import fx
@@ -87,7 +88,7 @@ def _possible(facts: Facts, live: list[list[fx.Node]], carried: list[fx.Node]) -
 
 def _largest(ends: list[int], weights: list[int]) -> tuple[int, int]:
     bounds = [0, *(end + 1 for end in ends)]
-    pairs = list(zip(bounds[:-1], bounds[1:], strict=True))
+    pairs = list(itertools.pairwise(bounds))
     return max(pairs, key=lambda pair: sum(weights[pair[0] : pair[1]]))
 
 

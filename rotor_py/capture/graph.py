@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
 _IN_PLACE = {operator.setitem, operator.delitem}
-_IN_PLACE |= {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")}
+_IN_PLACE |= {
+    getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")
+}
 _GRAD_MODE = torch._C._set_grad_enabled
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 

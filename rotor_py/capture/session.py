@@ -7,16 +7,19 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from rotor_profiling import LossCost, RandomState, measure_loss, memory_meter, storage_bytes, tensors_in
+from rotor_profiling import LossCost, RandomState, measure_loss, storage_bytes, tensors_in
 from rotor_py.capture.captured import CapturedGraph
-from rotor_py.chain import Cut, cut_layers, joined
-from rotor_py.errors import UnsupportedModelError
-from rotor_py.measurement import Measurement, PrefixCost, Progress, measure
+from rotor_py.chain import Cut, Layer, cut_layers, joined
+from rotor_py.errors import PlanMismatchError, UnsupportedModelError
+from rotor_py.measurement import Measurement, Progress, measure
+from rotor_py.traits import remember, traits_of
 from rotor_solver import simulate, store_all
 
 _log = logging.getLogger("rotor_py")
@@ -52,7 +55,8 @@ class CaptureSession:
         self._compiled: Callable[..., Any] | None = None
         self._buffers: frozenset[int] = frozenset()
         self._call: Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]] = self._train
-        self._main: _Part | None = None
+        self.cut_like: Callable[[list[Layer]], Cut] | None = None
+        """cuts the layers of a graph as those of the main graph were cut; PlanMismatchError if they are others"""
         self._cuts: dict[int, tuple[CapturedGraph, Cut]] = {}
         self._plain: dict[int, CapturedGraph] = {}
         self._reached = False
@@ -105,7 +109,7 @@ class CaptureSession:
             measurement = measure(
                 found, value, device, progress=progress, silent=graph.silent, done=made.append, **options
             )
-            measurement = replace(measurement, prefix=_context_cost(graph, arguments, device))
+            measurement = replace(measurement, prefix=graph.context_cost(arguments, device))
             parts.append(_Part(graph, found, measurement, value))
             return graph.leave(made[0], values)
 
@@ -122,7 +126,8 @@ class CaptureSession:
                 "TorchDynamo found no graph with a gradient in the model's forward; TORCH_LOGS=graph_breaks says why"
             )
         main = max(parts, key=lambda part: part.saved_bytes)
-        self._main, self._cuts = main, {id(main.graph): (main.graph, main.cut)}
+        self.cut_like = partial(_cut_like, main)
+        self._cuts = {id(main.graph): (main.graph, main.cut)}
         self._plain = {id(part.graph): part.graph for part in parts if part is not main}
         measurement = _with_others(main.measurement, parts[: parts.index(main)], parts[parts.index(main) + 1 :])
         cost = measure_loss(loss, output, device=device, output_bytes=_held(output)) if loss is not None else None
@@ -135,7 +140,7 @@ class CaptureSession:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._compiled is None:
             self._buffers = frozenset(id(buffer) for buffer in self.model.buffers())
-            self._compiled = torch.compile(self.model.forward, backend=self._backend)
+            self._compiled = torch.compile(_own_function(self.model), backend=self._backend)
         return self._compiled(*args, **self._without_cache(kwargs))
 
     def _backend(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -148,25 +153,23 @@ class CaptureSession:
         graph.split(arguments)
         if not graph.trains:
             return list(graph.graph_module(*arguments))
+        if id(graph) not in self._cuts and not self._adopt(graph):
+            return list(graph.graph_module(*arguments))
         value, values = graph.enter(arguments)
-        if id(graph) not in self._cuts:
-            self._adopt(graph)
         self._reached = True
         return graph.leave(self._run_stages(self._cuts[id(graph)][1], value), values)
 
-    def _adopt(self, graph: CapturedGraph) -> None:
-        """Use the plan of the main graph for the same graph of other shapes."""
-        assert self._main is not None
-        main = self._main
-        if [name for name, _ in graph.layers] != [name for name, _ in main.graph.layers]:
-            raise UnsupportedModelError(
-                f"the model did something else than when it was measured: its graph has {len(graph.layers)} pieces and "
-                f"had {len(main.graph.layers)}; call measure() with an input that makes it take the longest way"
-            )
-        found = dict(graph.layers)
-        stages = tuple(joined([(name, found[name]) for name in group]) for group in main.cut.groups())
-        prefix = tuple((name, found[name]) for name, _ in main.cut.prefix)
-        self._cuts[id(graph)] = graph, Cut(prefix, stages, input_owned=True)
+    def _adopt(self, graph: CapturedGraph) -> bool:
+        """Use the plan of the main graph for the same graph of other shapes; False if it is another graph, after it."""
+        assert self.cut_like is not None
+        try:
+            self._cuts[id(graph)] = graph, replace(self.cut_like(graph.layers), input_owned=True)
+        except PlanMismatchError:
+            if not self._reached:
+                raise
+            self._plain[id(graph)] = graph
+            return False
+        return True
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keys and values of attention for a later call, which models of transformers return unless told not to."""
@@ -180,6 +183,30 @@ class CaptureSession:
         return {**kwargs, "use_cache": False}
 
 
+def _own_function(model: nn.Module) -> Callable[..., Any]:
+    """The model's forward, as a function with code of its own: Dynamo counts recompilations by code, and gives up on
+    code that many models share.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model.forward(*args, **kwargs)
+
+    code = forward.__code__.replace()
+    return FunctionType(code, forward.__globals__, forward.__name__, None, forward.__closure__)
+
+
+def _cut_like(main: _Part, layers: list[Layer]) -> Cut:
+    found = dict(layers)
+    if list(found) != [name for name, _ in main.graph.layers]:
+        raise PlanMismatchError(
+            "the captured graph", f"{len(main.graph.layers)} pieces", f"{len(found)} pieces, or others"
+        )
+    stages = tuple(joined([(name, found[name]) for name in group]) for group in main.cut.groups())
+    for (_, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
+        remember(stage, traits_of(measured))
+    return Cut(tuple((name, found[name]) for name, _ in main.cut.prefix), stages)
+
+
 def _with_others(main: Measurement, before: list[_Part], after: list[_Part]) -> Measurement:
     """The measurement of the main graph, with what the graphs before and after it keep and need."""
     seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes
@@ -189,16 +216,6 @@ def _with_others(main: Measurement, before: list[_Part], after: list[_Part]) -> 
         seconds, temp = seconds + whole.makespan, temp + whole.peak
     kept += sum(part.saved_bytes for part in before)
     return replace(main, loss=LossCost(seconds, temp, kept))
-
-
-def _context_cost(graph: CapturedGraph, arguments: tuple[Any, ...], device: torch.device) -> PrefixCost:
-    module, positions = graph.context
-    if module is None:
-        return PrefixCost(0.0, 0)
-    with torch.no_grad(), memory_meter(device) as meter:
-        made = module(*(arguments[position] for position in positions))
-    (phase,) = meter.phases.values()
-    return PrefixCost(0.0, max(0, phase.rise - storage_bytes(tensors_in(made))))
 
 
 def _held(output: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -133,7 +134,7 @@ class Emitter:
 def stages_of(facts: Facts, cuts: Cuts) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
     """The stages with their names, what goes into the first, and what comes out of the last."""
     bounds = [0, *(end + 1 for end in cuts.ends)]
-    pieces = [facts.body[low:high] for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    pieces = [facts.body[low:high] for low, high in itertools.pairwise(bounds)]
     early = {*facts.context, *facts.given}
     shared = list(dict.fromkeys(each for node in facts.body for each in node.all_input_nodes if each in early))
     made = set(facts.body)

@@ -1,0 +1,68 @@
+"""Training steps with a plan and without one, compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_profiling import measured_peak, tensors_in
+from rotor_py import Checkpointable, store_all
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def limits(planned: Checkpointable) -> tuple[int, int]:
+    """The least limit, and what storing everything needs."""
+    assert planned.budget is not None
+    return planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def compare(planned: Checkpointable, plain: nn.Module, inputs: dict[str, Any], loss: Loss, steps: int = 2) -> int:
+    """Train both from the same weights; everything has to be equal, bit for bit. The largest measured peak."""
+    planned.load_state_dict(copy.deepcopy(plain.state_dict()))
+    networks = (planned, copy.deepcopy(plain).train())
+    optimizers = [adamw(network) for network in networks]
+    peaks = []
+    for number in range(steps):
+        losses = []
+        for network, optimizer in zip(networks, optimizers, strict=True):
+            optimizer.zero_grad()
+            torch.manual_seed(number)
+            peak, value = step(network, optimizer, inputs, loss)
+            losses.append(value)
+            if network is planned and number:  # there is no optimizer state before
+                peaks.append(peak)
+        assert torch.equal(losses[0], losses[1])
+        for found, expected in zip(everything(networks[0]), everything(networks[1]), strict=True):
+            assert torch.equal(found, expected)
+        assert torch.equal(torch.get_rng_state(), torch.get_rng_state())
+    return max(peaks)
+
+
+def step(
+    network: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any], loss: Loss
+) -> tuple[int, torch.Tensor]:
+    state = tensors_in([list(entry.values()) for entry in optimizer.state.values()])
+    present = [*network.parameters(), *network.buffers(), *state, *tensors_in(inputs)]
+    values: list[torch.Tensor] = []
+
+    def run() -> None:
+        value = loss(network(**inputs))
+        value.backward()
+        optimizer.step()
+        values.append(value.detach())
+
+    return measured_peak(run, present, torch.device("cpu")), values[0]
+
+
+def everything(network: nn.Module) -> list[torch.Tensor]:
+    gradients = [p.grad for p in network.parameters() if p.grad is not None]
+    return [*network.parameters(), *gradients, *network.buffers()]

@@ -1,0 +1,117 @@
+"""Shapes, graph breaks, plans as files, the backend, and what measuring leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, PlanMismatchError
+from tests.capture.steps import compare, limits
+from tests.capture.test_graph import Tower, planned_tower, tower_loss
+
+
+def train(network: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    network.zero_grad()
+    torch.manual_seed(3)
+    tower_loss(network(ids=ids)).backward()
+    return [p.grad.clone() for p in network.parameters()]
+
+
+def test_smaller_inputs_use_the_plan_and_larger_ones_are_planned_with_a_notice(caplog: Any) -> None:
+    planned, plain, _ = planned_tower(mem_limit="1GB")
+    plain.train()
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        for shape in ((16, 40), (7, 40), (16, 23), (3, 5)):
+            ids = torch.randint(20, shape)
+            for found, expected in zip(train(planned, ids), train(plain, ids), strict=True):
+                assert torch.equal(found, expected)
+        assert "planning again" not in caplog.text
+        train(planned, torch.randint(20, (20, 40)))
+        assert "planning again: the input is [20, 40] int64 on cpu" in caplog.text
+
+
+def test_inputs_that_keep_growing_are_refused_at_last() -> None:
+    planned, _, _ = planned_tower(mem_limit="1GB")
+    planned._capture._plans = 16
+    with pytest.raises(ValueError, match="planned 16 times.*call measure\\(\\) once with the largest input"):
+        planned(ids=torch.randint(20, (40, 40)))
+
+
+class Broken(nn.Module):
+    """A graph break between the layers and a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.head = nn.Linear(64, 64)
+        self.calls = 0
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = layer(value).tanh().sin()
+        torch._dynamo.graph_break()
+        self.calls += 1
+        return self.head(value).square()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_second_graph_runs_as_it_is_and_its_memory_is_accounted_for() -> None:
+    torch.manual_seed(0)
+    model, inputs = Broken(), {"value": torch.randn(512, 64)}
+    plain = copy.deepcopy(model)
+    planned = Checkpointable(model, loss=lambda output: output.mean(), optimizer=None, fresh_grads=True)
+    planned.measure(inputs)
+    assert model.calls == 0
+    least, whole = limits(planned)
+    state = 2 * sum(p.nbytes for p in model.parameters())
+    for limit in (least, (least + whole) // 2, whole):
+        planned.compute_sequence(limit)
+        measured = compare(planned, plain, inputs, lambda output: output.mean())
+        assert measured <= limit + state
+
+
+def test_a_plan_is_saved_and_used_without_measuring(tmp_path: Path) -> None:
+    planned, plain, inputs = planned_tower()
+    least, whole = limits(planned)
+    planned.compute_sequence((least + whole) // 2)
+    planned.save_plan(tmp_path / "plan.json")
+    again = Checkpointable(copy.deepcopy(plain), plan=tmp_path / "plan.json")
+    assert again.sequence == planned.sequence
+    compare(again, plain, inputs, tower_loss)
+    with pytest.raises(PlanMismatchError):
+        Checkpointable(Tower(depth=4), plan=tmp_path / "plan.json")
+    with pytest.raises(PlanMismatchError):
+        again(ids=torch.randint(20, (17, 40)))
+
+
+def test_measuring_changes_nothing_and_eval_is_the_model_itself() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    ids = torch.randint(20, (4, 10), generator=torch.Generator().manual_seed(0))
+    planned = Checkpointable(model.eval(), {"ids": ids})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model.training
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(planned(ids)["value"], model(ids)["value"])
+
+
+def test_the_backend_keeps_a_limit_of_its_own() -> None:
+    model, inputs = planned_tower()[1:]
+    plain = copy.deepcopy(model).train()
+    compiled = torch.compile(model.train(), backend="rotor", options={"mem_limit": "4MB", "fresh_grads": True})
+    for found, expected in zip(train(compiled, inputs["ids"]), train(plain, inputs["ids"]), strict=True):
+        assert torch.equal(found, expected)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="'limit' is no option of the backend rotor"):
+        torch.compile(model, backend="rotor", options={"limit": "4MB"})(**inputs)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="a training step needs at least"):
+        train(torch.compile(model, backend="rotor", options={"mem_limit": "1MB"}), inputs["ids"])
