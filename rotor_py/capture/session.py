@@ -134,7 +134,9 @@ class CaptureSession:
         cost = measure_loss(loss, output, device=device, output_bytes=_held(output)) if loss is not None else None
         if cost is not None:
             before = measurement.loss
-            cost = LossCost(before.seconds + cost.seconds, before.temp_bytes + cost.temp_bytes, cost.kept_bytes)
+            cost = LossCost(
+                before.seconds + cost.seconds, before.temp_bytes + cost.temp_bytes, before.kept_bytes + cost.kept_bytes
+            )
             measurement = replace(measurement, loss=cost)
         return main.cut, measurement, main.shared
 

@@ -83,7 +83,10 @@ def test_a_file_without_the_names_gets_one_that_works(plan, model_file, tmp_path
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("class M(nn.Module):\n    def forward(self, x): return x\nmodel = M()", "no graph with a gradient in the forward of M"),
+        (
+            "class M(nn.Module):\n    def forward(self, x): return x\nmodel = M()",
+            "no graph with a gradient in the forward of M",
+        ),
         ("model = nn.Sequential(nn.ReLU())", "nothing to train"),
         ("model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False))", "nothing to train"),
     ],
