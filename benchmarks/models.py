@@ -143,6 +143,7 @@ def beside_blocks(repeats: int) -> list[dict[str, Any]]:
     model, inputs, loss = case
     inputs = {**inputs, "use_cache": False}
     plain, blocks = copy.deepcopy(model.train()), copy.deepcopy(model.train())
+    # Whatever transformers comes to call it: torch.utils.checkpoint around every block.
     blocks.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     planned = planned_model((model, inputs, loss))
     assert planned.budget is not None

@@ -65,8 +65,8 @@ class Checkpointable(Transparent):
 
     # fmt: off
     _own = frozenset({
-        "budget", "captured", "chain", "functions", "inspection_values", "loss_tmp_memory_usage", "mem_limit", "mem_slots", "model",
-        "names", "preserve_rng_state", "progress", "sequence", "training", "verbosity",
+        "budget", "captured", "chain", "functions", "inspection_values", "loss_tmp_memory_usage", "mem_limit",
+        "mem_slots", "model", "names", "preserve_rng_state", "progress", "sequence", "training", "verbosity",
     })
     # fmt: on
 

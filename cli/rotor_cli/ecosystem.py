@@ -50,7 +50,7 @@ def _settings(config: str | None) -> dict[str, Any]:
     text = config
     if not config.lstrip().startswith("{"):
         if not Path(config).is_file():
-            raise usage(f"--config {config!r} is neither JSON, such as '{{\"num_hidden_layers\": 8}}', nor a file of it")
+            raise usage(f"--config {config!r} is neither JSON, such as '{{\"n_layer\": 8}}', nor a file of it")
         text = Path(config).read_text(encoding="utf-8")
     try:
         settings = json.loads(text)

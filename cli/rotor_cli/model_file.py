@@ -65,6 +65,7 @@ def load(
         raise usage(
             _unusable(file, name, module, f"a model called {name!r} (a torch.nn.Module, or a function that makes one)")
         )
+    sample: Any
     if configurable is not None:
         sample = example_of(model, None if shape is None else _tensor(shape))
     else:
