@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from rotor_profiling import LossCost, RandomState, measure_loss, storage_bytes, tensors_in
 from rotor_py.capture.captured import CapturedGraph
+from rotor_py.capture.shared import SharedGraph, compiled_for, handled_by
 from rotor_py.chain import Cut, Layer, cut_layers, joined
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measurement import Measurement, Progress, measure
@@ -53,7 +53,7 @@ class CaptureSession:
         self._run_stages = run_stages
         self._granularity = granularity
         self._compiled: Callable[..., Any] | None = None
-        self._buffers: frozenset[int] = frozenset()
+        self._graphs: dict[SharedGraph, CapturedGraph] = {}
         self._call: Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]] = self._train
         self.cut_like: Callable[[list[Layer]], Cut] | None = None
         """cuts the layers of a graph as those of the main graph were cut; PlanMismatchError if they are others"""
@@ -113,6 +113,7 @@ class CaptureSession:
             parts.append(_Part(graph, found, measurement, value))
             return graph.leave(made[0], values)
 
+        self._compiled = None  # the model may have been changed
         self._call = run
         state = RandomState.now((device,))
         with _attributes_kept(self.model):
@@ -142,12 +143,18 @@ class CaptureSession:
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._compiled is None:
-            self._buffers = frozenset(id(buffer) for buffer in self.model.buffers())
-            self._compiled = torch.compile(_own_function(self.model), backend=self._backend)
-        return self._compiled(*args, **self._without_cache(kwargs))
+            self._compiled = compiled_for(self.model)
+        with handled_by(self._handle):
+            return self._compiled(self.model, args, self._without_cache(kwargs))
 
-    def _backend(self, graph_module: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        return CapturedGraph(graph_module, self._buffers, self._granularity, lambda *call: self._call(*call))
+    def _handle(self, shared: SharedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+        if shared not in self._graphs:
+            buffers = frozenset(id(buffer) for buffer in self.model.buffers())
+            self._graphs[shared] = CapturedGraph(shared.graph_module, buffers, self._granularity, self._run_graph)
+        return self._graphs[shared](*arguments)
+
+    def _run_graph(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+        return self._call(graph, arguments)
 
     def _train(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         """Run a graph: by the plan if it is the main one, or the same for other shapes."""
@@ -184,18 +191,6 @@ class CaptureSession:
         if self._plans <= 1:
             _log.info("use_cache is off while training: what it keeps is of no use there, and takes memory")
         return {**kwargs, "use_cache": False}
-
-
-def _own_function(model: nn.Module) -> Callable[..., Any]:
-    """The model's forward, as a function with code of its own: Dynamo counts recompilations by code, and gives up on
-    code that many models share.
-    """
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return model.forward(*args, **kwargs)
-
-    code = forward.__code__.replace()
-    return FunctionType(code, forward.__globals__, forward.__name__, None, forward.__closure__)
 
 
 def _cut_like(main: _Part, layers: list[Layer]) -> Cut:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, PlanMismatchError
+from rotor_py.capture import shared
 from tests.capture.steps import adamw, compare, limits
 from tests.capture.test_graph import Tower, planned_tower, tower_loss
 
@@ -114,3 +115,27 @@ def test_the_backend_keeps_a_limit_of_its_own() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="a training step needs at least"):
         train(torch.compile(model, backend="rotor", options={"mem_limit": "1MB"}), inputs["ids"])
+
+
+def test_models_built_alike_are_captured_once_and_train_side_by_side(monkeypatch: Any) -> None:
+    made: list[object] = []
+    backend = shared._backend
+    monkeypatch.setattr(shared, "_backend", lambda *given: made.append(0) or backend(*given))
+    torch.manual_seed(0)
+    models = [Tower(depth=3, width=40) for _ in range(2)]
+    plains = [copy.deepcopy(model) for model in models]
+    ids = torch.randint(20, (6, 12))
+    planned = [Checkpointable(model, {"ids": ids}, loss=tower_loss) for model in models]
+    assert len(made) == 1
+    for each in planned:
+        each.compute_sequence(limits(each)[0])
+    losses = [[], []]
+    for found, networks in zip(losses, (planned, plains), strict=True):
+        torch.manual_seed(5)
+        found += [tower_loss(network(ids)) for network in networks]
+        for value in reversed(found):
+            value.backward()
+    assert losses[0] == losses[1]
+    for network, plain in zip(planned, plains, strict=True):
+        for a, b in zip(network.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
