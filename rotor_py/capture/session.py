@@ -208,6 +208,8 @@ def _cut_like(main: _Part, layers: list[Layer]) -> Cut:
 def _with_others(main: Measurement, before: list[_Part], after: list[_Part]) -> Measurement:
     """The measurement of the main graph, with what the graphs before and after it keep and need."""
     seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes
+    if after:  # the frame that goes on after a graph break may hold on to what went into it
+        kept += main.stages[-1].activation_bytes
     for part in after:
         chain = part.measurement.chain(fresh_gradients=True)
         whole = simulate(chain, store_all(chain))
