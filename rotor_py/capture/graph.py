@@ -128,7 +128,8 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = re.sub(r"^L\['\w+'\]\.?", "", str(list(stack.values())[-1][0]))
-    return path.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "").replace("_modules.", "").strip(".")
+    path = re.sub(r"\['?", ".", path).replace("']", "").replace("]", "")
+    return path.replace("_modules.", "").strip(".")
 
 
 def _is_early(node: fx.Node, early: set[fx.Node], owned: dict[fx.Node, torch.Tensor], late: set[fx.Node]) -> bool:

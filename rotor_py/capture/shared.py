@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rotor_py.surroundings import Autocast
+
 Handler = Callable[["SharedGraph", tuple[Any, ...]], Sequence[Any]]
 
 _MOST = 32
@@ -56,9 +58,10 @@ def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> SharedG
 
 def _structure(model: nn.Module) -> Hashable:
     """What models have to have in common to share code; Dynamo's guards see to the rest."""
-    modules = tuple((name, type(module)) for name, module in model.named_modules())
+    modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return modules, tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors)
+    kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
+    return modules, kinds, tuple(map(Autocast.now, ("cpu", "cuda")))
 
 
 def _own_function() -> Callable[..., Any]:

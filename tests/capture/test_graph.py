@@ -172,3 +172,36 @@ def test_a_model_that_cannot_be_captured_is_refused_in_one_sentence() -> None:
 
     with pytest.raises(UnsupportedModelError, match="no graph with a gradient in the forward of Python"):
         Checkpointable(Python(), torch.ones(3))
+
+
+def frozen_first(model: Tower) -> None:
+    model.embed.requires_grad_(False)
+    model.blocks[:2].requires_grad_(False)
+
+
+def only_some(model: Tower) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("wide" in name)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("change", [frozen_first, only_some, lambda model: None])
+def test_frozen_parts_and_autocast_around_the_model(change: Any, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    model, ids = Tower(depth=4), torch.randint(20, (8, 24))
+    change(model)
+    plain = copy.deepcopy(model)
+    surroundings = torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+    with surroundings:
+        planned = Checkpointable(model, {"ids": ids}, loss=tower_loss, fresh_grads=True)
+        planned.compute_sequence(limits(planned)[0])
+    for network in (planned, plain):
+        torch.manual_seed(1)
+        with surroundings:
+            loss = tower_loss(network(ids))
+        loss.backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (found.grad is None) == (expected.grad is None)
+        assert found.grad is None or torch.equal(found.grad, expected.grad)
+    for found, expected in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, expected)
