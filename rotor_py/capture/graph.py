@@ -71,7 +71,7 @@ def read(graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset
                     early.add(node)
         elif node.op == "output":
             outputs = list(node.args[0])
-        elif node.op == "get_attr" and isinstance(found := _attribute(graph_module, node.target), nn.Module):
+        elif node.op == "get_attr" and isinstance(found := attribute_of(graph_module, node.target), nn.Module):
             modules[node] = found
         elif node.target in (_GRAD_MODE, _ENTER, _EXIT):
             now = _switched(now, node)
@@ -132,6 +132,13 @@ def module_path(node: fx.Node) -> str:
     return path.replace("_modules.", "").strip(".")
 
 
+def attribute_of(module: Any, target: Any) -> Any:
+    """What the dotted path `target` names in a module."""
+    for part in str(target).split("."):
+        module = getattr(module, part)
+    return module
+
+
 def _is_early(node: fx.Node, early: set[fx.Node], owned: dict[fx.Node, torch.Tensor], late: set[fx.Node]) -> bool:
     if carries_gradient(node) or is_random(node) or "_norm" in _name(node):
         return False
@@ -165,12 +172,6 @@ def _name(node: fx.Node) -> str:
 
 def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _attribute(module: nn.Module, target: Any) -> Any:
-    for part in str(target).split("."):
-        module = getattr(module, part)
-    return module
 
 
 def _named_buffer(node: fx.Node, value: Any) -> bool:

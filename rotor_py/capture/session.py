@@ -24,6 +24,8 @@ from rotor_solver import simulate, store_all
 
 _log = logging.getLogger("rotor_py")
 _MOST_PLANS = 16
+_FRAMES_HOLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
+"""Whether a frame that goes on after a graph break holds on to what went into it: seen in 2.5, not in 2.11 and 2.13."""
 _TABLES = frozenset(vars(nn.Module()))
 
 
@@ -208,7 +210,7 @@ def _cut_like(main: _Part, layers: list[Layer]) -> Cut:
 def _with_others(main: Measurement, before: list[_Part], after: list[_Part]) -> Measurement:
     """The measurement of the main graph, with what the graphs before and after it keep and need."""
     seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes
-    if after:  # the frame that goes on after a graph break may hold on to what went into it
+    if after and _FRAMES_HOLD:
         kept += main.stages[-1].activation_bytes
     for part in after:
         chain = part.measurement.chain(fresh_gradients=True)

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from rotor_py.capture.cuts import Cuts
-from rotor_py.capture.graph import Facts, Modes, module_path, new_bytes, tensors_of
+from rotor_py.capture.graph import Facts, Modes, attribute_of, module_path, new_bytes, tensors_of
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 
@@ -80,7 +80,7 @@ class Emitter:
         self._switch(self.facts.modes[node])
         self.copies[node] = self.graph.node_copy(node, self._copied)
         if node.op in ("get_attr", "call_module"):
-            self.attributes[str(node.target)] = _attribute(node.graph.owning_module, str(node.target))
+            self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
         target = node.target if node.op in ("call_function", "call_method") else id(node)
         self.signature.append((node.op, target, self._plain(node.args), self._plain(node.kwargs)))
         self._numbers[node] = len(self._numbers)
@@ -201,9 +201,3 @@ def _name(weights: Counter[str]) -> str:
         if path:
             below[".".join(path.split(".")[: common + 1])] += weight
     return max(below, key=lambda path: below[path])
-
-
-def _attribute(module: Any, target: str) -> Any:
-    for part in target.split("."):
-        module = getattr(module, part)
-    return module
