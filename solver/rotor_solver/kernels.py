@@ -17,8 +17,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 INFINITE = np.int64(2**62)
 BLOCK = 24
-STEP = 16
 """Stages of a tile."""
+STEP = 16
+"""Slots that are looked at as one."""
+MANY = 300
+"""Stages from which the least memory is looked for on all cores."""
 LANES = 32
 """Slots that inner loops take at once. Every row of a table is continued by as many copies of its last value, so that
 they may run past its end: what they read there is true, and what they write there is not read before it is mended."""
@@ -40,27 +43,45 @@ def least_memory(costs: Any) -> np.ndarray:
     kept = np.full((length + 1, length + 1), INFINITE, np.int64)  # |a_j| + least[0, j, l], by (l, j)
     least[:, length, length] = costs.loss_need
     kept[length, length] = costs.loss_need + costs.activation[length]
-    for distance in range(length + 1):
-        for i in range(min(length, length + 1 - distance)):
-            last = i + distance
-            row = 0 if last == length else 1
-            base = costs.base[last]
-            for state in range(2):
-                if state == 1 and (i == length or costs.released[0, i] == costs.released[1, i]):
-                    least[1, i, last] = least[0, i, last]
-                    continue
-                best = INFINITE
-                for k in range(costs.first[i], costs.first[i + 1]):
-                    need = max(base + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
-                    if last > i:
-                        need = max(need, costs.taken[state, k] + least[1, i + 1, last])
-                    best = min(best, need)
-                checks, rights, lefts = costs.check_need[i], kept[last], least[state, i]
-                for j in range(i + 1, last + 1):
-                    best = min(best, max(base + checks[j], max(rights[j], lefts[j - 1])))
-                least[state, i, last] = best
-            kept[last, i] = costs.activation[i] + least[0, i, last]
+    if length < MANY:
+        for distance in range(length + 1):
+            for i in range(min(length, length + 1 - distance)):
+                least_of_interval(costs, least, kept, i, i + distance)
+    else:
+        for distance in range(length + 1):
+            least_of_distance(costs, least, kept, distance)
     return least
+
+
+@compiled(parallel=True)
+def least_of_distance(costs: Any, least: np.ndarray, kept: np.ndarray, distance: int) -> None:
+    """Complete the intervals [i, i + distance], on all cores."""
+    length = len(costs.activation) - 1
+    for i in prange(min(length, length + 1 - distance)):
+        least_of_interval(costs, least, kept, i, i + distance)
+
+
+@compiled()
+def least_of_interval(costs: Any, least: np.ndarray, kept: np.ndarray, i: int, last: int) -> None:
+    """Complete least[:, i, last] and kept[last, i], i < L, where those of all shorter intervals are complete."""
+    length = len(costs.activation) - 1
+    row = 0 if last == length else 1
+    base = costs.base[last]
+    for state in range(2):
+        if state == 1 and costs.released[0, i] == costs.released[1, i]:
+            least[1, i, last] = least[0, i, last]
+            continue
+        best = INFINITE
+        for k in range(costs.first[i], costs.first[i + 1]):
+            need = max(base + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
+            if last > i:
+                need = max(need, costs.taken[state, k] + least[1, i + 1, last])
+            best = min(best, need)
+        checks, rights, lefts = costs.check_need[i], kept[last], least[state, i]
+        for j in range(i + 1, last + 1):
+            best = min(best, max(base + checks[j], max(rights[j], lefts[j - 1])))
+        least[state, i, last] = best
+    kept[last, i] = costs.activation[i] + least[0, i, last]
 
 
 @compiled()
@@ -271,60 +292,33 @@ def store_up_to(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
 def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int) -> int:
     """All rows (s, l) with i in the block from stage `top` on, and l in the block from `side` on, l < L.
 
-    First the checkpoints at a_j between the two blocks, j outermost, so that rows stay in cache; then the rest in
-    order. Returns how many pairs of slots were looked at.
+    First the checkpoints at a_j between the two blocks, for which all is complete, a block of them at a time, so that
+    rows stay in cache; then the rest in order. Returns how many pairs of slots were looked at.
     """
     length, width = len(grid.band), grid.width
     bottom, end = min(top + BLOCK, length), min(side + BLOCK, length)
     s0, s1 = grid.node[0, top], grid.node[0, bottom]
-    run, base, check_need, unit = costs.run, costs.base, costs.check_need, grid.unit
-    begin, limits = rows.begin, rows.limit
-    high = np.zeros((s1 - s0, BLOCK), np.int64)
     pairs = 0
     for s in range(s1 - 1, s0 - 1, -1):
         i = grid.place[s]
         for last in range(max(i, side), min(end, grid.band[i] + 1)):
             row = grid.start[s] + last - i
-            if limits[row] < 0:
+            if rows.limit[row] < 0:
                 continue
-            high[s - s0, last - side] = rows.high[row]
-            flat[rows.position[row] + begin[row] : rows.position[row] + rows.high[row]] = np.inf
+            flat[rows.position[row] + rows.begin[row] : rows.position[row] + rows.high[row]] = np.inf
             if side > top and i + 1 < bottom:  # a bound to begin with
                 store_up_to(flat, rows, costs, grid, s, row, last, bottom)
-    for j in range(bottom, side + 1):
-        right_start = grid.start[grid.node[0, j]] - j
+    for first in range(bottom, side + 1, BLOCK):
         for s in range(s0, s1):
-            i, offset = grid.place[s], grid.offset[s]
-            left = grid.start[s] + j - 1 - i
-            if j - 1 > grid.band[i] or begin[left] >= width:
-                continue
-            forward = run[j] - run[i]
-            seconds = flat.dtype.type(forward)
-            shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
-            for last in range(side, min(end, grid.band[i] + 1)):
-                row = grid.start[s] + last - i
-                if forward > limits[row]:
-                    continue
-                right = right_start + last
-                low = max(begin[row], begin[left], begin[right] + shift)
-                most = high[s - s0, last - side]
-                if low >= most or begin[right] >= width:
-                    continue
-                need = base[last] + check_need[i, j]
-                if low * unit + offset < need:
-                    low = slot_of(need, unit, offset)
-                out = rows.position[row]
-                while most > low and flat[out + most - 1] <= seconds:
-                    most -= 1
-                high[s - s0, last - side] = most
-                if low < most:
-                    pairs += most - low
-                    split(flat, rows, row, left, right, shift, low, most, seconds)
+            for last in range(side, min(end, grid.band[grid.place[s]] + 1)):
+                row = grid.start[s] + last - grid.place[s]
+                if rows.limit[row] >= 0:
+                    pairs += checkpoints(flat, rows, costs, grid, s, row, last, first, min(first + BLOCK - 1, side))
     for s in range(s1 - 1, s0 - 1, -1):
-        i, offset = grid.place[s], grid.offset[s]
+        i = grid.place[s]
         for last in range(max(i, side), min(end, grid.band[i] + 1)):
             row = grid.start[s] + last - i
-            if limits[row] < 0:
+            if rows.limit[row] < 0:
                 continue
             for k in range(costs.first[i], costs.first[i + 1]):
                 enable(flat, rows, costs, grid, s, row, last, k)
