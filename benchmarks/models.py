@@ -5,8 +5,8 @@
 
 The limit is halfway between the least possible and storing everything. Three AdamW steps are taken with the plan and
 without it, from the same weights; losses, gradients, parameters and buffers are compared bit for bit after each. The
-peak is that of whole steps, the optimizer's included, with the output held. Times are medians of forward, loss and
-backward, taken in turns in the same run.
+peak is that of whole steps, the optimizer's included, with the output held. Times are those of forward, loss and
+backward, taken in turns in the same run: the median of a turn's ratios.
 """
 
 from __future__ import annotations
@@ -98,12 +98,11 @@ def steps(trainees: tuple[Trainee, ...], count: int = 3) -> tuple[list[int], flo
 
 
 def ratios(trainees: tuple[Trainee, ...], repeats: int) -> list[float]:
-    """Median seconds of each, as ratios to the last."""
+    """How long each takes, as a ratio to the last: the median of those of every turn."""
     for trainee in trainees:
         trainee.seconds()
     times = [[trainee.seconds() for trainee in trainees] for _ in range(repeats)]
-    medians = [statistics.median(each) for each in zip(*times, strict=True)]
-    return [median / medians[-1] for median in medians]
+    return [statistics.median(turn[each] / turn[-1] for turn in times) for each in range(len(trainees))]
 
 
 def run(name: str, case: Case, repeats: int) -> dict[str, Any]:
@@ -204,7 +203,7 @@ def main() -> None:
             rows.append(run(name, make(), options.repeats))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     torch.manual_seed(0)
-    blocks = beside_blocks(options.repeats)
+    blocks = beside_blocks(3 * options.repeats)
     print(table(rows), blocks_table(blocks), sep="\n\n")
     if options.write:
         write("models", f"{table(rows)}\n\n{blocks_table(blocks)}", [*rows, *blocks], torch.device("cpu"))

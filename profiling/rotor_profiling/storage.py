@@ -18,6 +18,10 @@ def allocated(size: int, kind: str) -> int:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a nested structure of tuples, lists, dicts and registered classes, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if type(value) in (tuple, list):  # most are, and this is many times as fast
+        return [tensor for each in value for tensor in tensors_in(each)]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 

@@ -14,18 +14,23 @@ import torch
 from torch import nn
 
 from rotor_profiling import LossCost, RandomState, measure_loss, storage_bytes, tensors_in
+from rotor_profiling.storage import storages
 from rotor_py.capture.captured import CapturedGraph
+from rotor_py.capture.outside import Outside
 from rotor_py.capture.shared import SharedGraph, compiled_for, handled_by
 from rotor_py.chain import Cut, Layer, cut_layers, joined
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measurement import Measurement, Progress, measure
 from rotor_py.traits import remember, traits_of
+from rotor_py.units import format_bytes
 from rotor_solver import simulate, store_all
 
 _log = logging.getLogger("rotor_py")
 _MOST_PLANS = 16
 _FRAMES_HOLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
 """Whether a frame that goes on after a graph break holds on to what went into it: seen in 2.5, not in 2.11 and 2.13."""
+_TRIFLE = 0.01
+"""Part of what the graphs keep that may be kept outside them."""
 _TABLES = frozenset(vars(nn.Module()))
 
 
@@ -99,8 +104,13 @@ class CaptureSession:
         that all stages share. Nothing of the model is changed.
         """
         parts: list[_Part] = []
+        outside = Outside(set(storages([*self.model.parameters(), *self.model.buffers()])))
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+            with outside.suspended():
+                return measured(graph, arguments)
+
+        def measured(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             graph.split(arguments)
             if not graph.trains:
                 with torch.no_grad():
@@ -120,10 +130,12 @@ class CaptureSession:
         state = RandomState.now((device,))
         with _attributes_kept(self.model):
             try:
-                output = self._forward(args, kwargs)
+                with outside:
+                    output = self._forward(args, kwargs)
             finally:
                 self._call = self._train
                 state.restore()
+        self._refuse_outside(outside, sum(part.saved_bytes for part in parts))
         if not parts:
             raise UnsupportedModelError(
                 f"TorchDynamo found no graph with a gradient in the forward of {type(self.model).__name__}; "
@@ -133,7 +145,8 @@ class CaptureSession:
         self.cut_like = partial(_cut_like, main)
         self._cuts = {id(main.graph): (main.graph, main.cut)}
         self._plain = {id(part.graph): part.graph for part in parts if part is not main}
-        measurement = _with_others(main.measurement, parts[: parts.index(main)], parts[parts.index(main) + 1 :])
+        at = parts.index(main)
+        measurement = _with_others(main.measurement, parts[:at], parts[at + 1 :], outside.total_bytes)
         cost = measure_loss(loss, output, device=device, output_bytes=_held(output)) if loss is not None else None
         if cost is not None:
             before = measurement.loss
@@ -142,6 +155,17 @@ class CaptureSession:
             )
             measurement = replace(measurement, loss=cost)
         return main.cut, measurement, main.shared
+
+    def _refuse_outside(self, outside: Outside, captured_bytes: int) -> None:
+        """UnsupportedModelError if more than a trifle is kept by what no graph has: it can be neither planned nor
+        promised.
+        """
+        if outside.total_bytes > _TRIFLE * captured_bytes:
+            raise UnsupportedModelError(
+                f"{outside.line} of {type(self.model).__name__} runs outside the graphs that TorchDynamo captures, and "
+                f"keeps {format_bytes(outside.total_bytes)} for the backward, which cannot be planned "
+                f"({format_bytes(captured_bytes)} can); TORCH_LOGS=graph_breaks says why the graph breaks there"
+            )
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._compiled is None:
@@ -207,9 +231,11 @@ def _cut_like(main: _Part, layers: list[Layer]) -> Cut:
     return Cut(tuple((name, found[name]) for name, _ in main.cut.prefix), stages)
 
 
-def _with_others(main: Measurement, before: list[_Part], after: list[_Part]) -> Measurement:
-    """The measurement of the main graph, with what the graphs before and after it keep and need."""
-    seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes
+def _with_others(main: Measurement, before: list[_Part], after: list[_Part], outside: int) -> Measurement:
+    """The measurement of the main graph, with what the graphs before and after it keep and need, and what is kept
+    outside graphs.
+    """
+    seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes + outside
     if after and _FRAMES_HOLD:
         kept += main.stages[-1].activation_bytes
     for part in after:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,18 +161,33 @@ def test_tied_weights_get_the_sum_of_their_gradients() -> None:
     compare(planned, plain, inputs, lambda output: output.logsumexp(-1).mean())
 
 
-def test_a_model_that_cannot_be_captured_is_refused_in_one_sentence() -> None:
-    class Python(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
+class Partly(nn.Module):
+    """A model of which TorchDynamo captures a part."""
 
-        @torch._dynamo.disable
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            return value * self.weight
+    def __init__(self, captured: int, outside: int) -> None:
+        super().__init__()
+        self.captured = nn.Sequential(*(nn.Linear(32, 32) for _ in range(captured)))
+        self.outside = nn.Sequential(*(nn.Linear(32, 32) for _ in range(outside)))
 
-    with pytest.raises(UnsupportedModelError, match="no graph with a gradient in the forward of Python"):
-        Checkpointable(Python(), torch.ones(3))
+    @torch._dynamo.disable
+    def apart(self, value: torch.Tensor) -> torch.Tensor:
+        return self.outside(value)  # the line to be named
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.apart(self.captured(value))
+
+
+@pytest.mark.parametrize(("captured", "outside"), [(0, 1), (8, 2)])
+def test_a_model_of_which_much_is_not_captured_is_refused_and_the_line_is_named(captured: int, outside: int) -> None:
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "the line to be named" in text)
+    with pytest.raises(UnsupportedModelError, match=rf"test_graph\.py:{line} of Partly runs outside the graphs"):
+        Checkpointable(Partly(captured, outside), torch.ones(64, 32))
+
+
+def test_a_model_without_gradients_in_any_graph_is_refused_in_one_sentence() -> None:
+    with pytest.raises(UnsupportedModelError, match="no graph with a gradient in the forward of Partly"):
+        Checkpointable(Partly(1, 0).requires_grad_(False), torch.ones(3, 32))
 
 
 def frozen_first(model: Tower) -> None:

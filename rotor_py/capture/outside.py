@@ -1,0 +1,71 @@
+"""What a model keeps for its backward outside the graphs that TorchDynamo captures."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from rotor_profiling.storage import storages
+
+_LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent
+
+
+class Outside:
+    """While entered and not suspended, notes the tensors that autograd saves, and the line that made it save them."""
+
+    def __init__(self, known: set[int]) -> None:
+        """`known` are the addresses of storages that do not count, such as those of parameters."""
+        self.known = known
+        self.bytes: dict[int, int] = {}
+        self.lines: dict[str, int] = {}
+        self._hooks = saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    def __enter__(self) -> Outside:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Note nothing, and leave no trace in what is saved."""
+        self._hooks.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self._hooks.__enter__()
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    @property
+    def line(self) -> str:
+        """The line of the model that saves most: path:number."""
+        return max(self.lines, key=self.lines.__getitem__)
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        new = {at: size for at, size in storages([tensor]).items() if at not in self.known and at not in self.bytes}
+        if new:
+            self.bytes |= new
+            line = _user_line()
+            self.lines[line] = self.lines.get(line, 0) + sum(new.values())
+        return tensor
+
+
+def _user_line() -> str:
+    """Where the model's own code is, below the calls of libraries."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if not any(library in path.resolve().parents for library in _LIBRARIES) and path.suffix == ".py":
+            return f"{frame.filename}:{frame.lineno}"
+    return "an unknown line"
