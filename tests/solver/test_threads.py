@@ -1,0 +1,28 @@
+"""Solving leaves alone how many threads others use. A process of its own: Numba starts its threads only once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ONE_THREAD = """
+import torch
+torch.set_num_threads(1)
+torch.get_num_threads()  # from here on, they are what OpenMP says
+from benchmarks.chains import random_chain
+from rotor_solver import min_bytes, solve
+chain = random_chain({stages})
+solve(chain, int(1.5 * min_bytes(chain)), "{algorithm}")
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "stages"), [("persistent", 20), ("persistent", 320), ("griewank-heterogeneous", 20)]
+)
+def test_the_number_of_threads_of_torch_is_what_it_was(algorithm: str, stages: int) -> None:
+    code = ONE_THREAD.format(algorithm=algorithm, stages=stages)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "1\n"
