@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -31,7 +31,8 @@ from rotor_solver import (
 class FixedMemory:
     """Bytes on the device that every plan has to live with, from the beginning of the step to its end.
 
-    `batch` counts what the caller passes in where layers run before the chain; otherwise it is the chain's a_0.
+    `buckets` are those in which DistributedDataParallel sends gradients. `batch` counts what the caller passes in where
+    layers run before the chain; otherwise it is the chain's a_0.
     `other` is what else this process holds on the device.
     """
 
@@ -39,12 +40,13 @@ class FixedMemory:
     buffers: int = 0
     gradients: int = 0
     optimizer: int = 0
+    buckets: int = 0
     batch: int = 0
     other: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.buffers + self.gradients + self.optimizer + self.batch + self.other
+        return self.parameters + self.buffers + self.gradients + self.optimizer + self.buckets + self.batch + self.other
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,10 @@ class Budget:
         )
         return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, stage=largest)
 
+    def with_buckets(self, size: int) -> Budget:
+        """The same with `size` bytes for gradient buckets."""
+        return replace(self, fixed=replace(self.fixed, buckets=size), floor_bytes=self.floor_bytes + size)
+
     def split(self) -> str:
         """The fixed part in words."""
         parts = self.parts()
@@ -113,6 +119,7 @@ class Budget:
                 ("buffers", self.fixed.buffers),
                 ("gradients", self.fixed.gradients),
                 ("optimizer state", self.fixed.optimizer),
+                ("gradient buckets", self.fixed.buckets),
                 ("batch", self.fixed.batch),
                 ("other", self.fixed.other),
             )

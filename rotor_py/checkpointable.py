@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from rotor_profiling import optimizer_cost, tensors_in
@@ -18,6 +20,7 @@ from rotor_py.budget import Budget, make_budget
 from rotor_py.capture.session import CaptureSession
 from rotor_py.chain import Cut, cut, is_chain
 from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
+from rotor_py.distributed import agreed_sequence, around, bucket_bytes, refuse_other_plans, size_of
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.executor import replay
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
@@ -29,7 +32,7 @@ from rotor_py.program import Program, program
 from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
 from rotor_py.traits import traits_of
-from rotor_py.transparent import Transparent, in_training
+from rotor_py.transparent import Transparent, in_training, instead_of_forward
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import Algorithm, Chain, Persistent, Sequence, simulate, store_all
 
@@ -61,6 +64,8 @@ class Checkpointable(Transparent):
             a terminal if measuring takes longer than a moment.
         plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring.
         granularity: the most stages into which a captured graph is cut.
+        process_group: the processes that train this model together and have to follow one plan. With
+            DistributedDataParallel, around this or inside it, it is known.
     """
 
     # fmt: off
@@ -86,6 +91,7 @@ class Checkpointable(Transparent):
         plan: str | Path | Plan | None = None,
         progress: Progress | None = None,
         granularity: int = 100,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
@@ -110,7 +116,10 @@ class Checkpointable(Transparent):
         self._program: tuple[Sequence, Program] | None = None
         self._value: Any = None
         self._plan: Plan | None = None
-        self._capture = None if is_chain(model) else CaptureSession(model, self._run_captured, granularity)
+        self._group = process_group
+        self._agreed: Sequence | None = None
+        self._core = model.module if isinstance(model, DistributedDataParallel) else model
+        self._capture = None if is_chain(self._core) else CaptureSession(self._core, self._run_captured, granularity)
         if mem_limit is not None:
             self._limit_bytes(mem_limit)
         if plan is not None:
@@ -130,7 +139,7 @@ class Checkpointable(Transparent):
     @property
     def device(self) -> torch.device:
         """The device that the model trains on, and whose memory the limit is about."""
-        devices = ModelState.of(self.model).devices | {
+        devices = ModelState.of(self._core).devices | {
             leaf.device for leaf in tree_leaves(self._value) if isinstance(leaf, TensorSpec)
         }
         accelerators = sorted({device for device in devices if device.type != "cpu"}, key=str)
@@ -177,7 +186,12 @@ class Checkpointable(Transparent):
             algo = Persistent(slots=slots)
         elif isinstance(algo, type):
             algo = algo(**algo_kwargs)
-        self.sequence = budget.solve(limit, algo)
+        group = self._processes()
+        if size_of(group) > 1:
+            assert group is not None
+            self.sequence = self._agreed = agreed_sequence(budget, limit, algo, group)
+        else:
+            self.sequence = budget.solve(limit, algo)
         if custom_mem_limit_bytes is not None:
             self.mem_limit = custom_mem_limit_bytes
         if self.verbosity:
@@ -193,7 +207,7 @@ class Checkpointable(Transparent):
             sequence = self.compute_sequence()
         assert self._cut is not None
         return Plan(
-            model=model_fingerprint(self.model),
+            model=model_fingerprint(self._core),
             input=input_fingerprint(self._value, self.device),
             prefix=[name for name, _ in self._cut.prefix],
             stages=self._cut.groups(),
@@ -227,12 +241,18 @@ class Checkpointable(Transparent):
         """Run the model; in training mode, so that the backward follows the plan."""
         if not self.training or not torch.is_grad_enabled():
             return self.model.forward(*args, **kwargs)
-        state = ModelState.of(self.model)
+        if self._core is self.model:
+            return self._planned(*args, **kwargs)
+        with instead_of_forward(self._core, self._planned):
+            return self.model.forward(*args, **kwargs)
+
+    def _planned(self, *args: Any, **kwargs: Any) -> Any:
+        state = ModelState.of(self._core)
         if self._capture is not None:
             return self._forward_captured(self._capture, state, args, kwargs)
         value = self._chain_input(args, kwargs)
         if not state.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
-            return self.model.forward(*args, **kwargs)
+            return self._core.forward(*args, **kwargs)
         instructions = self._instructions(value, state)
         assert self._cut is not None
         for _, layer in self._cut.prefix:
@@ -252,12 +272,13 @@ class Checkpointable(Transparent):
         """Measure and solve, if the model is not what it was when that was last done."""
         if self._plan is not None:
             if state != self._state:
-                self._plan.refuse_other(model=model_fingerprint(self.model))
-                self._cut, self._state = self._plan.cut(self.model), state
+                self._plan.refuse_other(model=model_fingerprint(self._core))
+                self._cut, self._state = self._plan.cut(self._core), state
                 self._name_stages()
             if self._value is None or not covers(self._value, value):
                 self._plan.refuse_other(value=input_fingerprint(value, self.device))
                 self._value = spec_of(value)
+            self._agree()
             return
         if self._cut is None or state != self._state:
             self._prepare(value)
@@ -266,8 +287,25 @@ class Checkpointable(Transparent):
                 f"the input is {words(spec_of(value))}, and the plan was made for {words(self._value)}; call measure() "
                 "with the largest input there will be"
             )
-        if self.sequence is None:
+        self._agree()
+
+    def _agree(self) -> None:
+        """Solve, if that has not been done with all processes that train together."""
+        ddp, budget, group = around(self.model), self.budget, self._processes()
+        if self._plan is not None:
+            if self._agreed is not self.sequence and group is not None and size_of(group) > 1:
+                refuse_other_plans(str(self.sequence), group)
+                self._agreed = self.sequence
+            return
+        if ddp is not None and budget is not None and not budget.fixed.buckets:
+            self.budget, self.sequence = budget.with_buckets(bucket_bytes(ddp)), None
+        if self.sequence is None or (self._agreed is not self.sequence and size_of(group) > 1):
             self.compute_sequence()
+
+    def _processes(self) -> ProcessGroup | None:
+        """The processes that train this model together, as far as is known."""
+        ddp = around(self.model)
+        return self._group if self._group is not None or ddp is None else ddp.process_group
 
     def _prepare(self, value: Any) -> None:
         """Cut and measure on the chain's input `value`; what was planned before is no longer valid."""
@@ -275,9 +313,9 @@ class Checkpointable(Transparent):
         self._value = spec_of(value)
         shown = nullcontext(self.progress) if self.progress else progress_bar()
         with in_training(self), torch.enable_grad(), shown as progress:
-            found = cut(self.model, value, self.device)
+            found = cut(self._core, value, self.device)
             measurement = measure(found, value, self.device, loss=self._loss, progress=progress, **self._measuring())
-            self._state = ModelState.of(self.model)
+            self._state = ModelState.of(self._core)
         self._account(found, measurement, value)
 
     def _measuring(self) -> dict[str, Any]:
@@ -291,7 +329,7 @@ class Checkpointable(Transparent):
         """Take over what was measured; `sample` is all that the caller passes in."""
         cost = optimizer_cost(self._optimizer) if self._optimizer is not None else None
         self.budget = make_budget(
-            self.model, sample, measurement, self.device, fresh_gradients=self._fresh_grads, optimizer=cost
+            self._core, sample, measurement, self.device, fresh_gradients=self._fresh_grads, optimizer=cost
         )
         self.inspection_values, self.chain, self._cut = measurement, self.budget.chain, found
         self._name_stages()
@@ -307,7 +345,7 @@ class Checkpointable(Transparent):
             found, measurement, shared = capture.measure(
                 args, kwargs, self.device, loss=self._loss, progress=progress, **self._measuring()
             )
-            self._state = ModelState.of(self.model)
+            self._state = ModelState.of(self._core)
         self._account(found, measurement, (args, kwargs, shared))
 
     def _forward_captured(
@@ -315,29 +353,34 @@ class Checkpointable(Transparent):
     ) -> Any:
         trains = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         if not state.trains and not trains:
-            return self.model.forward(*args, **kwargs)
+            return self._core.forward(*args, **kwargs)
         value = (args, kwargs)
         if self._plan is not None:
             if state != self._state:
-                self._plan.refuse_other(model=model_fingerprint(self.model))
+                self._plan.refuse_other(model=model_fingerprint(self._core))
                 self._state = state
             if self._value is None or not reaches(self._value, value):
                 self._plan.refuse_other(value=input_fingerprint(value, self.device))
                 self._value = spec_of(value)
+            self._agree()
             return capture.run(args, kwargs)
         if self._cut is None or state != self._state or not reaches(self._value, value):
             self._plan_again(capture, args, kwargs)
-        if self.sequence is None:
-            self.compute_sequence()
+        self._agree()
         try:
             return capture.run(args, kwargs)
         except PlanMismatchError:  # the model takes another way, for another shape for example
             self._plan_again(capture, args, kwargs)
-            self.compute_sequence()
+            self._agree()
             return capture.run(args, kwargs)
 
     def _plan_again(self, capture: CaptureSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         capture.count_plan()
+        if self._cut is not None and not reaches(self._value, (args, kwargs)) and size_of(self._processes()) > 1:
+            raise UnsupportedModelError(
+                f"the input is {words(spec_of((args, kwargs)))}, for which there is no plan, and processes that train "
+                "together cannot each make one; call measure() in all of them with the largest input there will be"
+            )
         if self._cut is not None:
             _log.warning("planning again: the input is %s", words(spec_of((args, kwargs))))
         self._prepare_captured(capture, args, kwargs)
@@ -358,14 +401,14 @@ class Checkpointable(Transparent):
         self.functions = [function for _, function in self._cut.stages]
 
     def _adopt(self, plan: Plan) -> None:
-        plan.refuse_other(model=model_fingerprint(self.model))
+        plan.refuse_other(model=model_fingerprint(self._core))
         self._plan, self.sequence = plan, plan.sequence
         if self.mem_limit is None:
             self.mem_limit = plan.mem_limit
         if self._capture is not None:
             self._capture.cut_like = plan.cut_layers
         else:
-            self._cut = plan.cut(self.model)
+            self._cut = plan.cut(self._core)
             self._name_stages()
 
     def _measured(self) -> Budget:
@@ -383,7 +426,7 @@ class Checkpointable(Transparent):
         """The one value that goes into the first layer."""
         if len(arguments) == 1 and not keywords:
             return arguments[0]
-        bound = inspect.signature(self.model.forward).bind(*arguments, **keywords)
+        bound = inspect.signature(self._core.forward).bind(*arguments, **keywords)
         (value,) = bound.arguments.values()
         return value
 

@@ -170,7 +170,8 @@ class CaptureSession:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._compiled is None:
             self._compiled = compiled_for(self.model)
-        with handled_by(self._handle):
+        # Inside DistributedDataParallel, Dynamo would cut the graph at the ends of buckets.
+        with handled_by(self._handle), torch._dynamo.config.patch(optimize_ddp=False):
             return self._compiled(self.model, args, self._without_cache(kwargs))
 
     def _handle(self, shared: SharedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:

@@ -1,0 +1,99 @@
+"""Processes that train one model together: they follow one plan.
+
+The sequence has to be the same everywhere: collectives inside stages (`SyncBatchNorm`) run again when the stage does,
+and all processes have to come to them in the same order. Measured times differ, so rank 0 solves, within what the
+tightest process has room for, and the others take its sequence over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rotor_profiling import bytes_like
+from rotor_py.budget import Budget
+from rotor_py.errors import PlanMismatchError
+from rotor_py.units import format_bytes
+from rotor_solver import Algorithm, InfeasibleError, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one process brings along: its limit, and what of that is not for the chain."""
+
+    stages: tuple[str, ...]
+    mem_limit: int
+    fixed_bytes: int
+
+
+def around(model: nn.Module) -> DistributedDataParallel | None:
+    """The `DistributedDataParallel` in whose forward this is called, or which `model` is."""
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    found = active if active is not None else model
+    return found if isinstance(found, DistributedDataParallel) else None
+
+
+def bucket_bytes(ddp: DistributedDataParallel | None) -> int:
+    """What DistributedDataParallel holds to send gradients, beside the gradients themselves."""
+    return 0 if ddp is None else bytes_like(p for p in ddp.module.parameters() if p.requires_grad)
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """Processes in a group; 1 where there is none."""
+    return dist.get_world_size(group) if group is not None else 1
+
+
+def agreed_sequence(budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup) -> Sequence:
+    """The sequence that rank 0 of `group` finds for the least room that any process has. All have to call this.
+
+    InfeasibleError, in all processes, if it does not fit one of them; PlanMismatchError if their stages are different.
+    """
+    names = tuple(stage.name for stage in budget.chain.stages)
+    parts = _gathered(_Part(names, mem_limit, budget.fixed.total + budget.snapshot_bytes), group)
+    _refuse_other_stages(parts)
+    room = min(part.mem_limit - part.fixed_bytes for part in parts)
+    found: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            found = [budget.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
+        except InfeasibleError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+    sequence: Sequence | InfeasibleError = found[0]
+    if isinstance(sequence, InfeasibleError):
+        raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
+    peaks = _gathered((budget.peak_bytes(sequence), mem_limit), group)
+    rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])
+    if peak > limit:
+        raise InfeasibleError(
+            f"the plan of rank 0 would need {format_bytes(peak)} ({peak} bytes) on rank {rank}, whose limit is "
+            f"{format_bytes(limit)} ({limit} bytes); give all processes batches of the same shape, or rank {rank} a "
+            "larger limit",
+            min_bytes=peak,
+            mem_limit=limit,
+        )
+    return sequence
+
+
+def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def refuse_other_plans(sequence: str, group: dist.ProcessGroup) -> None:
+    """PlanMismatchError unless all processes of `group` have the same sequence. All have to call this."""
+    for rank, other in enumerate(_gathered(sequence, group)):
+        if other != sequence:
+            raise PlanMismatchError("the sequence", sequence, f"{other} on rank {rank}")
+
+
+def _refuse_other_stages(parts: list[_Part]) -> None:
+    for rank, part in enumerate(parts):
+        if part.stages != parts[0].stages:
+            planned = f"that of rank 0 with {len(parts[0].stages)} stages"
+            raise PlanMismatchError("the model", planned, f"one of {len(part.stages)} on rank {rank}")

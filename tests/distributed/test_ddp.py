@@ -1,0 +1,94 @@
+"""DistributedDataParallel around a plan and inside one, on two and on four processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import training
+from tests.distributed.processes import Processes
+
+
+def limit_of(processes: Processes, kind: str) -> int:
+    return processes.run(training.halfway, kind)[0]
+
+
+ORDERS = ["outside", "inside"]
+KINDS = ["chain", "captured"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_plain_training_and_all_ranks_follow_one_sequence(
+    processes: Processes, kind: str, order: str
+) -> None:
+    found = processes.run(training.same_as_plain, kind, order, limit_of(processes, kind))
+    assert [different for _, different in found] == [[]] * len(found)
+    (sequence,) = {sequence for sequence, _ in found}
+    assert "Fn_" in sequence or "CF_" in sequence
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_processes_train_together(four_processes: Processes, kind: str) -> None:
+    limit = limit_of(four_processes, kind)
+    found = four_processes.run(training.same_as_plain, kind, "outside", limit, 2)
+    assert [different for _, different in found] == [[]] * 4
+    assert len({sequence for sequence, _ in found}) == 1
+    limits = [limit + rank * 10**6 for rank in (2, 1, 0, 3)]
+    for (_, predicted, measured), own in zip(
+        four_processes.run(training.peaks, kind, "outside", limits), limits, strict=True
+    ):
+        assert predicted <= limit
+        assert 0.98 * predicted <= measured <= own
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_accumulated_without_being_sent(processes: Processes, kind: str, order: str) -> None:
+    found = processes.run(training.same_as_plain, kind, order, limit_of(processes, kind), 2)
+    assert [different for _, different in found] == [[]] * len(found)
+
+
+@pytest.mark.parametrize(
+    "options", [{"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_of_ddp_work(processes: Processes, kind: str, options: dict[str, Any]) -> None:
+    found = processes.run(training.same_as_plain, kind, "outside", limit_of(processes, kind), 1, options)
+    assert [different for _, different in found] == [[]] * len(found)
+
+
+@pytest.mark.parametrize("kind", ["partly chain", "partly captured"])
+def test_unused_parameters_are_found(processes: Processes, kind: str) -> None:
+    options = {"find_unused_parameters": True}
+    found = processes.run(training.same_as_plain, kind, "outside", limit_of(processes, kind), 1, options)
+    assert [different for _, different in found] == [[]] * len(found)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_fits_the_smallest_of_different_limits(processes: Processes, kind: str, order: str) -> None:
+    limit = limit_of(processes, kind)
+    limits = [limit + 10**6] * len(processes.processes)
+    limits[1] = limit
+    found = processes.run(training.peaks, kind, order, limits)
+    assert len({sequence for sequence, _, _ in found}) == 1
+    for (_, predicted, measured), own in zip(found, limits, strict=True):
+        assert predicted <= own
+        assert 0.98 * predicted <= measured <= own
+
+
+def test_a_limit_that_is_too_small_on_one_rank_is_refused_on_all(processes: Processes) -> None:
+    limits = [10**9] * len(processes.processes)
+    limits[1] = 10**5
+    (said,) = set(processes.run(training.refusal, "chain", limits))
+    assert said.startswith("InfeasibleError: rank 0: a training step needs at least")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_sent_while_stages_are_still_run_again(processes: Processes, kind: str) -> None:
+    for events in processes.run(training.order_of_events, kind, limit_of(processes, kind)):
+        assert events.count("bucket") > 2
+        after_the_first = events[events.index("bucket") :]
+        assert any(event != "bucket" for event in after_the_first), events

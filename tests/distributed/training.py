@@ -1,0 +1,202 @@
+"""What every process does in the tests of DistributedDataParallel. Each returns what the tests look at."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rotor_profiling import measured_peak
+from rotor_py import Checkpointable
+from rotor_solver import store_all
+
+F = nn.functional
+
+
+def chain() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.Linear(64, 8))
+
+
+class Residual(nn.Module):
+    """No chain of modules: residuals, dropout, a keyword argument, one weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(5))
+
+    def forward(self, value: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        value = self.embed(value)
+        for block in self.blocks:
+            value = value + F.dropout(block(value), 0.1, self.training) * scale
+        return F.linear(value, self.embed.weight)
+
+
+class Partly(nn.Linear):
+    """A layer with a parameter that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def partly() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(Partly(), nn.Tanh()) for _ in range(6)))
+
+
+class PartlyResidual(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+
+
+MODELS = {"chain": chain, "captured": Residual, "partly chain": partly, "partly captured": PartlyResidual}
+BATCH = 256
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[kind]().train().to(_precision())
+
+
+def _precision() -> torch.dtype:
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 2
+    return torch.float64 if several else torch.float32
+
+
+def batches(rank: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return [torch.randn(BATCH, 64, generator=generator, dtype=_precision()) for _ in range(count)]
+
+
+def halfway(rank: int, kind: str) -> int:
+    """A limit for which something has to be computed twice, gradient buckets counted."""
+    probe = Checkpointable(made(kind), loss=loss)
+    probe.measure(batches(0, 1)[0])
+    assert probe.budget is not None
+    whole = (probe.budget.least_bytes() + probe.budget.peak_bytes(store_all(probe.budget.chain))) // 2
+    return whole + sum(p.numel() * p.element_size() for p in probe.parameters())
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.logsumexp(-1).square().mean()
+
+
+def wrapped(model: nn.Module, order: str, limit: int | None, **options: Any) -> nn.Module:
+    """DistributedDataParallel, and for `order` "outside" or "inside" a plan inside or outside it."""
+    if order == "outside":
+        return DistributedDataParallel(Checkpointable(model, mem_limit=limit, loss=loss), **options)
+    ddp = DistributedDataParallel(model, **options)
+    return ddp if order == "plain" else Checkpointable(ddp, mem_limit=limit, loss=loss)
+
+
+def planned_part(model: nn.Module) -> Checkpointable:
+    found = model if isinstance(model, Checkpointable) else model.module
+    assert isinstance(found, Checkpointable)
+    return found
+
+
+def trained(
+    rank: int, kind: str, order: str, limit: int | None, accumulated: int = 1, **options: Any
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model after three steps of SGD, and all numbers there are."""
+    torch.manual_seed(rank)
+    model = wrapped(made(kind), order, limit, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    numbers: dict[str, torch.Tensor] = {}
+    given = batches(rank, 3 * accumulated)
+    for step in range(3):
+        optimizer.zero_grad()
+        for number in range(accumulated):
+            last = number == accumulated - 1
+            with nullcontext() if last else no_sync(model):
+                value = loss(model(given[step * accumulated + number]))
+                value.backward()
+            numbers[f"loss {step} {number}"] = value.detach()
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == ("unused" in name), name
+            if parameter.grad is None:
+                continue
+            numbers[f"gradient {step} {name.replace('module.', '')}"] = parameter.grad.clone()
+        optimizer.step()
+    numbers |= {name.replace("module.", ""): value.clone() for name, value in model.state_dict().items()}
+    numbers["random"] = torch.get_rng_state()
+    return model, numbers
+
+
+def no_sync(model: nn.Module) -> Any:
+    return model.no_sync()  # type: ignore[operator] # a Checkpointable has what its model has
+
+
+def same_as_plain(
+    rank: int, kind: str, order: str, limit: int, accumulated: int = 1, options: dict[str, Any] | None = None
+) -> tuple[str, list[str]]:
+    """The sequence, and the names of numbers that are not those of plain training.
+
+    Sums over more than two processes depend on how gradients are put in buckets; where they have to be, numbers are
+    compared in double precision.
+    """
+    _, expected = trained(rank, kind, "plain", None, accumulated, **(options or {}))
+    model, found = trained(rank, kind, order, limit, accumulated, **(options or {}))
+    assert found.keys() == expected.keys()
+    exact = torch.distributed.get_world_size() == 2
+    same = torch.equal if exact else partial(torch.allclose, rtol=1e-12, atol=1e-12)
+    different = [name for name, value in expected.items() if not same(value, found[name])]
+    return str(planned_part(model).sequence), different
+
+
+def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int, int]:
+    """The sequence, and the predicted and the measured peak of a step, with the limit of each rank."""
+    model, _ = trained(rank, kind, order, limits[rank])
+    planned = planned_part(model)
+    (batch,) = batches(rank, 1)
+    assert planned.budget is not None
+    assert planned.sequence is not None
+    model.zero_grad(set_to_none=False)
+    present = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), batch]
+
+    def step() -> None:
+        output = model(batch)
+        loss(output).backward()
+
+    # What DistributedDataParallel holds for its buckets is not among its tensors.
+    measured = measured_peak(step, present, torch.device("cpu")) + planned.budget.fixed.buckets
+    return str(planned.sequence), planned.budget.peak_bytes(planned.sequence), measured
+
+
+def refusal(rank: int, kind: str, limits: list[int]) -> str:
+    """What is said where the limit of one rank is too small."""
+    try:
+        trained(rank, kind, "outside", limits[rank])
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def order_of_events(rank: int, kind: str, limit: int) -> list[str]:
+    """Buckets sent, and stages run again, in the order of a backward."""
+    model = wrapped(made(kind), "outside", limit, bucket_cap_mb=0.02)
+    events: list[str] = []
+
+    def send(state: None, bucket: Any) -> Any:
+        events.append("bucket")
+        return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    send.__annotations__.clear()  # it is looked at, and must not be a text
+    model.register_comm_hook(None, send)  # type: ignore[operator] # a method of DistributedDataParallel
+    (batch,) = batches(rank, 1)
+    loss(model(batch)).backward()  # buckets are made anew after the first
+    planned = planned_part(model)
+    for name, function in zip(planned.names, planned.functions, strict=True):
+        function.register_forward_hook(lambda *_, name=name: events.append(name))
+    output = model(batch)
+    events.clear()
+    loss(output).backward()
+    return events
