@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
@@ -31,22 +31,22 @@ from rotor_solver import (
 class FixedMemory:
     """Bytes on the device that every plan has to live with, from the beginning of the step to its end.
 
-    `buckets` are those in which DistributedDataParallel sends gradients. `batch` counts what the caller passes in where
-    layers run before the chain; otherwise it is the chain's a_0.
-    `other` is what else this process holds on the device.
+    `communication` is what gradients are sent in, and sharded parameters gathered. `batch` counts what the caller
+    passes in where layers run before the chain; otherwise it is the chain's a_0. `other` is what else this process
+    holds on the device.
     """
 
     parameters: int = 0
     buffers: int = 0
     gradients: int = 0
     optimizer: int = 0
-    buckets: int = 0
+    communication: int = 0
     batch: int = 0
     other: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.buffers + self.gradients + self.optimizer + self.buckets + self.batch + self.other
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Budget:
         )
         return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, stage=largest)
 
-    def with_buckets(self, size: int) -> Budget:
-        """The same with `size` bytes for gradient buckets."""
-        return replace(self, fixed=replace(self.fixed, buckets=size), floor_bytes=self.floor_bytes + size)
+    def with_communication(self, size: int) -> Budget:
+        """The same with `size` bytes for what processes send to each other."""
+        return replace(self, fixed=replace(self.fixed, communication=size), floor_bytes=self.floor_bytes + size)
 
     def split(self) -> str:
         """The fixed part in words."""
@@ -119,7 +119,7 @@ class Budget:
                 ("buffers", self.fixed.buffers),
                 ("gradients", self.fixed.gradients),
                 ("optimizer state", self.fixed.optimizer),
-                ("gradient buckets", self.fixed.buckets),
+                ("communication", self.fixed.communication),
                 ("batch", self.fixed.batch),
                 ("other", self.fixed.other),
             )

@@ -16,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from rotor_profiling import optimizer_cost, tensors_in
+from rotor_py import nested
 from rotor_py.budget import Budget, make_budget
 from rotor_py.capture.session import CaptureSession
 from rotor_py.chain import Cut, cut, is_chain
 from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
-from rotor_py.distributed import agreed_sequence, around, bucket_bytes, refuse_other_plans, size_of
+from rotor_py.distributed import agreed_sequence, communication_bytes, processes, refuse_other_plans, size_of
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.executor import replay
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
@@ -31,6 +32,7 @@ from rotor_py.plan import Plan
 from rotor_py.program import Program, program
 from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
+from rotor_py.sharded import is_sharded
 from rotor_py.traits import traits_of
 from rotor_py.transparent import Transparent, in_training, instead_of_forward
 from rotor_py.units import format_bytes, parse_bytes
@@ -119,6 +121,11 @@ class Checkpointable(Transparent):
         self._group = process_group
         self._agreed: Sequence | None = None
         self._core = model.module if isinstance(model, DistributedDataParallel) else model
+        if is_sharded(self._core) and not is_chain(self._core):
+            raise UnsupportedModelError(
+                f"fully_shard was applied to {type(model).__name__}, and a graph with sharded parameters cannot be "
+                "captured; write the model as an nn.Sequential of its blocks, or use DistributedDataParallel"
+            )
         self._capture = None if is_chain(self._core) else CaptureSession(self._core, self._run_captured, granularity)
         if mem_limit is not None:
             self._limit_bytes(mem_limit)
@@ -258,6 +265,9 @@ class Checkpointable(Transparent):
         for _, layer in self._cut.prefix:
             value = layer(value)
         runners = [StageRunner(function, name, self.preserve_rng_state) for name, function in self._cut.stages]
+        if is_sharded(self._core):
+            assert self.sequence is not None
+            return nested.run(runners, nested.regions(self.sequence), value)
         return replay(runners, instructions, value)
 
     def _instructions(self, value: Any, state: ModelState) -> Program:
@@ -291,21 +301,20 @@ class Checkpointable(Transparent):
 
     def _agree(self) -> None:
         """Solve, if that has not been done with all processes that train together."""
-        ddp, budget, group = around(self.model), self.budget, self._processes()
+        budget, group = self.budget, self._processes()
         if self._plan is not None:
             if self._agreed is not self.sequence and group is not None and size_of(group) > 1:
                 refuse_other_plans(str(self.sequence), group)
                 self._agreed = self.sequence
             return
-        if ddp is not None and budget is not None and not budget.fixed.buckets:
-            self.budget, self.sequence = budget.with_buckets(bucket_bytes(ddp)), None
+        if size_of(group) > 1 and budget is not None and not budget.fixed.communication:
+            self.budget, self.sequence = budget.with_communication(communication_bytes(self.model)), None
         if self.sequence is None or (self._agreed is not self.sequence and size_of(group) > 1):
             self.compute_sequence()
 
     def _processes(self) -> ProcessGroup | None:
         """The processes that train this model together, as far as is known."""
-        ddp = around(self.model)
-        return self._group if self._group is not None or ddp is None else ddp.process_group
+        return self._group if self._group is not None else processes(self.model)
 
     def _prepare(self, value: Any) -> None:
         """Cut and measure on the chain's input `value`; what was planned before is no longer valid."""

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rotor_profiling import bytes_like
 from rotor_py.budget import Budget
 from rotor_py.errors import PlanMismatchError
+from rotor_py.sharded import gathered_bytes, group_of
 from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, InfeasibleError, Sequence
 
@@ -37,9 +38,18 @@ def around(model: nn.Module) -> DistributedDataParallel | None:
     return found if isinstance(found, DistributedDataParallel) else None
 
 
-def bucket_bytes(ddp: DistributedDataParallel | None) -> int:
-    """What DistributedDataParallel holds to send gradients, beside the gradients themselves."""
-    return 0 if ddp is None else bytes_like(p for p in ddp.module.parameters() if p.requires_grad)
+def communication_bytes(model: nn.Module) -> int:
+    """What processes that train `model` together need to send to each other, beside the model and its gradients."""
+    ddp = around(model)
+    if ddp is not None:
+        return bytes_like(p for p in ddp.module.parameters() if p.requires_grad)
+    return gathered_bytes(model)
+
+
+def processes(model: nn.Module) -> dist.ProcessGroup | None:
+    """The processes that train `model` together, as far as it shows."""
+    ddp = around(model)
+    return ddp.process_group if ddp is not None else group_of(model)
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:

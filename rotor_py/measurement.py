@@ -27,6 +27,7 @@ from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import median_seconds
 from rotor_py.chain import Cut, carried_by
 from rotor_py.runner import StageRunner
+from rotor_py.sharded import gathered
 from rotor_py.surroundings import moving_buffers
 from rotor_py.traits import StageTraits, find_out, remember
 from rotor_solver import Chain
@@ -156,37 +157,38 @@ def measure(
     for position, (name, function) in enumerate(cut.stages):
         if progress is not None:
             progress(position, len(cut.stages), name)
-        parameters = storages(trained_parameters(function)).keys()
-        last = position == len(cut.stages) - 1
-        beside = list(storages(tensors_in(value)[i] for i in carried.values()))
-        entering, carried = carried, carried_by(function)
-        apart = tuple({*carried.values(), *(silent if last else ())})
-        kind = (stage_kind(function, value), held, last, apart)
-        runner = StageRunner(function, name, preserve_rng_state)
-        if kind not in known:
-            traits[kind] = find_out(function, value, device)
+        with gathered(function):
+            parameters = storages(trained_parameters(function)).keys()
+            last = position == len(cut.stages) - 1
+            beside = list(storages(tensors_in(value)[i] for i in carried.values()))
+            entering, carried = carried, carried_by(function)
+            apart = tuple({*carried.values(), *(silent if last else ())})
+            kind = (stage_kind(function, value), held, last, apart)
+            runner = StageRunner(function, name, preserve_rng_state)
+            if kind not in known:
+                traits[kind] = find_out(function, value, device)
+                remember(function, traits[kind])
+                known[kind] = measure_stage(
+                    runner,
+                    value,
+                    device=device,
+                    input_bytes=held,
+                    owned=[*owned, *parameters, *beside],
+                    fresh_gradients=fresh_gradients,
+                    output_held=last,
+                    carried=apart,
+                    silent=silent if last else (),
+                )
             remember(function, traits[kind])
-            known[kind] = measure_stage(
-                runner,
-                value,
-                device=device,
-                input_bytes=held,
-                owned=[*owned, *parameters, *beside],
-                fresh_gradients=fresh_gradients,
-                output_held=last,
-                carried=apart,
-                silent=silent if last else (),
-            )
-        remember(function, traits[kind])
-        costs.append(known[kind])
-        held = known[kind].activation_bytes
-        value = _next(runner, value, device)
-        for node, i in entering.items():
-            size = known[kind].gradient_storage_bytes[i]
-            spans[node] = replace(spans[node], gradient_bytes=max(size, spans[node].gradient_bytes))
-        for node, i in carried.items():
-            new = Carried(storage_bytes([tensors_in(value)[i]], [*owned, *beside]), position + 1, position + 1)
-            spans[node] = replace(spans.get(node, new), last=position + 1)
+            costs.append(known[kind])
+            held = known[kind].activation_bytes
+            value = _next(runner, value, device)
+            for node, i in entering.items():
+                size = known[kind].gradient_storage_bytes[i]
+                spans[node] = replace(spans[node], gradient_bytes=max(size, spans[node].gradient_bytes))
+            for node, i in carried.items():
+                new = Carried(storage_bytes([tensors_in(value)[i]], [*owned, *beside]), position + 1, position + 1)
+                spans[node] = replace(spans.get(node, new), last=position + 1)
     if progress is not None:
         progress(len(cut.stages), len(cut.stages), "loss")
     if done is not None:

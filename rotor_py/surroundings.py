@@ -51,11 +51,12 @@ class Surroundings:
     buffers: tuple[tuple[Slot, torch.Tensor], ...]
 
     @contextmanager
-    def restored(self, function: Callable[..., Any], *, graph: bool) -> Iterator[None]:
+    def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
         """Run `function` inside this context as it was run the first time, leaving no trace of the second.
 
         Without a `graph`, weights that autocast has cast are not cached: a later forward with a graph in the same
-        autocast region would find them there without their history, and lose gradients.
+        autocast region would find them there without their history, and lose gradients. `alike` makes autograd save as
+        many tensors as the first time, where otherwise it may save fewer.
         """
         with ExitStack() as stack:
             for state in self.autocast:
@@ -68,8 +69,11 @@ class Surroundings:
                 stack.callback(table.__setitem__, name, table[name])
                 table[name] = before.clone()
             for module in _tracking_batch_norms(function):
-                stack.callback(setattr, module, "track_running_stats", True)
-                module.track_running_stats = False
+                if alike:
+                    _let_copies_track(module, stack)
+                else:
+                    stack.callback(setattr, module, "track_running_stats", True)
+                    module.track_running_stats = False
             yield
 
 
@@ -110,6 +114,13 @@ def recorded(
     result.append(
         Surroundings(autocast, before if drew else None, tuple((slots[i], copies[i]) for i in sorted(changed)))
     )
+
+
+def _let_copies_track(module: nn.Module, stack: ExitStack) -> None:
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None:
+            stack.callback(module._buffers.__setitem__, name, buffer)
+            module._buffers[name] = buffer.clone()
 
 
 def _tracking_batch_norms(function: Callable[..., Any]) -> list[Any]:

@@ -25,11 +25,17 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process has, where processes share it (`DTensor`); else the tensor."""
+    part = getattr(tensor, "_local_tensor", None)
+    return part if isinstance(part, torch.Tensor) else tensor
+
+
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Address and bytes of every distinct storage behind `tensors`, as the device's allocator counts them."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         size = allocated(storage.nbytes(), tensor.device.type)
         if size:
             sizes[storage.data_ptr()] = size
@@ -46,4 +52,5 @@ def storage_bytes(tensors: Iterable[torch.Tensor], owned_elsewhere: Iterable[int
 
 def bytes_like(tensors: Iterable[torch.Tensor], kind: str | None = None) -> int:
     """Bytes of a new tensor like each of `tensors`, on its own device or on one of another `kind`."""
-    return sum(allocated(tensor.numel() * tensor.element_size(), kind or tensor.device.type) for tensor in tensors)
+    here = [local(tensor) for tensor in tensors]
+    return sum(allocated(tensor.numel() * tensor.element_size(), kind or tensor.device.type) for tensor in here)

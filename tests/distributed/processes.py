@@ -49,7 +49,6 @@ class Processes:
         for connection in self.connections:
             connection.send(None)
         for process in self.processes:
-            process.join(5)
             process.kill()
 
 

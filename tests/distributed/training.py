@@ -167,7 +167,7 @@ def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int
         loss(output).backward()
 
     # What DistributedDataParallel holds for its buckets is not among its tensors.
-    measured = measured_peak(step, present, torch.device("cpu")) + planned.budget.fixed.buckets
+    measured = measured_peak(step, present, torch.device("cpu")) + planned.budget.fixed.communication
     return str(planned.sequence), planned.budget.peak_bytes(planned.sequence), measured
 
 

@@ -1,0 +1,106 @@
+"""What every process does in the tests of `fully_shard`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from rotor_profiling import measured_peak, tensors_in
+from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_solver import store_all
+
+BATCH, WIDTH = 512, 32
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+
+    def block() -> nn.Module:
+        wide = 4 * WIDTH
+        return nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Dropout(0.1), nn.Linear(wide, WIDTH))
+
+    return nn.Sequential(*(block() for _ in range(6)), nn.Linear(WIDTH, 4)).train()
+
+
+def sharded(**options: Any) -> nn.Sequential:
+    model = blocks()
+    for block in list(model)[:-1]:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def batches(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(BATCH, WIDTH, generator=generator) for _ in range(3)]
+
+
+def trained(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    """All numbers of three steps of Adam."""
+    torch.manual_seed(rank)
+    optimizer = torch.optim.Adam(model.parameters())
+    numbers = {}
+    for step, batch in enumerate(batches(rank)):
+        optimizer.zero_grad()
+        value = loss(model(batch))
+        value.backward()
+        numbers[f"loss {step}"] = value.detach()
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter.grad, DTensor), name
+            numbers[f"gradient {step} {name}"] = parameter.grad.to_local().clone()
+        optimizer.step()
+    numbers |= {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+    numbers["random"] = torch.get_rng_state()
+    return numbers
+
+
+def halfway(planned: Checkpointable, rank: int) -> int:
+    planned.measure(batches(rank)[0])
+    assert planned.budget is not None
+    planned.compute_sequence("1GB")
+    assert planned.budget is not None
+    return (planned.budget.least_bytes() + planned.budget.peak_bytes(store_all(planned.budget.chain))) // 2
+
+
+def same_as_plain(rank: int, options: dict[str, Any]) -> tuple[str, list[str], int, int, int]:
+    """The sequence, the names of numbers that differ; limit, prediction and measured peak of one more step."""
+    expected = trained(rank, sharded(**options))
+    model = sharded(**options)
+    planned = Checkpointable(model, loss=loss)
+    limit = halfway(planned, rank)
+    dist.barrier()
+    planned.compute_sequence(limit)
+    found = trained(rank, planned)
+    different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+    assert list(planned.state_dict()) == list(blocks().state_dict())
+    batch = batches(rank)[0]
+    present = [*(p.to_local() for p in model.parameters()), *(p.grad.to_local() for p in model.parameters()), batch]
+    measured = measured_peak(lambda: loss(planned(batch)).backward(), tensors_in(present), torch.device("cpu"))
+    assert planned.sequence is not None
+    assert planned.budget is not None
+    return str(planned.sequence), different, limit, planned.budget.peak_bytes(planned.sequence), measured
+
+
+class NoChain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.linear(value)
+
+
+def refusal(rank: int) -> str:
+    try:
+        Checkpointable(fully_shard(NoChain()))
+    except UnsupportedModelError as error:
+        return str(error)
+    return "nothing"

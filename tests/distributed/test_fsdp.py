@@ -1,0 +1,31 @@
+"""`fully_shard` (FSDP2): the sequence as nested regions, parameters gathered and gradients sent by PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import fsdp
+from tests.distributed.processes import Processes
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+def test_numbers_are_those_of_plain_training_inside_the_limit(processes: Processes, options: dict[str, Any]) -> None:
+    found = processes.run(fsdp.same_as_plain, options)
+    assert len({sequence for sequence, *_ in found}) == 1
+    for sequence, different, limit, predicted, measured in found:
+        assert different == []
+        assert "CF_" in sequence
+        assert measured <= predicted <= limit
+
+
+def test_four_processes(four_processes: Processes) -> None:
+    found = four_processes.run(fsdp.same_as_plain, {})
+    assert len({sequence for sequence, *_ in found}) == 1
+    assert [(different, measured <= limit) for _, different, limit, _, measured in found] == [([], True)] * 4
+
+
+def test_a_sharded_model_that_is_no_chain_is_refused_in_one_sentence(processes: Processes) -> None:
+    for said in processes.run(fsdp.refusal):
+        assert said.startswith("fully_shard was applied to ")
