@@ -34,7 +34,7 @@ from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
 from rotor_py.sharded import is_sharded
 from rotor_py.traits import traits_of
-from rotor_py.transparent import Transparent, in_training, instead_of_forward
+from rotor_py.transparent import Transparent, core_of, in_training, instead_of_forward
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import Algorithm, Chain, Persistent, Sequence, simulate, store_all
 
@@ -120,7 +120,7 @@ class Checkpointable(Transparent):
         self._plan: Plan | None = None
         self._group = process_group
         self._agreed: Sequence | None = None
-        self._core = model.module if isinstance(model, DistributedDataParallel) else model
+        self._core = core_of(model)
         if is_sharded(self._core) and not is_chain(self._core):
             raise UnsupportedModelError(
                 f"fully_shard was applied to {type(model).__name__}, and a graph with sharded parameters cannot be "
@@ -244,14 +244,16 @@ class Checkpointable(Transparent):
 
     # Training
 
+    # torch.compile(Checkpointable(model)) follows the plan, uncompiled.
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it so
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; in training mode, so that the backward follows the plan."""
         if not self.training or not torch.is_grad_enabled():
             return self.model.forward(*args, **kwargs)
-        if self._core is self.model:
-            return self._planned(*args, **kwargs)
-        with instead_of_forward(self._core, self._planned):
-            return self.model.forward(*args, **kwargs)
+        if isinstance(self.model, DistributedDataParallel):
+            with instead_of_forward(self._core, self._planned):
+                return self.model.forward(*args, **kwargs)
+        return self._planned(*args, **kwargs)
 
     def _planned(self, *args: Any, **kwargs: Any) -> Any:
         state = ModelState.of(self._core)

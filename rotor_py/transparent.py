@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parallel import DistributedDataParallel
 
+_log = logging.getLogger("rotor_py")
 _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
 
 
@@ -62,6 +66,19 @@ class Transparent(nn.Module):
         self.model.train(mode)
         self.training = mode
         return self
+
+
+def core_of(model: nn.Module) -> nn.Module:
+    """The model inside what distributes or compiles it: that is what can be cut into stages."""
+    if isinstance(model, DistributedDataParallel):
+        return core_of(model.module)
+    if isinstance(model, OptimizedModule):
+        _log.warning(
+            "torch.compile around the whole model has no part in a planned step; to compile, call compile() on its "
+            "layers before it is planned"
+        )
+        return core_of(model._orig_mod)
+    return model
 
 
 @contextmanager

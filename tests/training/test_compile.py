@@ -1,0 +1,112 @@
+"""torch.compile around a plan, inside one, and on the layers of a planned chain."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling import measured_peak
+from rotor_py import Checkpointable
+from rotor_solver import store_all
+
+CPU = torch.device("cpu")
+BATCH = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
+
+
+def layers() -> list[nn.Module]:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
+
+    return [layer() for _ in range(4)]
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers())
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + layer(value)
+        return value
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"chain": lambda: nn.Sequential(*layers()), "captured": Residual}
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def whole(model: nn.Module, limit: int) -> nn.Module:
+    return Checkpointable(compiled(model), mem_limit=limit, loss=loss)
+
+
+def around(model: nn.Module, limit: int) -> nn.Module:
+    found: nn.Module = compiled(Checkpointable(model, mem_limit=limit, loss=loss))
+    return found
+
+
+def each_layer(model: nn.Module, limit: int) -> nn.Module:
+    for layer in model.children():
+        layer.compile(backend="aot_eager")
+    return Checkpointable(model, mem_limit=limit, loss=loss)
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def halfway(model: nn.Module) -> int:
+    probe = Checkpointable(copy.deepcopy(model), loss=loss)
+    probe.measure(BATCH)
+    assert probe.budget is not None
+    return (probe.budget.least_bytes() + probe.budget.peak_bytes(store_all(probe.budget.chain))) // 2
+
+
+def trained(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = loss(model(BATCH))
+        value.backward()
+        found += [value.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+    return [*found, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [("chain", whole), ("chain", around), ("captured", whole), ("captured", around), ("chain", each_layer)],
+)
+def test_the_plan_is_followed_with_the_numbers_of_plain_training(
+    kind: str, way: Callable[[nn.Module, int], nn.Module]
+) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    limit = halfway(model)
+    planned = way(copy.deepcopy(model), limit)
+    found = trained(planned)
+    assert all(map(torch.equal, found, trained(model)))
+    inner: Any = getattr(planned, "_orig_mod", planned) if way is around else planned
+    assert "CF_" in str(inner.sequence)
+    gradients = [p.grad for p in planned.parameters() if p.grad is not None]
+    peak = measured_peak(lambda: loss(planned(BATCH)).backward(), [*planned.parameters(), *gradients, BATCH], CPU)
+    assert peak <= limit
+
+
+def test_a_model_compiled_as_a_whole_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    Checkpointable(compiled(nn.Linear(2, 2)))
+    assert "torch.compile around the whole model has no part in a planned step" in caplog.text
+
+
+def test_keys_of_a_compiled_model_are_its_own() -> None:
+    model = compiled(nn.Sequential(nn.Linear(2, 2)))
+    assert list(Checkpointable(model).state_dict()) == list(model.state_dict())
