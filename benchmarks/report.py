@@ -1,4 +1,4 @@
-"""Where results go: a JSON file with device and versions, and a table in the README."""
+"""Where results go: a JSON file with device and versions, and a table in the README or another page."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ def versions(device: torch.device) -> dict[str, str]:
     return {"device": hardware, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def write(name: str, text: str, rows: list[dict[str, Any]], device: torch.device) -> None:
-    """Write `rows` to results/`name`-cpu.json (or -cuda), and `text` between the marks of that name in the README."""
+def write(
+    name: str, text: str, rows: list[dict[str, Any]], device: torch.device, page: Path = ROOT / "README.md"
+) -> None:
+    """Write `rows` to results/`name`-cpu.json (or -cuda), and `text` between the marks of that name in `page`."""
     name = f"{name}-{device.type}"
     data = {**versions(device), "rows": rows}
     results = ROOT / "benchmarks" / "results"
     results.mkdir(exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-    readme = ROOT / "README.md"
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, found, rest = readme.read_text().partition(begin)
+    before, found, rest = page.read_text().partition(begin)
     if found:
         caption = ", ".join(f"{key} {value}" if key != "device" else value for key, value in versions(device).items())
-        readme.write_text(f"{before}{begin}\n{text}\n\nMeasured on: {caption}.\n{end}{rest.partition(end)[2]}")
+        page.write_text(f"{before}{begin}\n{text}\n\nMeasured on: {caption}.\n{end}{rest.partition(end)[2]}")

@@ -1,0 +1,55 @@
+"""Several processes train one model, each inside a limit: DistributedDataParallel, or with --fsdp fully_shard.
+
+    torchrun --nproc-per-node 2 examples/distributed.py
+    torchrun --nproc-per-node 2 examples/distributed.py --fsdp
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from rotor_py import Checkpointable, format_bytes
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block() for _ in range(8))).to(device)
+    if "--fsdp" in sys.argv:
+        for each in model:
+            fully_shard(each)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    planned = wrapped = Checkpointable(model, mem_limit="130MB", loss=loss, optimizer=optimizer)
+    if "--fsdp" not in sys.argv:
+        wrapped = DistributedDataParallel(planned)
+    batch = torch.randn(1024, 256, device=device)
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = loss(wrapped(batch))
+        value.backward()
+        optimizer.step()
+    if dist.get_rank() == 0:
+        peak = format_bytes(planned.budget.peak_bytes(planned.sequence))
+        print(f"{dist.get_world_size()} processes, loss {value.item():.3f}, predicted peak of each {peak}")
+        print(planned.sequence)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
