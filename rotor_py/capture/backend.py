@@ -12,6 +12,7 @@ from torch import fx, nn
 from rotor_profiling import tensors_in
 from rotor_py.budget import make_budget
 from rotor_py.capture.captured import CapturedGraph
+from rotor_py.capture.faults import run_graph
 from rotor_py.chain import Cut, cut_layers
 from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
 from rotor_py.executor import replay
@@ -54,10 +55,10 @@ class _Planner:
 
     def __call__(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         if not torch.is_grad_enabled():
-            return list(graph.graph_module(*arguments))
+            return list(run_graph(graph.graph_module, arguments))
         graph.split(arguments)
         if not graph.trains:
-            return list(graph.graph_module(*arguments))
+            return list(run_graph(graph.graph_module, arguments))
         value, values = graph.enter(arguments)
         if self.program is None or not reaches(self.reach, value):
             self._plan(graph, value, arguments)
