@@ -30,6 +30,7 @@ from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
 from rotor_py.traits import traits_of
 from rotor_py.transparent import Transparent, in_training
+from rotor_py.turns import planning
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import Algorithm, Chain, Persistent, Sequence, simulate, store_all
 
@@ -177,7 +178,8 @@ class Checkpointable(Transparent):
             algo = Persistent(slots=slots)
         elif isinstance(algo, type):
             algo = algo(**algo_kwargs)
-        self.sequence = budget.solve(limit, algo)
+        with planning:
+            self.sequence = budget.solve(limit, algo)
         if custom_mem_limit_bytes is not None:
             self.mem_limit = custom_mem_limit_bytes
         if self.verbosity:
@@ -274,7 +276,7 @@ class Checkpointable(Transparent):
         self._cut = self.sequence = self.budget = None
         self._value = spec_of(value)
         shown = nullcontext(self.progress) if self.progress else progress_bar()
-        with in_training(self), torch.enable_grad(), shown as progress:
+        with planning, in_training(self), torch.enable_grad(), shown as progress:
             found = cut(self.model, value, self.device)
             measurement = measure(found, value, self.device, loss=self._loss, progress=progress, **self._measuring())
             self._state = ModelState.of(self.model)
@@ -303,7 +305,7 @@ class Checkpointable(Transparent):
         self._cut = self.sequence = self.budget = None
         self._value = spec_of((args, kwargs))
         shown = nullcontext(self.progress) if self.progress else progress_bar()
-        with in_training(self), torch.enable_grad(), shown as progress:
+        with planning, in_training(self), torch.enable_grad(), shown as progress:
             found, measurement, shared = capture.measure(
                 args, kwargs, self.device, loss=self._loss, progress=progress, **self._measuring()
             )

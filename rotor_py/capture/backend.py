@@ -20,6 +20,7 @@ from rotor_py.input_spec import reaches, spec_of
 from rotor_py.measurement import measure
 from rotor_py.program import Program, program
 from rotor_py.runner import StageRunner
+from rotor_py.turns import planning
 from rotor_py.units import parse_bytes
 from rotor_solver import Persistent
 
@@ -61,7 +62,8 @@ class _Planner:
             return list(run_graph(graph.graph_module, arguments))
         value, values = graph.enter(arguments)
         if self.program is None or not reaches(self.reach, value):
-            self._plan(graph, value, arguments)
+            with planning:
+                self._plan(graph, value, arguments)
         assert self.cut is not None
         assert self.program is not None
         for _, layer in self.cut.prefix:

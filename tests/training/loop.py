@@ -20,8 +20,9 @@ F = nn.functional
 class Mixer(nn.Module):
     """Written by hand, with a residual in every layer, BatchNorm and dropout: captured, since it is no chain."""
 
-    def __init__(self, depth: int = 5, width: int = 32) -> None:
+    def __init__(self, depth: int = 5, width: int = 32, dropout: float = 0.2) -> None:
         super().__init__()
+        self.dropout = dropout
         self.entry = nn.Linear(12, width)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(depth))
@@ -30,15 +31,15 @@ class Mixer(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value = self.entry(value)
         for layer, norm in zip(self.layers, self.norms, strict=True):
-            value = value + F.dropout(F.gelu(layer(norm(value))), 0.2, self.training)
+            value = value + F.dropout(F.gelu(layer(norm(value))), self.dropout, self.training)
         return self.head(value)
 
 
-def chain(depth: int = 5, width: int = 32) -> nn.Sequential:
+def chain(depth: int = 5, width: int = 32, dropout: float = 0.2) -> nn.Sequential:
     """The same kinds of layers as a chain."""
     layers: list[nn.Module] = [nn.Linear(12, width)]
     for _ in range(depth):
-        layers += [nn.BatchNorm1d(width), nn.Sequential(nn.Linear(width, width), nn.GELU()), nn.Dropout(0.2)]
+        layers += [nn.BatchNorm1d(width), nn.Sequential(nn.Linear(width, width), nn.GELU()), nn.Dropout(dropout)]
     return nn.Sequential(*layers, nn.Linear(width, 4))
 
 

@@ -1,4 +1,4 @@
-"""A step that fails: the error is the user's own and names the stage, nothing stays behind, and the next step is right."""
+"""A step that fails: the error is the user's own and names the stage; nothing stays behind; the next step is right."""
 
 from __future__ import annotations
 
