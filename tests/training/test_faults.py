@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling import memory_meter
 from rotor_py import Checkpointable, CheckpointOptim
+from rotor_py.capture.faults import run_graph
 from rotor_py.faults import note
 from tests.checkpointable.steps import square
 from tests.training import tripping
@@ -56,7 +57,7 @@ def pair(kind: Kind) -> tuple[Checkpointable, nn.Module]:
 
 def stage_of_the_trip(network: Checkpointable) -> str:
     """The stage that has the layer that fails."""
-    return "trip" if network.captured else "4"
+    return "trip#1" if network.captured else "4"
 
 
 def calls_of_a_step(network: Checkpointable) -> int:
@@ -222,7 +223,7 @@ def test_what_was_kept_for_a_failed_backward_is_let_go_while_the_error_is_in_han
     """People try again with a smaller batch where they caught the error, with its traceback alive."""
     width, count = 1000, 64
     unit = width * count * 4
-    layers = [nn.Hardtanh(), nn.Hardtanh(), nn.Hardtanh(), tripping.Tripping(), nn.Hardtanh()]
+    layers = [nn.Hardtanh(), nn.Hardtanh(), nn.Hardtanh(), tripping.tripping, nn.Hardtanh()]
     value = torch.randn(count, width, requires_grad=True)
     names = [f"stage {i}" for i in range(5)]
     FORWARD.reset(2, OwnError(code=1))
@@ -241,24 +242,41 @@ def test_what_was_kept_for_a_failed_backward_is_let_go_while_the_error_is_in_han
 
 
 def test_a_retained_graph_survives_a_backward_that_failed() -> None:
-    """As in plain training, where a hook raises once, and the backward is called again."""
+    """As in plain training, where the backward is called again after a hook that raised."""
     network, plain = pair(chain)
+    losses = []
     for each in (network, plain):
-        raising = [True]
-
-        def once(gradient: torch.Tensor, raising: list[bool] = raising) -> None:
-            if raising.pop() if raising else False:
-                raise OwnError(code=1)
-
-        each[3][0].weight.register_hook(once)
         torch.manual_seed(3)
-        loss = square(each(rows()))
+        losses.append(square(each(rows())))
+    for at in (1, 2):
+        FORWARD.reset(at, OwnError(code=1))
         with pytest.raises(OwnError):
-            loss.backward(retain_graph=True)
-        each.zero_grad()
+            losses[0].backward(retain_graph=True)
+    FORWARD.reset()
+    network.zero_grad()
+    for loss in losses:
         loss.backward()
     for (name, a), (_, b) in zip(network.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(a.grad, b.grad), name
+
+
+def test_an_operator_that_fails_in_a_graph_keeps_its_traceback_and_leaves_no_mode_on(capfd) -> None:
+    """Called as a module, the graph would print its code and raise without a traceback."""
+    graph = torch.fx.Graph()
+    value = graph.placeholder("value")
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    region = graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, True, None))
+    product = graph.call_function(torch.mm, (value, value))
+    product.meta["stack_trace"] = '  File "model.py", line 7, in forward\n    return value @ value\n'
+    graph.call_function(torch.amp.autocast_mode._exit_autocast, (region,))
+    graph.output(product)
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        run_graph(torch.fx.GraphModule({}, graph), [torch.ones(2, 3)])
+    assert "eval_with_key" in traceback.extract_tb(caught.value.__traceback__)[-1].filename
+    assert 'the operator mm comes from\n  File "model.py", line 7' in notes(caught.value)
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert capfd.readouterr().err == ""
 
 
 class Root(nn.Module):

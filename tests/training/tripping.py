@@ -32,7 +32,7 @@ class Trip:
 
 
 FORWARD, BACKWARD = Trip(), Trip()
-LINE = "return tripping(value)"
+LINE = "value = tripping(value)"
 
 
 @torch.library.custom_op("rotor_tests::tripping", mutates_args=())
@@ -56,8 +56,15 @@ tripping.register_autograd(_gradient)
 
 
 class Tripping(nn.Module):
+    """Fails between its parameter, for which an alias may stand in, and its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return tripping(value)
+        value = tripping(value)
+        return value * self.scale
 
 
 class Caught(nn.Module):
