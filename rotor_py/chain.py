@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, storages, tensors_in
 from rotor_py.errors import UnsupportedModelError
+from rotor_py.faults import During
 from rotor_py.sharded import gathered
 
 Layer = tuple[str, nn.Module]
@@ -105,7 +106,7 @@ def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tupl
     """The output of a layer, whether it wrote into its input, and whether its output lies in its input's memory."""
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
-    with gathered(module), isolated(module, device), torch.no_grad():
+    with During("first run, to measure it,", name), gathered(module), isolated(module, device), torch.no_grad():
         output = module(value)
     outputs = tensors_in(output)
     if not outputs:

@@ -35,6 +35,7 @@ from rotor_py.runner import StageRunner
 from rotor_py.sharded import is_sharded
 from rotor_py.traits import traits_of
 from rotor_py.transparent import Transparent, core_of, in_training, instead_of_forward
+from rotor_py.turns import planning
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import Algorithm, Chain, Persistent, Sequence, simulate, store_all
 
@@ -194,11 +195,11 @@ class Checkpointable(Transparent):
         elif isinstance(algo, type):
             algo = algo(**algo_kwargs)
         group = self._processes()
-        if size_of(group) > 1:
-            assert group is not None
-            self.sequence = self._agreed = agreed_sequence(budget, limit, algo, group)
-        else:
-            self.sequence = budget.solve(limit, algo)
+        with planning:
+            if group is not None and size_of(group) > 1:
+                self.sequence = self._agreed = agreed_sequence(budget, limit, algo, group)
+            else:
+                self.sequence = budget.solve(limit, algo)
         if custom_mem_limit_bytes is not None:
             self.mem_limit = custom_mem_limit_bytes
         if self.verbosity:
@@ -323,7 +324,7 @@ class Checkpointable(Transparent):
         self._cut = self.sequence = self.budget = None
         self._value = spec_of(value)
         shown = nullcontext(self.progress) if self.progress else progress_bar()
-        with in_training(self), torch.enable_grad(), shown as progress:
+        with planning, in_training(self), torch.enable_grad(), shown as progress:
             found = cut(self._core, value, self.device)
             measurement = measure(found, value, self.device, loss=self._loss, progress=progress, **self._measuring())
             self._state = ModelState.of(self._core)
@@ -352,7 +353,7 @@ class Checkpointable(Transparent):
         self._cut = self.sequence = self.budget = None
         self._value = spec_of((args, kwargs))
         shown = nullcontext(self.progress) if self.progress else progress_bar()
-        with in_training(self), torch.enable_grad(), shown as progress:
+        with planning, in_training(self), torch.enable_grad(), shown as progress:
             found, measurement, shared = capture.measure(
                 args, kwargs, self.device, loss=self._loss, progress=progress, **self._measuring()
             )

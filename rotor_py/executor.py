@@ -21,12 +21,16 @@
 #     that another can follow; one that does not takes it along, and a second one is refused.
 #  9. Forwards that a sequence has right before the backward of a stage of rule 1 run from a hook on that stage's
 #     output, when its gradient arrives. No solver makes such sequences; hands may.
+# 10. An error ends the forward or the backward pass in which it is raised. What was held for it is let go at once: the
+#     error's traceback would keep it otherwise. What a retained graph holds stays for the next pass, as in plain
+#     training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Operations
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +101,10 @@ class _Held:
     inputs: dict[int, Any] = field(default_factory=dict)
     attached: dict[int, AttachedStage] = field(default_factory=dict)
 
+    def clear(self) -> None:
+        self.inputs.clear()
+        self.attached.clear()
+
 
 @dataclass(slots=True)
 class _Pass:
@@ -123,9 +131,16 @@ class Tape:
 
     def forward(self, value: Any) -> Any:
         """Run the operations before the loss; return the output, in the caller's graph."""
-        frontier = 0
         held = self._held
         assert held is not None
+        try:
+            return self._forward(held, value)
+        except BaseException:
+            held.clear()  # Rule 10
+            raise
+
+    def _forward(self, held: _Held, value: Any) -> Any:
+        frontier = 0
         for step in self.program.forward:
             stage = step.operation.stage  # type: ignore[union-attr] # no loss here
             if stage < frontier:
@@ -162,30 +177,42 @@ class Tape:
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage` (Rule 3)."""
         current = self._current_pass()
-        self._advance(current, stage)
-        attached = current.held.attached.pop(stage)
-        _release(current.held, self.program.replay[self.program.backward_at[stage]])
-        return attached.backward(gradients, retain_graph=current.retain_graph)
+        with self._given_up_on_error(current):
+            self._advance(current, stage)
+            attached = current.held.attached.pop(stage)
+            _release(current.held, self.program.replay[self.program.backward_at[stage]])
+            return attached.backward(gradients, retain_graph=current.retain_graph)
 
     def _await(self, stage: int, value: Any) -> None:
         """Run the operations before `B` of a stage in the graph when its backward is about to begin."""
         for tensor in tensors_in(value):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._advance(self._current_pass(), stage))
+                tensor.register_hook(lambda _: self._arrived(stage))
+
+    def _arrived(self, stage: int) -> None:
+        current = self._current_pass()
+        with self._given_up_on_error(current):
+            self._advance(current, stage)
 
     def _advance(self, current: _Pass, stage: int) -> None:
         """Run the operations before `B` of `stage`."""
-        try:
-            for step in self.program.replay[current.position : self.program.backward_at[stage]]:
-                if isinstance(step.operation, Backward):
-                    current.held.attached.pop(step.operation.stage, None)
-                    _release(current.held, step)
-                else:
-                    self._run_again(current.held, step)
-        except BaseException:
-            self._held = self._pass = None
-            raise
+        for step in self.program.replay[current.position : self.program.backward_at[stage]]:
+            if isinstance(step.operation, Backward):
+                current.held.attached.pop(step.operation.stage, None)
+                _release(current.held, step)
+            else:
+                self._run_again(current.held, step)
         current.position = max(current.position, self.program.backward_at[stage])
+
+    @contextmanager
+    def _given_up_on_error(self, current: _Pass) -> Iterator[None]:
+        """Rule 10: let go of what a pass holds if it ends in an error."""
+        try:
+            yield
+        except BaseException:
+            self._pass = None
+            current.held.clear()
+            raise
 
     def _current_pass(self) -> _Pass:
         task = torch._C._current_graph_task_id()

@@ -26,6 +26,7 @@ from rotor_profiling import (
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import median_seconds
 from rotor_py.chain import Cut, carried_by
+from rotor_py.faults import During
 from rotor_py.runner import StageRunner
 from rotor_py.sharded import gathered
 from rotor_py.surroundings import moving_buffers
@@ -166,7 +167,8 @@ def measure(
             kind = (stage_kind(function, value), held, last, apart)
             runner = StageRunner(function, name, preserve_rng_state)
             if kind not in known:
-                traits[kind] = find_out(function, value, device)
+                with During("measuring", name):
+                    traits[kind] = find_out(function, value, device)
                 remember(function, traits[kind])
                 known[kind] = measure_stage(
                     runner,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import reprlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +14,15 @@ import torch
 from torch import nn
 
 from rotor_py.chain import Cut, Layer, joined, layers
-from rotor_py.errors import PlanMismatchError
+from rotor_py.errors import PlanMismatchError, shortened
 from rotor_py.fingerprint import refuse_difference, refuse_other_input
 from rotor_py.program import program
 from rotor_py.traits import StageTraits, remember
 from rotor_solver import Sequence
 
-SCHEMA = 1
-_LARGEST_FILE = 64 * 2**20
+SCHEMA = 2
+_LARGEST_FILE = 16 * 2**20
+_log = logging.getLogger("rotor_py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +48,42 @@ class Plan:
         fields = {name: getattr(self, name) for name in _FIELDS}
         fields |= {"traits": [asdict(traits) for traits in self.traits], "sequence": str(self.sequence)}
         data = {"schema": SCHEMA, "torch": torch.__version__, **fields}
+        data["digest"] = _digest(data)
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan. ValueError if the file is not one; OSError if it cannot be read."""
+        """Read a plan. ValueError if the file is not one, or not as it was saved; OSError if it cannot be read."""
         file = Path(path)
-        if file.stat().st_size > _LARGEST_FILE:
-            raise ValueError(f"{file} is not a plan: it has {file.stat().st_size} bytes, a plan has a few thousand")
+        with file.open("rb") as opened:
+            content = opened.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise ValueError(f"{file} is not a plan: it has more than {_LARGEST_FILE} bytes, a plan has a few thousand")
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))
+            data = json.loads(content.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is not a plan, or only a part of one: {error}; save it again") from None
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"{file} is not a plan of schema {SCHEMA} but of {found!r}; save it again")
-        for name, kind in _FIELDS.items():
-            if not isinstance(data.get(name), kind):
-                raise ValueError(f"{file} is not a whole plan: {name!r} is {data.get(name)!r}; save it again")
+        if not isinstance(data, dict) or type(data.get("schema")) is not int or data["schema"] != SCHEMA:
+            found = reprlib.repr(data.get("schema")) if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"{file} is not a plan of schema {SCHEMA} but of {found}; save it again")
+        for name, kind in (_FIELDS | _BESIDE).items():
+            if type(data.get(name)) is not kind:  # True is no number of bytes
+                found = reprlib.repr(data.get(name))
+                raise ValueError(f"{file} is not a whole plan: {name!r} is {found}; save it again")
         try:
             fields = {name: data[name] for name in _FIELDS}
             fields |= {"traits": _traits(data["traits"]), "sequence": Sequence.parse(data["sequence"])}
             plan = cls(**fields)
             plan._refuse_nonsense()
-        except ValueError as error:
-            raise ValueError(f"{file} is not a whole plan: {error}; save it again") from None
+            if _digest(data) != data["digest"]:
+                raise ValueError("its digest is that of another content, so it was changed or damaged")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file} is not a whole plan: {shortened(error)}; save it again") from None
+        if data["torch"] != str(torch.__version__):
+            _log.warning(
+                "%s was made with torch %s; with torch %s peaks and times may be others: plan again to be sure",
+                file, shortened(data["torch"]), torch.__version__,
+            )  # fmt: skip
         return plan
 
     def _refuse_nonsense(self) -> None:
@@ -77,8 +92,16 @@ class Plan:
             raise ValueError("the names of layers have to be texts")
         if len(self.traits) != len(self.stages):
             raise ValueError(f"there are traits of {len(self.traits)} stages, and {len(self.stages)} stages")
+        if self.mem_limit <= 0 or self.peak_bytes <= 0:
+            raise ValueError("the limit and the peak have to be above zero")
+        for part in ("layers", "parameters"):
+            table = self.model.get(part)
+            if not isinstance(table, dict) or not all(isinstance(text, str) for text in table.values()):
+                raise ValueError(f"the {part} of the model have to be a table of texts")
+        if not all(isinstance(self.input.get(part), str) for part in ("device", "autocast")):
+            raise ValueError("the device and autocast of the input have to be texts")
         shapes = [each.get("shape") if isinstance(each, dict) else None for each in _list(self.input.get("tensors"))]
-        if not all(isinstance(shape, list) and all(isinstance(size, int) for size in shape) for shape in shapes):
+        if not all(isinstance(shape, list) and all(type(size) is int for size in shape) for shape in shapes):
             raise ValueError("every tensor of the input has to have a shape")
         program(len(self.stages), self.sequence)
 
@@ -110,18 +133,24 @@ def _traits(entries: list[Any]) -> list[StageTraits]:
     for entry in entries:
         match entry:
             case {"graph_dependent": bool(dependent), "without_gradient": [*positions]} if all(
-                isinstance(position, int) for position in positions
+                type(position) is int for position in positions
             ):
                 found.append(StageTraits(dependent, tuple(positions)))
             case _:
-                raise ValueError(f"the traits of a stage are {entry!r}")
+                raise ValueError(f"the traits of a stage are {reprlib.repr(entry)}")
     return found
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{value!r} has to be a list, and not an empty one")
+        raise ValueError(f"{reprlib.repr(value)} has to be a list, and not an empty one")
     return value
+
+
+def _digest(data: dict[str, Any]) -> str:
+    """Of all that is in the file, however it is written there."""
+    content = {name: value for name, value in data.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()
 
 
 _FIELDS: dict[str, type] = {
@@ -135,3 +164,4 @@ _FIELDS: dict[str, type] = {
     "peak_bytes": int,
     "fresh_grads": bool,
 }
+_BESIDE: dict[str, type] = {"torch": str, "digest": str}

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.isolate import alias, parameter_slots, substituted, trained_parameters
 from rotor_profiling.storage import tensors_in
+from rotor_py.faults import During
 from rotor_py.surroundings import Surroundings, recorded
 from rotor_py.traits import traits_of, without_history
 
@@ -32,18 +33,22 @@ class StageRunner:
 
     def forward(self, value: Any) -> Any:
         """Run the stage in the graph that is being built around it, as plain training does."""
-        return self.function(value)
+        with During("forward", self.name):
+            return self.function(value)
 
     def first(self, value: Any) -> tuple[Any, Surroundings]:
         """Run it as it comes, in a graph or without one; return its output and what surrounded it."""
         run = self.function if torch.is_grad_enabled() else self._without_graph()
-        with recorded(self.function, self._devices(value), self.preserve_rng_state, self.name) as surroundings:
+        with (
+            During("forward", self.name),
+            recorded(self.function, self._devices(value), self.preserve_rng_state, self.name) as surroundings,
+        ):
             output = run(value)
         return output, surroundings[0]
 
     def again(self, value: Any, surroundings: Surroundings) -> Any:
         """Run it once more without a graph, exactly as the first time."""
-        with torch.no_grad(), surroundings.restored(self.function, graph=False):
+        with During("recomputation", self.name), torch.no_grad(), surroundings.restored(self.function, graph=False):
             return self._without_graph()(value)
 
     def _without_graph(self) -> Callable[[Any], Any]:
@@ -62,6 +67,7 @@ class StageRunner:
         entered = tree_map_only(torch.Tensor, partial(_entered, origin), value)
         inputs, owners = _edges(entered), _owners(entered)
         with (
+            During("recomputation", self.name),
             torch.enable_grad(),
             surroundings.restored(self.function, graph=True),
             substituted(slots, aliases),
@@ -114,11 +120,9 @@ class AttachedStage:
         wanted: list[Any] = [source for source in sources if source is not None]
         if not given or not wanted:
             return [None] * len(sources)
-        found = iter(
-            torch.autograd.grad(
-                [y for y, _ in given], wanted, [g for _, g in given], retain_graph=retain_graph, allow_unused=True
-            )
-        )
+        roots, arriving = [y for y, _ in given], [g for _, g in given]
+        with During("backward", self.name):
+            found = iter(torch.autograd.grad(roots, wanted, arriving, retain_graph=retain_graph, allow_unused=True))
         return [None if source is None else next(found) for source in sources]
 
     def refuse_other_leaves(self, origin: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,13 +40,18 @@ def trained_parameters(function: Callable[..., Any]) -> list[torch.Tensor]:
 @contextmanager
 def substituted(slots: list[Slot], replacement: dict[int, torch.Tensor]) -> Iterator[None]:
     """Put `replacement[id(tensor)]` in the place of each slot's tensor for the duration of the context."""
-    for entries, name, tensor in slots:
-        entries[name] = replacement[id(tensor)]
     try:
+        for entries, name, tensor in slots:
+            entries[name] = replacement[id(tensor)]
         yield
     finally:
-        for entries, name, tensor in slots:
-            entries[name] = tensor
+        put_back(slots)
+
+
+def put_back(slots: list[Slot]) -> None:
+    """Put each slot's tensor in its place: in one call, which no signal of Ctrl-C can come into the middle of."""
+    tables, names, tensors = zip(*slots, strict=True) if slots else ((), (), ())
+    deque(map(dict.__setitem__, tables, names, tensors), maxlen=0)
 
 
 def alias(parameter: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import fx, nn
 from rotor_profiling import tensors_in
 from rotor_py.budget import make_budget
 from rotor_py.capture.captured import CapturedGraph
+from rotor_py.capture.faults import run_graph
 from rotor_py.chain import Cut, cut_layers
 from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
 from rotor_py.executor import replay
@@ -19,6 +20,7 @@ from rotor_py.input_spec import reaches, spec_of
 from rotor_py.measurement import measure
 from rotor_py.program import Program, program
 from rotor_py.runner import StageRunner
+from rotor_py.turns import planning
 from rotor_py.units import parse_bytes
 from rotor_solver import Persistent
 
@@ -54,13 +56,14 @@ class _Planner:
 
     def __call__(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         if not torch.is_grad_enabled():
-            return list(graph.graph_module(*arguments))
+            return list(run_graph(graph.graph_module, arguments))
         graph.split(arguments)
         if not graph.trains:
-            return list(graph.graph_module(*arguments))
+            return list(run_graph(graph.graph_module, arguments))
         value, values = graph.enter(arguments)
         if self.program is None or not reaches(self.reach, value):
-            self._plan(graph, value, arguments)
+            with planning:
+                self._plan(graph, value, arguments)
         assert self.cut is not None
         assert self.program is not None
         for _, layer in self.cut.prefix:

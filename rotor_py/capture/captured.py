@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_py.capture.cuts import find_cuts
+from rotor_py.capture.faults import run_graph
 from rotor_py.capture.graph import Facts, carries_gradient, read, tensors_of
 from rotor_py.capture.stages import context_of, stages_of
 from rotor_py.chain import Layer
@@ -35,7 +36,7 @@ class CapturedGraph:
         self._entering: list[fx.Node] = []
         self._leaving: list[fx.Node] = []
         self._wanted: list[fx.Node] = []
-        self._context: nn.Module | None = None
+        self._context: fx.GraphModule | None = None
         self._owned: dict[fx.Node, torch.Tensor] = {}
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
@@ -76,7 +77,7 @@ class CapturedGraph:
         self._bind(values)
         if self._context is not None:
             with torch.no_grad():
-                made = self._context(*(values[node] for node in self._facts.given))
+                made = run_graph(self._context, [values[node] for node in self._facts.given])
             values.update(zip(self._wanted, made, strict=True))
         return tuple(values[node] for node in self._entering), values
 

@@ -16,6 +16,7 @@ from torch import nn
 from rotor_profiling import LossCost, RandomState, measure_loss, storage_bytes, tensors_in
 from rotor_profiling.storage import storages
 from rotor_py.capture.captured import CapturedGraph
+from rotor_py.capture.faults import run_graph
 from rotor_py.capture.outside import Outside
 from rotor_py.capture.shared import SharedGraph, compiled_for, handled_by
 from rotor_py.chain import Cut, Layer, cut_layers, joined
@@ -114,7 +115,7 @@ class CaptureSession:
             graph.split(arguments)
             if not graph.trains:
                 with torch.no_grad():
-                    return list(graph.graph_module(*arguments))
+                    return list(run_graph(graph.graph_module, arguments))
             value, values = graph.enter(arguments)
             found = replace(cut_layers(graph.layers, value, device), input_owned=True)
             made: list[Any] = []
@@ -186,12 +187,12 @@ class CaptureSession:
     def _train(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         """Run a graph: by the plan if it is the main one, or the same for other shapes."""
         if id(graph) in self._plain or not torch.is_grad_enabled():
-            return list(graph.graph_module(*arguments))
+            return list(run_graph(graph.graph_module, arguments))
         graph.split(arguments)
         if not graph.trains:
-            return list(graph.graph_module(*arguments))
+            return list(run_graph(graph.graph_module, arguments))
         if id(graph) not in self._cuts and not self._adopt(graph):
-            return list(graph.graph_module(*arguments))
+            return list(run_graph(graph.graph_module, arguments))
         value, values = graph.enter(arguments)
         self._reached = True
         return graph.leave(self._run_stages(self._cuts[id(graph)][1], value), values)

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from rotor_py.capture.cuts import Cuts
+from rotor_py.capture.faults import run_graph
 from rotor_py.capture.graph import Facts, Modes, attribute_of, module_path, new_bytes, tensors_of
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
@@ -43,13 +44,9 @@ class GraphStage(nn.Module):
         self.signature = signature
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        gradients = torch.is_grad_enabled()
         live, shared = self.divided(values)
         del values
-        try:
-            result: tuple[Any, ...] = self.body(*live, *(shared[position] for position in self.reads))
-        finally:
-            torch._C._set_grad_enabled(gradients)
+        result: tuple[Any, ...] = run_graph(self.body, (*live, *(shared[position] for position in self.reads)))
         return result if self.last else (*result, *shared)
 
     def divided(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

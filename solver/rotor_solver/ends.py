@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from rotor_solver.apart import apart
 from rotor_solver.arrays import Costs, Ints, costs_of
 from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
@@ -28,7 +27,7 @@ def recompute_all(chain: Chain) -> Sequence:
     from rotor_solver import kernels
 
     costs = costs_of(chain)
-    return least_sequence(chain, costs, apart(kernels.least_memory, costs))
+    return least_sequence(chain, costs, kernels.least_memory(costs))
 
 
 def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
@@ -43,7 +42,7 @@ def min_bytes(chain: Chain) -> int:
     """The least limit for which there is a memory-persistent plan, a_0 counted: exact, by `kernels.least_memory`."""
     from rotor_solver import kernels
 
-    return chain.input_bytes + int(apart(kernels.least_memory, costs_of(chain))[0, 0, len(chain)])
+    return chain.input_bytes + int(kernels.least_memory(costs_of(chain))[0, 0, len(chain)])
 
 
 class StoreAll:

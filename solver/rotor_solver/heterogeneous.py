@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rotor_solver.apart import apart
 from rotor_solver.arrays import Costs, Floats, Ints, costs_of
 from rotor_solver.chain import Chain
 from rotor_solver.checkpoints import fastest_fitting, input_sequence, with_fastest_options
@@ -86,7 +85,7 @@ class GriewankHeterogeneous:
         from rotor_solver import heterogeneous_kernels as kernels
 
         costs = costs_of(with_fastest_options(chain))
-        known = Known(*apart(kernels.least_memory, costs, self.attached), *kernels.full_memory(costs, self.attached))
+        known = Known(*kernels.least_memory(costs, self.attached), *kernels.full_memory(costs, self.attached))
         fastest_fitting(self.name, mem_limit, [(0.0, chain.input_bytes + int(known.least[0, -1]))])
         room = min(mem_limit - chain.input_bytes, int(known.full[0, -1]))
         sequence = input_sequence(chain, self._checkpoints(costs, known, room), self.name)
@@ -99,7 +98,7 @@ class GriewankHeterogeneous:
 
         unit, rows, size = self._layout(costs, known, room)
         table = np.empty(size)
-        apart(kernels.fill, table, rows, known.least_seconds, costs, self.attached, unit, room % unit)
+        kernels.fill(table, rows, known.least_seconds, costs, self.attached, unit, room % unit)
         splits = kernels.descend(table, rows, known, costs, self.attached, unit, room % unit, room)
         return {(i, last): j for i, last, j in splits.tolist()}
 

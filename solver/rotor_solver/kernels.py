@@ -13,6 +13,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numba import njit, prange
 
+from rotor_solver.threads import start_threads
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 INFINITE = np.int64(2**62)
@@ -29,6 +31,8 @@ they may run past its end: what they read there is true, and what they write the
 
 def compiled(parallel: bool = False) -> Callable[[F], F]:
     """The house decorator: strict arithmetic, cached on disk."""
+    if parallel:
+        start_threads()
     return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True))
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from rotor_solver.apart import apart
 from rotor_solver.arrays import Costs, Floats, Ints, costs_of
 from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
@@ -52,7 +51,7 @@ class Problem:
         assert stored is not None
         costs = costs_of(chain)
         fastest = fastest_options(costs)
-        least, full = apart(kernels.least_memory, costs), kernels.full_memory(costs, fastest)
+        least, full = kernels.least_memory(costs), kernels.full_memory(costs, fastest)
         return cls(chain, stored, costs, least, full, fastest, kinds_of(chain))
 
     @property
@@ -139,7 +138,7 @@ class Table:
         elif self.guess < _SERIAL:
             self.pairs = int(kernels.fill(*arguments))
         else:
-            self.pairs = int(apart(kernels.fill_in_parallel, *arguments))
+            self.pairs = int(kernels.fill_in_parallel(*arguments))
 
     def lower_bound(self, room: int) -> float:
         """No persistent plan within `room` bytes takes less than this longer; at most `scale`. Seconds."""

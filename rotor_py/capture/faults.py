@@ -1,0 +1,55 @@
+"""Running the code of a graph so that an error in it says where in the model it is, and leaves no mode behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx
+
+from rotor_py.faults import note
+
+_FRAME = r"(?m)^(?=  File )"
+_OWN = Path(__file__).parent
+
+
+def run_graph(graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
+    """Call a graph with `arguments`.
+
+    `graph(...)` would print the generated code and cut off the traceback where an operator raises. Autocast regions
+    and `no_grad` are plain calls in this code, so an error would leave them on.
+    """
+    gradients = torch.is_grad_enabled()
+    try:
+        return graph.forward(*arguments)
+    except BaseException as error:
+        torch._C._set_grad_enabled(gradients)
+        _explain(graph, error)
+        raise
+
+
+def _explain(graph: fx.GraphModule, error: BaseException) -> None:
+    """Leave the autocast regions that are open where `error` was raised, and note the line of the model there."""
+    trace = _in_code_of(graph, error.__traceback__)
+    if trace is None:
+        return
+    for value in reversed(trace.tb_frame.f_locals.values()):  # a region that was left is a local no more
+        if isinstance(value, torch.autocast):
+            value.__exit__(None, None, None)
+    numbers: dict[int, int | None] = getattr(graph, "_lineno_map", None) or {}
+    line = trace.tb_lineno - trace.tb_frame.f_code.co_firstlineno
+    node = dict(enumerate(graph.graph.nodes)).get(numbers.get(line) or 0)
+    frames = re.split(_FRAME, node.meta.get("stack_trace") or "") if node is not None else []
+    if theirs := "".join(frame for frame in frames if str(_OWN) not in frame).rstrip():
+        note(error, f"rotor_py: the operator {node} comes from\n{theirs}")
+
+
+def _in_code_of(graph: fx.GraphModule, trace: TracebackType | None) -> TracebackType | None:
+    code = graph.forward.__code__
+    while trace is not None and trace.tb_frame.f_code is not code:
+        trace = trace.tb_next
+    return trace

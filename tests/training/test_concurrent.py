@@ -1,0 +1,148 @@
+"""Several models at once, several forwards at once, several threads at once: each has the numbers that it has alone.
+
+The random stream of a device is one for all threads of a process, so what holds for threads holds for models that draw
+no random numbers; those of one thread may.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable
+from tests.checkpointable.steps import square
+from tests.training.loop import Mixer, Training, chain, differences, planned, rows
+
+Kind = Callable[..., nn.Module]
+KINDS = [chain, Mixer]
+
+
+@pytest.fixture
+def _switching() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def made(kind: Kind, seed: int = 0, **options: float) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind(**options)
+
+
+def gradients(*models: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for model in models for p in model.parameters()]
+
+
+def in_threads(*tasks: Callable[[], None]) -> None:
+    """Run every task in a thread of its own, all beginning together; the first error is raised here."""
+    start, errors = threading.Barrier(len(tasks)), []
+
+    def run(task: Callable[[], None]) -> None:
+        try:
+            start.wait()
+            task()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("kinds", [(chain, chain), (Mixer, Mixer), (chain, Mixer)])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_models_whose_steps_overlap_have_the_bits_of_plain_training(kinds: tuple[Kind, Kind], order) -> None:
+    plain = [made(kind, seed) for seed, kind in enumerate(kinds)]
+    both = [planned(copy.deepcopy(model)) for model in plain]
+    for models in (plain, both):
+        torch.manual_seed(7)
+        losses = [square(model(rows(i))) for i, model in enumerate(models)]
+        for index in order:
+            losses[index].backward()
+    assert all(map(torch.equal, gradients(*both), gradients(*plain)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_backwards_of_several_forwards_of_one_model_in_any_order(kind: Kind, order: tuple[int, ...]) -> None:
+    plain = made(kind)
+    network = planned(copy.deepcopy(plain))
+    for model in (plain, network):
+        torch.manual_seed(7)
+        losses = [square(model(rows(i))) for i in range(3)]
+        for index in order:
+            losses[index].backward()
+    assert all(map(torch.equal, gradients(network), gradients(plain)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_backward_may_run_in_another_thread_than_the_forward(kind: Kind) -> None:
+    plain = made(kind)
+    network = planned(copy.deepcopy(plain))
+    for model in (plain, network):
+        torch.manual_seed(7)
+        loss = square(model(rows()))
+        in_threads(loss.backward)
+    assert all(map(torch.equal, gradients(network), gradients(plain)))
+    assert network.sequence is not None
+
+
+@pytest.mark.usefixtures("_switching")
+@pytest.mark.parametrize("kinds", [(chain, chain), (Mixer, Mixer), (chain, Mixer)])
+def test_threads_that_plan_and_train_their_own_models_do_what_they_do_alone(kinds: tuple[Kind, Kind]) -> None:
+    plain = [made(kind, seed, dropout=0.0) for seed, kind in enumerate(kinds)]
+    models = copy.deepcopy(plain)
+    for model in plain:
+        Training(model).run(8)
+    found: dict[int, Training] = {}
+
+    def task(index: int) -> None:
+        found[index] = Training(planned(models[index])).run(8)
+
+    in_threads(lambda: task(0), lambda: task(1))
+    for index, model in enumerate(plain):
+        assert not differences(dict(found[index].model.state_dict()), dict(model.state_dict()))
+        assert all(map(torch.equal, gradients(found[index].model), gradients(model)))
+
+
+@pytest.mark.usefixtures("_switching")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_measured_while_another_thread_trains_is_what_is_measured_alone(kind: Kind) -> None:
+    busy, stop = planned(made(chain, 1, dropout=0.0)), threading.Event()
+    alone = measured(made(kind, dropout=0.0))
+    found: list[tuple[object, ...]] = []
+
+    def plan() -> None:
+        try:
+            found.append(measured(made(kind, dropout=0.0)))
+        finally:
+            stop.set()
+
+    def train() -> None:
+        while not stop.is_set():
+            square(busy(rows())).backward()
+
+    in_threads(plan, train)
+    assert found == [alone]
+
+
+def measured(model: nn.Module) -> tuple[object, ...]:
+    """All bytes that planning found."""
+    network = Checkpointable(model, loss=square)
+    network.measure(rows())
+    assert network.inspection_values is not None
+    sizes = [(s.activation_bytes, s.saved_bytes, s.forward_temp_bytes, s.backward_temp_bytes)
+             for s in network.inspection_values.stages]  # fmt: skip
+    return (network.budget.least_bytes(), *sizes)

@@ -1,0 +1,347 @@
+"""A step that fails: the error is the user's own and names the stage; nothing stays behind; the next step is right."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import signal
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rotor_profiling import memory_meter
+from rotor_py import Checkpointable, CheckpointOptim
+from rotor_py.capture.faults import run_graph
+from rotor_py.faults import note
+from tests.checkpointable.steps import square
+from tests.training import tripping
+from tests.training.loop import differences, planned, rows
+from tests.training.tripping import BACKWARD, FORWARD, Caught, chain, left_behind, slots, train_step
+
+CPU = torch.device("cpu")
+KINDS = [chain, Caught]
+Kind = Callable[[], nn.Module]
+
+
+class OwnError(Exception):
+    """Neither made from its arguments nor given any."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+
+@pytest.fixture(autouse=True)
+def _no_trips() -> Iterator[None]:
+    FORWARD.reset()
+    BACKWARD.reset()
+    yield
+    FORWARD.reset()
+    BACKWARD.reset()
+
+
+def pair(kind: Kind) -> tuple[Checkpointable, nn.Module]:
+    torch.manual_seed(0)
+    plain = kind()
+    network = planned(copy.deepcopy(plain))
+    train_step(network)  # what moves, and what does not, is known from here on
+    network.load_state_dict(plain.state_dict())
+    return network, plain
+
+
+def stage_of_the_trip(network: Checkpointable) -> str:
+    """The stage that has the layer that fails."""
+    return "trip#1" if network.captured else "4"
+
+
+def calls_of_a_step(network: Checkpointable) -> int:
+    state = copy.deepcopy(network.state_dict())
+    FORWARD.reset()
+    train_step(network)
+    network.load_state_dict(state)
+    return FORWARD.calls
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(error.__notes__)
+
+
+def assert_next_step_is_right(network: Checkpointable, start: nn.Module, kept: list[tuple[str, int, type]]) -> None:
+    assert slots(network) == kept  # no alias stands in a parameter's place
+    network.load_state_dict(start.state_dict())
+    plain = copy.deepcopy(start)
+    for seed in (3, 4):
+        assert not differences(train_step(network, seed), train_step(plain, seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ValueError("mine", 3), lambda: OwnError(code=7), lambda: torch.OutOfMemoryError("no"), KeyboardInterrupt],
+    ids=["value", "own", "memory", "ctrl-c"],
+)
+def test_an_error_of_any_run_is_the_users_own_and_leaves_no_trace(
+    kind: Kind, make: Callable[[], BaseException]
+) -> None:
+    network, start = pair(kind)
+    kept, runs = slots(network), calls_of_a_step(network)
+    assert runs >= 3
+    for at in range(1, runs + 1):
+        error = make()
+        before = (error.args, dict(vars(error)))
+        plain = copy.deepcopy(start)
+        network.load_state_dict(start.state_dict())
+        torch.manual_seed(3)
+        FORWARD.reset(1 if at == 1 else 0, error)  # plain training never comes to a second run
+        if at == 1:
+            with pytest.raises(type(error)):
+                plain(rows())
+        else:
+            plain(rows())
+        expected = left_behind(plain)
+        FORWARD.reset(at, error)
+        with pytest.raises(type(error)) as caught:
+            train_step(network)
+        FORWARD.reset()
+        assert caught.value is error
+        assert (error.args, {k: v for k, v in vars(error).items() if k != "__notes__"}) == before
+        assert traceback.extract_tb(error.__traceback__)[-1].line == "raise self.error"
+        doing = "forward" if at == 1 else "recomputation"
+        assert f"in the {doing} of stage {stage_of_the_trip(network)!r}" in notes(error)
+        assert not differences(left_behind(network), expected)
+    assert_next_step_is_right(network, start, kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [lambda: torch.OutOfMemoryError("no"), KeyboardInterrupt], ids=["memory", "ctrl-c"])
+def test_an_error_in_the_backward_of_a_recomputed_stage_is_too(kind: Kind, make: Callable[[], BaseException]) -> None:
+    error = make()
+    network, start = pair(kind)
+    kept, plain = slots(network), copy.deepcopy(start)
+    torch.manual_seed(3)
+    plain(rows())
+    expected = left_behind(plain)
+    BACKWARD.reset(1, error)
+    with pytest.raises(type(error)) as caught:
+        train_step(network)
+    assert caught.value is error
+    assert traceback.extract_tb(error.__traceback__)[-1].line == "raise self.error"
+    assert f"in the backward of stage {stage_of_the_trip(network)!r}" in notes(error)
+    assert not differences(left_behind(network), expected)
+    assert_next_step_is_right(network, start, kept)
+
+
+def test_an_error_in_a_captured_graph_shows_the_line_of_the_model_and_prints_nothing(capfd) -> None:
+    network, _ = pair(Caught)
+    FORWARD.reset(2, ValueError("mine"))
+    with pytest.raises(ValueError, match="mine") as caught:
+        train_step(network)
+    assert tripping.__file__ in notes(caught.value)
+    assert tripping.LINE in notes(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_while_planning_names_the_stage_and_the_next_step_is_right(kind: Kind) -> None:
+    torch.manual_seed(0)
+    start = kind()
+    network = Checkpointable(copy.deepcopy(start), loss=square)
+    kept = slots(network)
+    for at in (1, 2, 3, 6):
+        FORWARD.reset(at, OwnError(code=at))
+        with pytest.raises(OwnError) as caught:
+            train_step(network)
+        assert caught.value is FORWARD.error
+        assert f"of stage {stage_of_the_trip(network)!r}" in notes(caught.value)
+        assert network.sequence is None
+        FORWARD.reset()
+    assert_next_step_is_right(network, start, kept)
+
+
+class Interrupt(TorchDispatchMode):
+    """Ctrl-C while operator number `at` runs."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        if self.calls == self.at:
+            signal.raise_signal(signal.SIGINT)
+        return function(*args, **(kwargs or {}))
+
+
+def test_ctrl_c_at_any_operator_of_a_step_leaves_a_model_that_trains_on() -> None:
+    network, start = pair(chain)
+    kept, modes = slots(network), {k: v for k, v in left_behind(network).items() if k.startswith("mode")}
+    with Interrupt(0) as count:
+        train_step(network)
+    assert count.calls > 500
+    for at in range(1, count.calls, 13):
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            train_step(network)
+        assert slots(network) == kept
+        assert not differences({k: v for k, v in left_behind(network).items() if k.startswith("mode")}, modes)
+    assert_next_step_is_right(network, start, kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_hundred_failing_steps_leave_no_bytes_behind(kind: Kind) -> None:
+    """Reference counts alone let everything go: the collector of cycles is off."""
+    network, _ = pair(kind)
+    runs = calls_of_a_step(network)
+    errors: weakref.WeakSet[BaseException] = weakref.WeakSet()
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(200):
+            fails = step % (runs + 1)  # in one of the runs, or in the backward
+            FORWARD.reset(fails, OwnError(code=1))
+            BACKWARD.reset(0 if fails else 1, OwnError(code=2))
+            errors |= {FORWARD.error, BACKWARD.error}
+            with memory_meter(CPU) if step % 8 == 0 else nullcontext() as meter:
+                with pytest.raises(OwnError):
+                    train_step(network)
+                network.zero_grad()
+                FORWARD.error = BACKWARD.error = None
+            if meter is not None:
+                assert meter.phases[""].peak > 0
+                assert meter.phases[""].end == 0, step
+        assert not errors
+    finally:
+        gc.enable()
+
+
+def test_what_was_kept_for_a_failed_backward_is_let_go_while_the_error_is_in_hand() -> None:
+    """People try again with a smaller batch where they caught the error, with its traceback alive."""
+    width, count = 1000, 64
+    unit = width * count * 4
+    layers = [nn.Hardtanh(), nn.Hardtanh(), nn.Hardtanh(), tripping.tripping, nn.Hardtanh()]
+    value = torch.randn(count, width, requires_grad=True)
+    names = [f"stage {i}" for i in range(5)]
+    FORWARD.reset(2, OwnError(code=1))
+    with memory_meter(CPU) as meter:
+        sequence = "CF_0, CF_1, CF_2, CF_3, Fe_4, L, B_4, Fe_3, B_3, Fe_2, B_2, Fe_1, B_1, Fe_0, B_0"
+        output = CheckpointOptim.apply(layers, sequence, names, True, value)
+        meter.mark("backward")
+        with pytest.raises(OwnError) as caught:
+            output.sum().backward()
+        meter.mark("in hand")
+        assert caught.value.__traceback__ is not None
+        del output
+    before, after = meter.phases["backward"].start, meter.phases["backward"].end
+    assert before == 5 * unit  # a_1, a_2 and a_3, what the last stage keeps, and the output
+    assert after < 3.5 * unit  # the output, and what the traceback itself shows: a_3 and its gradient
+
+
+def test_a_retained_graph_survives_a_backward_that_failed() -> None:
+    """As in plain training, where the backward is called again after a hook that raised."""
+    network, plain = pair(chain)
+    losses = []
+    for each in (network, plain):
+        torch.manual_seed(3)
+        losses.append(square(each(rows())))
+    for at in (1, 2):
+        FORWARD.reset(at, OwnError(code=1))
+        with pytest.raises(OwnError):
+            losses[0].backward(retain_graph=True)
+    FORWARD.reset()
+    network.zero_grad()
+    for loss in losses:
+        loss.backward()
+    for (name, a), (_, b) in zip(network.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+
+
+def test_an_operator_that_fails_in_a_graph_keeps_its_traceback_and_leaves_no_mode_on(capfd) -> None:
+    """Called as a module, the graph would print its code and raise without a traceback."""
+    graph = torch.fx.Graph()
+    value = graph.placeholder("value")
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    region = graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, True, None))
+    product = graph.call_function(torch.mm, (value, value))
+    product.meta["stack_trace"] = '  File "model.py", line 7, in forward\n    return value @ value\n'
+    graph.call_function(torch.amp.autocast_mode._exit_autocast, (region,))
+    graph.output(product)
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        run_graph(torch.fx.GraphModule({}, graph), [torch.ones(2, 3)])
+    assert "eval_with_key" in traceback.extract_tb(caught.value.__traceback__)[-1].filename
+    assert 'the operator mm comes from\n  File "model.py", line 7' in notes(caught.value)
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert capfd.readouterr().err == ""
+
+
+class Root(nn.Module):
+    """Its gradient is not a number where its input is zero."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return (value.relu().sqrt() * 0).sum() + value
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning", "ignore:Anomaly Detection has been:UserWarning")
+def test_anomaly_detection_finds_what_it_finds_in_plain_training_and_the_stage_is_named() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(12, 32), Root(), *[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
+    network = planned(copy.deepcopy(plain))
+    found = []
+    for each in (network, plain):
+        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="nan values") as caught:
+            train_step(each)
+        found.append(str(caught.value))
+        if each is network:
+            assert "in the backward of stage '1'" in notes(caught.value)
+    assert found[0] == found[1]
+    plain[1], network[1] = nn.Tanh(), nn.Tanh()
+    assert not differences(train_step(network), train_step(plain))
+
+
+def test_before_python_3_11_the_note_is_kept_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class OldError(Exception):
+        @property
+        def add_note(self) -> None:
+            raise AttributeError
+
+    error = OldError()
+    for _ in range(2):
+        note(error, "in the forward of stage '4'")
+    assert error.__notes__ == ["in the forward of stage '4'"]
+    assert caplog.messages == ["OldError: in the forward of stage '4'"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_out_of_memory_on_a_device_names_the_stage_and_a_smaller_batch_trains_after_it() -> None:
+    """A step that fits, then one in which something else has taken the memory by the time of the backward."""
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]).to(device)
+    network = Checkpointable(copy.deepcopy(plain), loss=square)
+    batch = torch.randn(8192, 1024, device=device)
+    network.measure(batch)
+    network.compute_sequence(network.budget.least_bytes())
+    square(network(batch)).backward()
+    network.zero_grad()
+    loss = square(network(batch))
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            loss.backward()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "of stage" in notes(caught.value)
+    del loss, caught
+    network.zero_grad()
+    square(network(batch[:64])).backward()
+    square(plain(batch[:64])).backward()
+    for a, b in zip(network.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

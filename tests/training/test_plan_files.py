@@ -1,0 +1,246 @@
+"""Plan files that are damaged, forged or no plans at all: refused in one sentence, and nothing of them is executed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rotor_py import Checkpointable, Plan, PlanMismatchError
+from tests.training.loop import Mixer, chain, planned, rows
+
+_heard: list[str] = []
+_listening = False
+
+
+def _listen(event: str, _: tuple[object, ...]) -> None:
+    if _listening and event in ("exec", "compile", "pickle.find_class", "import", "os.system", "subprocess.Popen"):
+        _heard.append(event)
+
+
+sys.addaudithook(_listen)
+
+
+@pytest.fixture(scope="module", params=[chain, Mixer])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """The kind of a model, and the text of its plan."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    planned(request.param(), share=0.3).save_plan(path)
+    return request.param, path.read_text()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "plan.json"
+
+
+@pytest.fixture
+def _nothing_executed() -> Iterator[None]:
+    """Python's own audit: no code is compiled, imported, unpickled or started."""
+    global _listening
+    _heard.clear()
+    _listening = True
+    yield
+    _listening = False
+    assert not _heard
+
+
+def signed(data: dict[str, Any]) -> str:
+    """A plan with a digest that fits, as a forger would write it."""
+    content = {name: value for name, value in data.items() if name != "digest"}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**content, "digest": digest})
+
+
+def refusal(path: Path, make: Callable[[], nn.Module]) -> str:
+    """What `Checkpointable` says of a plan file. It has to be one sentence, and the model must not have been run."""
+    model, runs = make(), []
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: runs.append(1))
+    with pytest.raises(ValueError) as caught:
+        Checkpointable(model, plan=path)
+    assert not runs
+    said = str(caught.value)
+    assert said.isprintable()  # on one line, and no terminal chokes on it
+    assert len(said) < 1200
+    return said
+
+
+def test_a_plan_as_it_was_saved_is_taken(saved: tuple[Any, str], path: Path) -> None:
+    path.write_text(saved[1])
+    Checkpointable(saved[0](), plan=path)
+    path.write_text(json.dumps(json.loads(saved[1]), indent=4))  # laid out differently, it is the same plan
+    Checkpointable(saved[0](), plan=path)
+
+
+def test_any_character_that_is_changed_or_missing_is_noticed(saved: tuple[Any, str], path: Path) -> None:
+    """A plan with another sequence or limit would break its promise without a word."""
+    make, text = saved
+    path.write_text(text)
+    whole, made = Plan.load(path), 0
+    for position in range(0, len(text), 29):
+        for other in ("", "1", "x", "}"):
+            path.write_text(text[:position] + other + text[position + 1 :])
+            try:
+                assert Plan.load(path) == whole  # a space, or what was there already
+            except ValueError:
+                made += 1
+    assert made > len(text) / 29
+    path.write_text(text.replace("Fe_", "CF_", 1))
+    assert "save it again" in refusal(path, make)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("mem_limit", 10**12, "changed or damaged"),
+        ("peak_bytes", 1, "changed or damaged"),
+        ("fresh_grads", True, "changed or damaged"),
+        ("digest", "0" * 64, "changed or damaged"),
+        ("mem_limit", -1, "above zero"),
+        ("mem_limit", True, "'mem_limit' is True"),
+        ("mem_limit", 1e9, "'mem_limit' is 1000000000.0"),
+        ("schema", 1, "not a plan of schema 2 but of 1; save it again"),
+        ("schema", 99, "not a plan of schema 2 but of 99; save it again"),
+        ("schema", True, "not a plan of schema 2 but of True"),
+        ("schema", 2.0, "not a plan of schema 2 but of 2.0"),
+        ("sequence", "__import__('os').system('true')", "operation 0"),
+        ("sequence", "Fe_" + "9" * 5000, "5000 digits"),
+        ("model", {"layers": {"0": ["Linear"]}, "parameters": {}}, "the layers of the model"),
+        ("input", {"device": "cpu", "autocast": "off", "tensors": [{"shape": [True]}]}, "a shape"),
+        ("traits", [], "traits of 0 stages"),
+    ],
+)
+def test_a_field_that_is_not_what_it_was_is_named(saved: tuple[Any, str], path: Path, field, value, words) -> None:
+    make, text = saved
+    path.write_text(json.dumps({**json.loads(text), field: value}))
+    assert words in refusal(path, make)
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.usefixtures("_nothing_executed")
+@pytest.mark.parametrize("depth", [900, 980, 100_000])
+def test_deep_nesting_in_any_place_is_refused(saved: tuple[Any, str], path: Path, depth: int) -> None:
+    make, text = saved
+    data = json.loads(text)
+    for field in data:
+        path.write_text(json.dumps({**data, field: "HERE"}).replace('"HERE"', nested(depth)))
+        assert "plan.json is not a" in refusal(path, make)
+    for part in ("layers", "parameters", "device", "tensors"):
+        table = "model" if part in data["model"] else "input"
+        changed = json.dumps({**data, table: {**data[table], part: "HERE"}})
+        path.write_text(changed.replace('"HERE"', nested(depth)))
+        assert "plan.json is not a" in refusal(path, make)
+
+
+@pytest.mark.usefixtures("_nothing_executed")
+def test_huge_files_numbers_and_texts_are_refused(saved: tuple[Any, str], path: Path) -> None:
+    make, text = saved
+    data = json.loads(text)
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a hole: the file takes no room
+    assert "more than 16777216 bytes" in refusal(path, make)
+    assert "more than 16777216 bytes" in refusal(Path("/dev/zero"), make)
+    path.write_text(text.replace(f'"mem_limit": {data["mem_limit"]}', '"mem_limit": ' + "7" * 1_000_000))
+    assert "plan.json is not a" in refusal(path, make)
+    path.write_text(signed({**data, "sequence": "Fe_0, " * 50_000 + "L"}))
+    assert "plan.json is not a whole plan" in refusal(path, make)
+
+
+@pytest.mark.parametrize("name", ["x" * 10_000_000, "\ud800\n\x1b[31m"])
+def test_names_that_are_no_layers_are_refused_in_a_sentence(saved: tuple[Any, str], path: Path, name: str) -> None:
+    """Of a captured model the layers are known at the first step."""
+    make, text = saved
+    path.write_text(signed({**json.loads(text), "prefix": [name]}))
+    with pytest.raises(PlanMismatchError) as caught:
+        Checkpointable(make(), plan=path)(rows())
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1200
+
+
+@pytest.mark.usefixtures("_nothing_executed")
+def test_a_pickle_is_not_unpickled(saved: tuple[Any, str], path: Path, tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "harm",)
+
+    path.write_bytes(pickle.dumps(Harm()))
+    refusal(path, saved[0])
+    assert not (tmp_path / "harm").exists()
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**4000) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_forged_plan_is_taken_whole_or_refused_in_a_sentence(saved, path: Path, data: st.DataObject) -> None:
+    """Any parts replaced, moved or dropped, under a digest that fits."""
+    make, text = saved
+    content = json.loads(text)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place: Any = content
+        key = data.draw(st.sampled_from(sorted(content)))
+        while isinstance(place[key], dict | list) and place[key] and data.draw(st.booleans()):
+            place = place[key]
+            key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if isinstance(place, dict) and place is not content and data.draw(st.booleans()):
+            del place[key]
+        else:
+            place[key] = data.draw(JUNK | st.sampled_from(list(json.loads(text).values())))
+    path.write_text(signed(content))
+    try:
+        plan = Plan.load(path)
+    except ValueError:
+        refusal(path, make)
+        return
+    try:
+        Checkpointable(make(), plan=path)
+    except PlanMismatchError:
+        refusal(path, make)
+    assert plan.mem_limit > 0
+
+
+def test_a_plan_of_another_torch_is_taken_with_a_warning(saved, path: Path, caplog: Any) -> None:
+    make, text = saved
+    path.write_text(signed({**json.loads(text), "torch": "2.4.1"}))
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        Checkpointable(make(), plan=path)
+    assert "was made with torch 2.4.1" in caplog.text
+
+
+def test_rotor_plan_shows_the_sentence(saved: tuple[Any, str], path: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from rotor_cli.main import main
+
+    path.write_text(saved[1][:-100])
+    file = tmp_path / "network.py"
+    file.write_text(
+        "import torch\nfrom rotor_py import Checkpointable\n"
+        f"def model():\n    return Checkpointable(torch.nn.Sequential(torch.nn.Linear(2, 2)), plan={str(path)!r})\n"
+        "sample = torch.ones(1, 2)\n"
+    )
+    ended = CliRunner().invoke(main, [str(file), "--mem-limit", "1GB"])
+    assert ended.exit_code == 4
+    assert "plan.json is not a plan, or only a part of one" in ended.output
+    assert "save it again" in ended.output

@@ -1,0 +1,43 @@
+"""The soak of benchmarks/soak.py in short: bytes stay flat, peaks under the limit and numbers exact, with any batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks import soak
+from rotor_solver import Backward, Loss
+
+
+@pytest.mark.parametrize("name", list(soak.MODELS))
+def test_bytes_peaks_and_numbers_hold_over_steps_of_changing_size(name: str) -> None:
+    found = soak.soak(name, steps=60, every=6)
+    assert found.problems() == []
+    assert found.samples == 8
+    assert found.peak_bytes > 0.8 * found.limit_bytes  # the limit is not just never met
+
+
+def test_the_models_of_the_soak_are_recomputed() -> None:
+    for make in soak.MODELS.values():
+        model = soak.planned(make())
+        forwards = [each for each in model.sequence if not isinstance(each, Loss | Backward)]
+        assert len(forwards) > len(model.names)
+
+
+def test_a_leak_a_peak_and_a_difference_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the soak would say if its subject failed."""
+    held: list[torch.Tensor] = []
+    batch = soak._batch
+
+    def leaking(number: int, size: int) -> torch.Tensor:
+        held.append(torch.zeros(10))
+        return batch(number, size)
+
+    monkeypatch.setattr(soak, "_batch", leaking)
+    found = soak.soak("chain", steps=30, every=6)
+    assert [text.split(": ")[1].split(" ")[0:2] for text in found.problems()] == [["a", "step"], ["live", "bytes"]]
+    over = dataclasses.replace(found, peak_bytes=found.limit_bytes + 1, kept_bytes=0, different=2)
+    assert "is over the limit" in over.problems()[0]
+    assert "2 tensors are not those of plain training" in over.problems()[-1]
