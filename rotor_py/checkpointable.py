@@ -29,7 +29,7 @@ from rotor_py.program import Program, program
 from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
 from rotor_py.traits import traits_of
-from rotor_py.transparent import Transparent, in_training
+from rotor_py.transparent import ModelsSignature, Transparent, in_training
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import Algorithm, Chain, Persistent, Sequence, simulate, store_all
 
@@ -65,8 +65,9 @@ class Checkpointable(Transparent):
 
     # fmt: off
     _own = frozenset({
-        "budget", "captured", "chain", "functions", "inspection_values", "loss_tmp_memory_usage", "mem_limit",
-        "mem_slots", "model", "names", "preserve_rng_state", "progress", "sequence", "training", "verbosity",
+        "budget", "captured", "chain", "forward", "functions", "inspection_values", "loss_tmp_memory_usage",
+        "mem_limit", "mem_slots", "model", "names", "preserve_rng_state", "progress", "sequence", "training",
+        "verbosity",
     })
     # fmt: on
 
@@ -223,6 +224,7 @@ class Checkpointable(Transparent):
 
     # Training
 
+    @ModelsSignature
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; in training mode, so that the backward follows the plan."""
         if not self.training or not torch.is_grad_enabled():
