@@ -13,11 +13,16 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numba import njit, prange
 
+from rotor_solver.threads import launch_threads
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 INFINITE = np.int64(2**62)
 NOTHING = np.int64(-(2**60))
 """The need of an empty interval: less than any other, even with something taken from the memory before it."""
+
+
+launch_threads()
 
 
 def compiled(parallel: bool = False) -> Callable[[F], F]:

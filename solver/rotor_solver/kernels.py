@@ -13,6 +13,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numba import njit, prange
 
+from rotor_solver.threads import launch_threads
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 INFINITE = np.int64(2**62)
@@ -25,6 +27,9 @@ MANY = 300
 LANES = 32
 """Slots that inner loops take at once. Every row of a table is continued by as many copies of its last value, so that
 they may run past its end: what they read there is true, and what they write there is not read before it is mended."""
+
+
+launch_threads()
 
 
 def compiled(parallel: bool = False) -> Callable[[F], F]:
