@@ -12,10 +12,10 @@ import sys
 import torch
 from torch import nn
 sys.path[:0] = {paths}
+torch.set_num_threads({threads})
 import rotor_solver
 from rotor_py import Checkpointable
 
-torch.set_num_threads({threads})
 network = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)])
 planned = Checkpointable(network, torch.randn(2, 4), mem_limit="1GB")
 planned.budget.least_bytes()
