@@ -13,6 +13,7 @@ import torch
 from torch import nn
 sys.path[:0] = {paths}
 torch.set_num_threads({threads})
+assert torch.get_num_threads() == {threads}  # the first call of a thread sets its number once more
 import rotor_solver
 from rotor_py import Checkpointable
 
