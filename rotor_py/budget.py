@@ -54,13 +54,21 @@ class Budget:
     """The memory of a step around the chain.
 
     `floor_bytes` is what the parts of the step need in which the plan has no say: the layers before the chain, and
-    the optimizer's step. `snapshot_bytes` are needed as soon as anything is computed twice.
+    the optimizer's step. `snapshot_bytes` are needed as soon as anything is computed twice. `stepping_bytes` are there
+    beside the fixed part while the optimizer steps.
     """
 
     fixed: FixedMemory
     chain: Chain
     floor_bytes: int = 0
     snapshot_bytes: int = 0
+    stepping_bytes: int = 0
+
+    def with_optimizer(self, cost: OptimizerCost) -> Budget:
+        """The same with an optimizer that nothing was known about."""
+        fixed = replace(self.fixed, optimizer=cost.state_bytes)
+        others = self.floor_bytes - self.fixed.total
+        return replace(self, fixed=fixed, floor_bytes=fixed.total + max(others, self.stepping_bytes + cost.step_bytes))
 
     def peak_bytes(self, sequence: Sequence) -> int:
         """The predicted peak of a whole step that follows `sequence`."""
@@ -168,14 +176,15 @@ def make_budget(
         + measurement.returned_bytes
         + _other(device, parameters, accounted, optimizer),
     )
-    entered = fixed.total + measurement.input_bytes
     output_bytes = measurement.stages[-1].activation_bytes + measurement.held_bytes
-    at_step = output_bytes + (trained if fresh_gradients else 0) + (optimizer.step_bytes if optimizer else 0)
+    stepping = measurement.input_bytes + output_bytes + (trained if fresh_gradients else 0)
+    before = measurement.input_bytes + (prefix.temp_bytes if prefix else 0)
     return Budget(
         fixed=fixed,
         chain=chain,
-        floor_bytes=entered + max(prefix.temp_bytes if prefix else 0, at_step),
+        floor_bytes=fixed.total + max(before, stepping + (optimizer.step_bytes if optimizer else 0)),
         snapshot_bytes=measurement.snapshot_bytes,
+        stepping_bytes=stepping,
     )
 
 

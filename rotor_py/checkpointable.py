@@ -28,16 +28,17 @@ from rotor_py.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.input_spec import TensorSpec, covers, reaches, spec_of, words
 from rotor_py.measurement import Measurement, Progress, measure
 from rotor_py.model_state import ModelState
+from rotor_py.noticing import noticed_cost, wait_for_optimizers
 from rotor_py.plan import Plan
 from rotor_py.program import Program, program
 from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
 from rotor_py.sharded import is_sharded
 from rotor_py.traits import traits_of
-from rotor_py.transparent import Transparent, core_of, in_training, instead_of_forward
+from rotor_py.transparent import ModelsSignature, Transparent, core_of, in_training, instead_of_forward
 from rotor_py.turns import planning
 from rotor_py.units import format_bytes, parse_bytes
-from rotor_solver import Algorithm, Chain, Persistent, Sequence, simulate, store_all
+from rotor_solver import Algorithm, Chain, InfeasibleError, Persistent, Sequence, simulate, store_all
 
 _log = logging.getLogger("rotor_py")
 
@@ -60,7 +61,8 @@ class Checkpointable(Transparent):
         preserve_rng_state: whether what is computed again draws the same random numbers.
         loss_tmp_memory_usage: bytes that the loss needs beyond its gradient, where `loss` is not given.
         loss: the loss as a function of the output, to be measured.
-        optimizer: the optimizer, whose state counts.
+        optimizer: the optimizer, whose state counts. One that is not given is noticed when it takes its first step, and
+            counts from then on: a trainer may make it.
         fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`, its default), so that their
             memory is there for activations. If they are kept, to accumulate, leave it False.
         progress: called with (stages done, all stages, name of the next) while measuring. Without it, a bar is shown on
@@ -73,8 +75,9 @@ class Checkpointable(Transparent):
 
     # fmt: off
     _own = frozenset({
-        "budget", "captured", "chain", "functions", "inspection_values", "loss_tmp_memory_usage", "mem_limit",
-        "mem_slots", "model", "names", "preserve_rng_state", "progress", "sequence", "training", "verbosity",
+        "budget", "captured", "chain", "forward", "functions", "inspection_values", "loss_tmp_memory_usage",
+        "mem_limit", "mem_slots", "model", "names", "preserve_rng_state", "progress", "sequence", "training",
+        "verbosity",
     })
     # fmt: on
 
@@ -121,6 +124,7 @@ class Checkpointable(Transparent):
         self._plan: Plan | None = None
         self._group = process_group
         self._agreed: Sequence | None = None
+        self._last_resort: Sequence | None = None
         self._core = core_of(model)
         if is_sharded(self._core) and not is_chain(self._core):
             raise UnsupportedModelError(
@@ -128,6 +132,8 @@ class Checkpointable(Transparent):
                 "captured; write the model as an nn.Sequential of its blocks, or use DistributedDataParallel"
             )
         self._capture = None if is_chain(self._core) else CaptureSession(self._core, self._run_captured, granularity)
+        if optimizer is None:
+            wait_for_optimizers(self)
         if mem_limit is not None:
             self._limit_bytes(mem_limit)
         if plan is not None:
@@ -243,9 +249,41 @@ class Checkpointable(Transparent):
             f"{overhead:.1%} more time than storing all ({format_bytes(budget.peak_bytes(store_all(budget.chain)))})"
         )
 
+    def optimizer_noticed(self) -> None:
+        """Count the optimizers that train the model, and plan again if the plan in use leaves no room for them.
+
+        A warning is logged if no plan does: training then goes on with the plan in use, beyond the limit.
+        """
+        cost = noticed_cost(self)
+        if self.budget is None or cost is None:  # it counts as soon as there is a budget
+            return
+        self.budget = self.budget.with_optimizer(cost)
+        if self._agreed is not None:  # the other processes notice theirs, and agree with this one at the next step
+            self._last_resort, self.sequence = self.sequence, None
+            return
+        if self.sequence is None or self.budget.peak_bytes(self.sequence) <= self._limit_bytes(self.mem_limit):
+            return
+        try:
+            self.compute_sequence()
+        except InfeasibleError as error:
+            self._go_beyond_the_limit(error)
+
+    def _go_beyond_the_limit(self, error: InfeasibleError) -> None:
+        _log.warning(
+            "the optimizer was not known when the model was planned; training goes on, beyond the limit: %s Given as "
+            "optimizer=, it counts from the start.",
+            error,
+        )
+
     # Training
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it so
+        if self._optimizer is None:
+            wait_for_optimizers(self)
+
     # torch.compile(Checkpointable(model)) follows the plan, uncompiled.
+    @ModelsSignature
     @torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it so
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; in training mode, so that the backward follows the plan."""
@@ -313,7 +351,14 @@ class Checkpointable(Transparent):
         if size_of(group) > 1 and budget is not None and not budget.fixed.communication:
             self.budget, self.sequence = budget.with_communication(communication_bytes(self.model)), None
         if self.sequence is None or (self._agreed is not self.sequence and size_of(group) > 1):
-            self.compute_sequence()
+            try:
+                self.compute_sequence()
+            except InfeasibleError as error:
+                if self._last_resort is None:
+                    raise
+                self._go_beyond_the_limit(error)
+                self.sequence = self._agreed = self._last_resort
+            self._last_resort = None
 
     def _processes(self) -> ProcessGroup | None:
         """The processes that train this model together, as far as is known."""
@@ -339,7 +384,7 @@ class Checkpointable(Transparent):
 
     def _account(self, found: Cut, measurement: Measurement, sample: Any) -> None:
         """Take over what was measured; `sample` is all that the caller passes in."""
-        cost = optimizer_cost(self._optimizer) if self._optimizer is not None else None
+        cost = optimizer_cost(self._optimizer) if self._optimizer is not None else noticed_cost(self)
         self.budget = make_budget(
             self._core, sample, measurement, self.device, fresh_gradients=self._fresh_grads, optimizer=cost
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
@@ -15,11 +18,40 @@ _log = logging.getLogger("rotor_py")
 _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
 
 
+class ModelsSignature:
+    """A method that has, asked of an object, the signature that the model's method of that name has.
+
+    Trainers read it to see which columns of a data set a model takes.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self._signed: WeakKeyDictionary[type, Callable[..., Any]] = WeakKeyDictionary()
+
+    def __get__(self, instance: Transparent | None, owner: type) -> Callable[..., Any]:
+        if instance is None:
+            return self._method
+        return MethodType(self._like(type(instance.__dict__["model"])), instance)
+
+    def _like(self, kind: type) -> Callable[..., Any]:
+        if kind not in self._signed:
+            method = self._method
+
+            def signed(*args: Any, **kwargs: Any) -> Any:
+                return method(*args, **kwargs)
+
+            signed.__name__, signed.__qualname__, signed.__doc__ = method.__name__, method.__qualname__, method.__doc__
+            with suppress(AttributeError, TypeError, ValueError):  # it may have none
+                signed.__signature__ = inspect.signature(getattr(kind, method.__name__))  # type: ignore[attr-defined]
+            self._signed[kind] = signed
+        return self._signed[kind]
+
+
 class Transparent(nn.Module):
     """Shares the parameters, buffers, children and hooks of `model`.
 
     State dicts and names are those of the model, without a prefix, and so are attributes, but for those named in
-    `_own` and private ones.
+    `_own` and private ones. It is an instance of the model's class, too: who asks `isinstance` gets the same answer.
     """
 
     _own: frozenset[str] = frozenset()
@@ -30,6 +62,17 @@ class Transparent(nn.Module):
             self.__dict__[table] = model.__dict__[table]
         self.__dict__["model"] = model
         self.training = model.training
+
+    @property
+    def __class__(self) -> type:
+        return type(self.__dict__.get("model", self))
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        self.model.__class__ = kind
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _blank, (type(self),), self.__dict__  # pickle's own way asks for `__class__`
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__.get("model")
@@ -66,6 +109,10 @@ class Transparent(nn.Module):
         self.model.train(mode)
         self.training = mode
         return self
+
+
+def _blank(kind: type[Transparent]) -> Transparent:
+    return kind.__new__(kind)
 
 
 def core_of(model: nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ from rotor_profiling.isolate import RandomState, isolated
 from rotor_profiling.kind import stage_kind, value_kind
 from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
-from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost
+from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
 from rotor_profiling.stage import StageCost, leaves_of, measure_stage
 from rotor_profiling.step import measured_peak
 from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
@@ -30,5 +30,6 @@ __all__ = [
     "storage_bytes",
     "storages",
     "tensors_in",
+    "together",
     "value_kind",
 ]

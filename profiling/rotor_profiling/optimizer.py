@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,16 @@ class OptimizerCost:
     state_bytes: int
     step_bytes: int
     present_bytes: int = 0
+
+
+def together(costs: Iterable[OptimizerCost]) -> OptimizerCost:
+    """What optimizers cost that step one after the other."""
+    costs = list(costs)
+    return OptimizerCost(
+        sum(cost.state_bytes for cost in costs),
+        max(cost.step_bytes for cost in costs),
+        sum(cost.present_bytes for cost in costs),
+    )
 
 
 class UnknownOptimizerError(ValueError):
