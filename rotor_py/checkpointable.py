@@ -25,9 +25,11 @@ from rotor_py.input_spec import TensorSpec, covers, reaches, spec_of, words
 from rotor_py.measurement import Measurement, Progress, measure
 from rotor_py.model_state import ModelState
 from rotor_py.plan import Plan
+from rotor_py.plan_memory import PlanMemory, plan_memory
 from rotor_py.program import Program, program
 from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
+from rotor_py.strategies import ByHand
 from rotor_py.traits import traits_of
 from rotor_py.transparent import Transparent, in_training
 from rotor_py.units import format_bytes, parse_bytes
@@ -61,6 +63,11 @@ class Checkpointable(Transparent):
             a terminal if measuring takes longer than a moment.
         plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring.
         granularity: the most stages into which a captured graph is cut.
+        level: checkpoint by hand instead: every module of this level (`assign_levels`) is run again from its input.
+        every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
+        max_checkpoints: with `every_n_layers`, the most inputs that are kept.
+
+    `level` and `every_n_layers` need what they need: `mem_limit` is looked at if it is given, and nothing is solved.
     """
 
     # fmt: off
@@ -86,6 +93,9 @@ class Checkpointable(Transparent):
         plan: str | Path | Plan | None = None,
         progress: Progress | None = None,
         granularity: int = 100,
+        level: int | None = None,
+        every_n_layers: int | None = None,
+        max_checkpoints: int | None = None,
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
@@ -110,14 +120,17 @@ class Checkpointable(Transparent):
         self._program: tuple[Sequence, Program] | None = None
         self._value: Any = None
         self._plan: Plan | None = None
+        self._by_hand = ByHand.asked_for(level, every_n_layers, max_checkpoints)
         self._capture = None if is_chain(model) else CaptureSession(model, self._run_captured, granularity)
         if mem_limit is not None:
             self._limit_bytes(mem_limit)
         if plan is not None:
+            if self._by_hand is not None:
+                raise ValueError(f"a plan is given, and {self._by_hand}; give one of them")
             self._adopt(plan if isinstance(plan, Plan) else Plan.load(plan))
         elif custom_input is not None:
             self.measure(custom_input)
-            if mem_limit is not None:
+            if mem_limit is not None or self._by_hand is not None:
                 self.compute_sequence()
 
     # Planning
@@ -168,16 +181,22 @@ class Checkpointable(Transparent):
     ) -> Sequence:
         """Find the sequence to train by; `algo` is an algorithm of `rotor_solver` or a class of one.
 
+        Without `algo`, it is that of the strategy set by hand, if there is one.
+
         InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits.
         """
         budget = self._measured()
-        limit = self._limit_bytes(self.mem_limit if custom_mem_limit_bytes is None else custom_mem_limit_bytes)
+        given = self.mem_limit if custom_mem_limit_bytes is None else custom_mem_limit_bytes
         slots = self.mem_slots if mem_slots is None else mem_slots
-        if algo is None:
-            algo = Persistent(slots=slots)
-        elif isinstance(algo, type):
-            algo = algo(**algo_kwargs)
-        self.sequence = budget.solve(limit, algo)
+        if algo is None and self._by_hand is not None:
+            limit = None if given is None else self._limit_bytes(given)
+            self.sequence = self._by_hand.sequence(self.model, budget, limit)
+        else:
+            if algo is None:
+                algo = Persistent(slots=slots)
+            elif isinstance(algo, type):
+                algo = algo(**algo_kwargs)
+            self.sequence = budget.solve(self._limit_bytes(given), algo)
         if custom_mem_limit_bytes is not None:
             self.mem_limit = custom_mem_limit_bytes
         if self.verbosity:
@@ -208,6 +227,13 @@ class Checkpointable(Transparent):
         """Write the plan in use to a file, for `Checkpointable(..., plan=path)`."""
         self.plan().save(path)
 
+    def memory(self) -> PlanMemory:
+        """What the plan in use keeps for the backward, and what it does not, stage by stage, when the loss runs."""
+        budget, measurement = self._measured(), self.inspection_values
+        sequence = self.compute_sequence() if self.sequence is None else self.sequence
+        assert measurement is not None
+        return plan_memory(budget.chain, sequence, sum(each.nbytes for each in measurement.carried))
+
     def summary(self) -> str:
         """One line about the plan in use: limit, fixed part, least possible, planned peak and overhead."""
         budget, sequence = self._measured(), self.sequence
@@ -215,8 +241,10 @@ class Checkpointable(Transparent):
         plain = simulate(budget.chain, store_all(budget.chain))
         planned = simulate(budget.chain, sequence)
         overhead = planned.makespan / plain.makespan - 1 if plain.makespan else 0.0
+        unlimited = self._by_hand is not None and self.mem_limit is None
+        limit = "no limit" if unlimited else f"limit {format_bytes(self._limit_bytes(self.mem_limit))}"
         return (
-            f"limit {format_bytes(self._limit_bytes(self.mem_limit))}; {budget.split()}; least possible "
+            f"{limit}; {budget.split()}; least possible "
             f"{format_bytes(budget.least_bytes())}; predicted peak {format_bytes(budget.peak_bytes(sequence))}, "
             f"{overhead:.1%} more time than storing all ({format_bytes(budget.peak_bytes(store_all(budget.chain)))})"
         )
