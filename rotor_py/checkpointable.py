@@ -159,7 +159,7 @@ class Checkpointable(Transparent):
         Parameters, gradients, buffers, random state and mode are afterwards what they were. Stages are measured in
         training mode.
         """
-        arguments, keywords = _arguments(custom_input)
+        arguments, keywords = arguments_of(custom_input)
         if self._capture is not None:
             self._prepare_captured(self._capture, arguments, keywords)
         else:
@@ -416,7 +416,8 @@ class Checkpointable(Transparent):
         return value
 
 
-def _arguments(custom_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(custom_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that an input stands for: a tensor, a tuple or a dict."""
     if isinstance(custom_input, dict):
         return (), custom_input
     return (custom_input if isinstance(custom_input, tuple) else (custom_input,)), {}

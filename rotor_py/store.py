@@ -78,9 +78,10 @@ class ActivationStore:
         twin._held = dict(self._held)
         return twin
 
-    def held_tensors(self) -> list[torch.Tensor]:
-        """The tensors in memory, in the dtypes in which they are kept."""
-        return tensors_in(list(tree_map_only(_Packed, lambda packed: packed.tensor, self._held).values()))
+    def held_tensors(self, index: int | None = None) -> list[torch.Tensor]:
+        """The tensors in memory, at `index` or all, in the dtypes in which they are kept."""
+        values = list(self._held.values()) if index is None else self._held[index]
+        return tensors_in(tree_map_only(_Packed, lambda packed: packed.tensor, values))
 
     @property
     def nbytes(self) -> int:
