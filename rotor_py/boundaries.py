@@ -104,7 +104,7 @@ class CheckpointedNetwork(nn.Module):
 
     @property
     def full_memory_bytes(self) -> int:
-        """Bytes of the network's input and of every output of every layer inside the segments, had all been kept."""
+        """Bytes of the network's input and of every output of every module in the segments, had all been kept."""
         return self._full
 
     @property
@@ -131,7 +131,7 @@ class _Memory:
 
 @contextmanager
 def _watched(segments: nn.ModuleList) -> Iterator[tuple[_Memory, _Memory]]:
-    """The inputs of the segments, and these together with the outputs of all segments and of the layers in them."""
+    """The inputs of the segments, and these together with the outputs of the segments and of every module in them."""
     kept, made = _Memory(), _Memory()
 
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -141,9 +141,8 @@ def _watched(segments: nn.ModuleList) -> Iterator[tuple[_Memory, _Memory]]:
     def leave(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         made.add(output)
 
-    layers = [each for each in segments.modules() if each is not segments and not each._modules]
     handles = [segment.register_forward_pre_hook(enter) for segment in set(segments)]
-    handles += [each.register_forward_hook(leave) for each in {*segments, *layers}]
+    handles += [each.register_forward_hook(leave) for each in segments.modules() if each is not segments]
     try:
         yield kept, made
     finally:

@@ -44,6 +44,7 @@ class ActivationCheckpointer:
         self._versions: dict[int, list[int]] = {}
         self._seen: dict[int, int] = {}
         self._surroundings: dict[int, Surroundings] = {}
+        self._wanted: set[int] = set()
         self._input: ActivationStore = ActivationStore()
 
     def is_checkpoint_layer(self, layer_idx: int) -> bool:
@@ -105,6 +106,8 @@ class ActivationCheckpointer:
         parameters.
         """
         self.clear()
+        kept = [index for index in range(len(layers)) if self.is_checkpoint_layer(index)][: self.config.max_checkpoints]
+        self._wanted = set(kept)
         self._input.keep(0, input)
         self._versions[-1] = _versions(self._input.held_tensors())
         run = [_Layer(layer, forward_fn, self, index) for index, layer in enumerate(layers)]
@@ -112,7 +115,7 @@ class ActivationCheckpointer:
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in [*owned, *tensors_in(input)])
         value = input
         if trains and run:
-            value = self._train(input, run)
+            value = self._train(input, run, kept)
         else:
             for each in run:
                 value = each(value)
@@ -143,18 +146,20 @@ class ActivationCheckpointer:
                 value = forward_fn(layers[index], value)
         return value
 
-    def _train(self, input: Any, run: list[_Layer]) -> Any:
+    def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
         """Run the layers in the caller's graph, so that the backward starts from the checkpoints."""
-        kept = [index for index in range(len(run)) if self.is_checkpoint_layer(index)][: self.config.max_checkpoints]
         starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
+        shared = [
+            start - 1 for start in starts[1:-1]
+        ]  # the last segment runs once: the executor does not keep its input
+        self._wanted -= {*shared}
         store = ActivationStore(self.config.kept_dtype)
         runners = [StageRunner(layer, f"layer {layer.index}", open=True) for layer in run]
         sequence = recompute_segments(len(run), starts)
         value = replay(runners, program(len(run), sequence), input, store)
-        for start in starts[1:]:
-            if start in store:  # what the backward starts from is what is kept here, in memory once
-                self._store.adopt(start - 1, store, start)
-                self._versions[start - 1] = _versions(self._store.held_tensors(start - 1))
+        for index in shared:  # what the backward starts from is what is kept here, in memory once
+            self._store.adopt(index, store, index + 1)
+            self._versions[index] = _versions(self._store.held_tensors(index))
         return value
 
     def _keep(self, layer_idx: int, value: Any) -> None:
@@ -175,7 +180,7 @@ class ActivationCheckpointer:
         self._surroundings[layer_idx] = surroundings
         new = storages(tensors_in(output)).keys() - storages(tensors_in(value)).keys()
         self._seen[layer_idx] = sum(size for at, size in storages(tensors_in(output)).items() if at in new)
-        if self.is_checkpoint_layer(layer_idx) and len(self._store) < self.config.max_checkpoints:
+        if layer_idx in self._wanted:
             self._keep(layer_idx, output)
 
 
