@@ -127,7 +127,7 @@ def _step(planned: Checkpointable, batch: Any) -> None:
         return
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     losses = [tensor for tensor in tensors if tensor.dim() == 0] or tensors
-    torch.autograd.backward(losses, [torch.ones_like(tensor) for tensor in losses])
+    torch.stack([tensor.sum() for tensor in losses]).sum().backward()
 
 
 @contextmanager
