@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -257,3 +258,12 @@ def test_bad_numbers_are_refused_in_a_sentence(bad: Any) -> None:
     with pytest.raises(ValueError, match="use_mixed_precision is 1"):
         CheckpointConfig(use_mixed_precision=1)
     assert checkpointer.config == CheckpointConfig(4, 64, False, torch.bfloat16)
+
+
+def test_what_is_kept_has_no_history() -> None:
+    checkpointer = ActivationCheckpointer(CheckpointConfig(1))
+    inner = torch.ones(8, requires_grad=True).exp()
+    checkpointer.save(0, inner.sin())
+    memory = weakref.ref(inner.untyped_storage())
+    del inner
+    assert memory() is None
