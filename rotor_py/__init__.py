@@ -1,9 +1,23 @@
 """Train a PyTorch model inside a memory limit given in bytes, at the least extra time, with the same numbers."""
 
+from rotor_py.boundaries import Checkpoint, CheckpointedNetwork
+from rotor_py.checkpoint_config import CheckpointConfig
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.errors import InfeasibleError, PlanMismatchError, UnsupportedModelError
+from rotor_py.checkpointer import ActivationCheckpointer
+from rotor_py.errors import (
+    CheckpointLimitError,
+    InfeasibleError,
+    MissingCheckpointError,
+    PlanMismatchError,
+    UnsupportedModelError,
+)
 from rotor_py.executor import CheckpointOptim
+from rotor_py.level_assignment import AssignedLevel, assign_levels
+from rotor_py.level_choice import LevelChoice, best_level
+from rotor_py.level_plan import ByLevel
+from rotor_py.levels import ActivationCheckpointing
 from rotor_py.plan import Plan
+from rotor_py.plan_memory import PlanMemory, StageMemory
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import (
     Chain,
@@ -30,17 +44,28 @@ from rotor_solver import (
 )
 
 __all__ = [
+    "ActivationCheckpointer",
+    "ActivationCheckpointing",
+    "AssignedLevel",
+    "ByLevel",
     "Chain",
+    "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointLimitError",
     "CheckpointOptim",
     "Checkpointable",
+    "CheckpointedNetwork",
     "Floating",
     "Frontier",
     "GriewankHeterogeneous",
     "InfeasibleError",
+    "LevelChoice",
+    "MissingCheckpointError",
     "Option",
     "Periodic",
     "Persistent",
     "Plan",
+    "PlanMemory",
     "PlanMismatchError",
     "RecomputeAll",
     "Revolve",
@@ -48,8 +73,11 @@ __all__ = [
     "Simulation",
     "Sqrt",
     "Stage",
+    "StageMemory",
     "StoreAll",
     "UnsupportedModelError",
+    "assign_levels",
+    "best_level",
     "format_bytes",
     "frontier",
     "limit_for",

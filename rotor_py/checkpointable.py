@@ -30,10 +30,12 @@ from rotor_py.measurement import Measurement, Progress, measure
 from rotor_py.model_state import ModelState
 from rotor_py.noticing import noticed_cost, wait_for_optimizers
 from rotor_py.plan import Plan
+from rotor_py.plan_memory import PlanMemory, plan_memory
 from rotor_py.program import Program, program
 from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
 from rotor_py.sharded import is_sharded
+from rotor_py.strategies import ByHand
 from rotor_py.traits import traits_of
 from rotor_py.transparent import ModelsSignature, Transparent, core_of, in_training, instead_of_forward
 from rotor_py.turns import planning
@@ -71,6 +73,11 @@ class Checkpointable(Transparent):
         granularity: the most stages into which a captured graph is cut.
         process_group: the processes that train this model together and have to follow one plan. With
             DistributedDataParallel, around this or inside it, it is known.
+        level: checkpoint by hand instead: every module of this level (`assign_levels`) is run again from its input.
+        every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
+        max_checkpoints: with `every_n_layers`, the most inputs that are kept.
+
+    `level` and `every_n_layers` need what they need: `mem_limit` is looked at if it is given, and nothing is solved.
     """
 
     # fmt: off
@@ -98,6 +105,9 @@ class Checkpointable(Transparent):
         progress: Progress | None = None,
         granularity: int = 100,
         process_group: ProcessGroup | None = None,
+        level: int | None = None,
+        every_n_layers: int | None = None,
+        max_checkpoints: int | None = None,
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
@@ -134,13 +144,16 @@ class Checkpointable(Transparent):
         self._capture = None if is_chain(self._core) else CaptureSession(self._core, self._run_captured, granularity)
         if optimizer is None:
             wait_for_optimizers(self)
+        self._by_hand = ByHand.asked_for(level, every_n_layers, max_checkpoints)
         if mem_limit is not None:
             self._limit_bytes(mem_limit)
         if plan is not None:
+            if self._by_hand is not None:
+                raise ValueError(f"a plan is given, and {self._by_hand}; give one of them")
             self._adopt(plan if isinstance(plan, Plan) else Plan.load(plan))
         elif custom_input is not None:
             self.measure(custom_input)
-            if mem_limit is not None:
+            if mem_limit is not None or self._by_hand is not None:
                 self.compute_sequence()
 
     # Planning
@@ -169,7 +182,7 @@ class Checkpointable(Transparent):
         Parameters, gradients, buffers, random state and mode are afterwards what they were. Stages are measured in
         training mode.
         """
-        arguments, keywords = _arguments(custom_input)
+        arguments, keywords = arguments_of(custom_input)
         if self._capture is not None:
             self._prepare_captured(self._capture, arguments, keywords)
         else:
@@ -191,21 +204,29 @@ class Checkpointable(Transparent):
     ) -> Sequence:
         """Find the sequence to train by; `algo` is an algorithm of `rotor_solver` or a class of one.
 
+        Without `algo`, it is that of the strategy set by hand, if there is one.
+
         InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits.
         """
         budget = self._measured()
-        limit = self._limit_bytes(self.mem_limit if custom_mem_limit_bytes is None else custom_mem_limit_bytes)
+        given = self.mem_limit if custom_mem_limit_bytes is None else custom_mem_limit_bytes
         slots = self.mem_slots if mem_slots is None else mem_slots
-        if algo is None:
-            algo = Persistent(slots=slots)
-        elif isinstance(algo, type):
-            algo = algo(**algo_kwargs)
         group = self._processes()
         with planning:
-            if group is not None and size_of(group) > 1:
-                self.sequence = self._agreed = agreed_sequence(budget, limit, algo, group)
+            if algo is None and self._by_hand is not None:
+                limit = None if given is None else self._limit_bytes(given)
+                self.sequence = self._by_hand.sequence(self._core, budget, limit)
             else:
-                self.sequence = budget.solve(limit, algo)
+                if algo is None:
+                    algo = Persistent(slots=slots)
+                elif isinstance(algo, type):
+                    algo = algo(**algo_kwargs)
+                limit = self._limit_bytes(given)
+                if group is not None and size_of(group) > 1:
+                    self.sequence = agreed_sequence(budget, limit, algo, group)
+                else:
+                    self.sequence = budget.solve(limit, algo)
+        self._agreed = self.sequence if size_of(group) > 1 else None
         if custom_mem_limit_bytes is not None:
             self.mem_limit = custom_mem_limit_bytes
         if self.verbosity:
@@ -236,6 +257,13 @@ class Checkpointable(Transparent):
         """Write the plan in use to a file, for `Checkpointable(..., plan=path)`."""
         self.plan().save(path)
 
+    def memory(self) -> PlanMemory:
+        """What the plan in use keeps for the backward, and what it does not, stage by stage, when the loss runs."""
+        budget, measurement = self._measured(), self.inspection_values
+        sequence = self.compute_sequence() if self.sequence is None else self.sequence
+        assert measurement is not None
+        return plan_memory(budget.chain, sequence, sum(each.nbytes for each in measurement.carried))
+
     def summary(self) -> str:
         """One line about the plan in use: limit, fixed part, least possible, planned peak and overhead."""
         budget, sequence = self._measured(), self.sequence
@@ -243,8 +271,10 @@ class Checkpointable(Transparent):
         plain = simulate(budget.chain, store_all(budget.chain))
         planned = simulate(budget.chain, sequence)
         overhead = planned.makespan / plain.makespan - 1 if plain.makespan else 0.0
+        unlimited = self._by_hand is not None and self.mem_limit is None
+        limit = "no limit" if unlimited else f"limit {format_bytes(self._limit_bytes(self.mem_limit))}"
         return (
-            f"limit {format_bytes(self._limit_bytes(self.mem_limit))}; {budget.split()}; least possible "
+            f"{limit}; {budget.split()}; least possible "
             f"{format_bytes(budget.least_bytes())}; predicted peak {format_bytes(budget.peak_bytes(sequence))}, "
             f"{overhead:.1%} more time than storing all ({format_bytes(budget.peak_bytes(store_all(budget.chain)))})"
         )
@@ -258,6 +288,8 @@ class Checkpointable(Transparent):
         if self.budget is None or cost is None:  # it counts as soon as there is a budget
             return
         self.budget = self.budget.with_optimizer(cost)
+        if self._by_hand is not None:
+            return
         if self._agreed is not None:  # the other processes notice theirs, and agree with this one at the next step
             self._last_resort, self.sequence = self.sequence, None
             return
@@ -488,7 +520,8 @@ class Checkpointable(Transparent):
         return value
 
 
-def _arguments(custom_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(custom_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that an input stands for: a tensor, a tuple or a dict."""
     if isinstance(custom_input, dict):
         return (), custom_input
     return (custom_input if isinstance(custom_input, tuple) else (custom_input,)), {}

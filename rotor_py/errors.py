@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from rotor_solver import InfeasibleError
 
-__all__ = ["InfeasibleError", "PlanMismatchError", "UnsupportedModelError"]
+__all__ = [
+    "CheckpointLimitError",
+    "InfeasibleError",
+    "MissingCheckpointError",
+    "PlanMismatchError",
+    "UnsupportedModelError",
+]
 
 
 _LONGEST = 240
@@ -33,3 +39,26 @@ def shortened(value: object) -> str:
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return text if text.isprintable() else repr(text)[1:-1]
+
+
+class CheckpointLimitError(ValueError):
+    """One more checkpoint than an `ActivationCheckpointer` may keep: of `layer`, beside `max_checkpoints` others."""
+
+    def __init__(self, layer: int, max_checkpoints: int) -> None:
+        super().__init__(
+            f"layer {layer} would be checkpoint {max_checkpoints + 1}, and max_checkpoints is {max_checkpoints}; raise "
+            "it, keep every n-th layer for a larger n, or call clear() first"
+        )
+        self.layer = layer
+        self.max_checkpoints = max_checkpoints
+
+
+class MissingCheckpointError(ValueError):
+    """There is no checkpoint at or before `layer`, and no input from which to compute it."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__(
+            f"nothing is kept at layer {layer} or before, nor the network's input, so its output cannot be computed "
+            "again; run checkpointed_forward first, or save a checkpoint before it"
+        )
+        self.layer = layer

@@ -35,11 +35,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from rotor_profiling.storage import tensors_in
 from rotor_py.program import Program, Step, program
 from rotor_py.runner import AttachedStage, StageRunner
+from rotor_py.store import ActivationStore
 from rotor_py.surroundings import Surroundings
 from rotor_py.traits import traits_of
 from rotor_solver import Backward, ForwardEnable, Sequence
@@ -98,7 +99,7 @@ _TENSOR = object()
 class _Held:
     """What the tape holds: inputs a_i (detached), and stages run with a graph of their own, by stage."""
 
-    inputs: dict[int, Any] = field(default_factory=dict)
+    inputs: ActivationStore = field(default_factory=ActivationStore)
     attached: dict[int, AttachedStage] = field(default_factory=dict)
 
     def clear(self) -> None:
@@ -119,14 +120,14 @@ class _Pass:
 class Tape:
     """The shared state of the nodes of one forward."""
 
-    def __init__(self, runners: list[StageRunner], instructions: Program) -> None:
+    def __init__(self, runners: list[StageRunner], instructions: Program, store: ActivationStore | None = None) -> None:
         self.runners = runners
         self.program = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
         self.output_specs: dict[int, TreeSpec] = {}
         self.output_leaves: dict[int, list[Any]] = {}
-        self._held: _Held | None = _Held()
+        self._held: _Held | None = _Held() if store is None else _Held(store)
         self._pass: _Pass | None = None
 
     def forward(self, value: Any) -> Any:
@@ -149,7 +150,7 @@ class Tape:
             if stage in self.program.runs_again:
                 self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
             if stage in step.live:  # Rule 5
-                held.inputs.setdefault(stage, _detached(value))
+                held.inputs.keep_first(stage, value)
             if stage not in self.program.in_graph:
                 value = self._node(stage, value)  # Rule 2
             elif stage in self.program.runs_again:
@@ -225,7 +226,7 @@ class Tape:
             retain = torch._C._autograd._get_current_graph_task_keep_graph()
             held = self._held
             if retain:  # Rule 8
-                held = _Held(dict(held.inputs), dict(held.attached))
+                held = _Held(held.inputs.copy(), dict(held.attached))
             else:
                 self._held = None
             self._pass = _Pass(task, held, retain)
@@ -242,7 +243,7 @@ class Tape:
         else:
             output = runner.again(value, surroundings)
         if stage + 1 in step.live:
-            held.inputs.setdefault(stage + 1, _detached(output))
+            held.inputs.keep_first(stage + 1, output)
         self.refuse_overwritten(stage, value, before)
         _release(held, step)
 
@@ -255,9 +256,12 @@ class Tape:
             )
 
 
-def replay(runners: list[StageRunner], instructions: Program, value: Any) -> Any:
-    """Run a chain forward on `value`; what it returns is part of the caller's graph."""
-    tape = Tape(runners, instructions)
+def replay(runners: list[StageRunner], instructions: Program, value: Any, store: ActivationStore | None = None) -> Any:
+    """Run a chain forward on `value`; what it returns is part of the caller's graph.
+
+    Inputs of stages are kept in `store`, if one is given: an empty one, of which the backward makes use.
+    """
+    tape = Tape(runners, instructions, store)
     return tape.forward(value)
 
 
@@ -266,14 +270,9 @@ def _apply_node(*args: Any) -> Any:
     return torch.autograd.Function.apply.__func__(CheckpointOptim, *args)  # type: ignore[attr-defined] # a classmethod
 
 
-def _detached(value: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
-
-
 def _release(held: _Held, step: Step) -> None:
     """Let go of every input that no later operation reads (Rule 6)."""
-    for stage in held.inputs.keys() - step.live:
-        del held.inputs[stage]
+    held.inputs.drop_all_but(step.live)
 
 
 def _without_gradient(function: Callable[..., Any], value: Any, output: Any) -> list[torch.Tensor]:

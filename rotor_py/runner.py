@@ -23,13 +23,17 @@ Edges = list[GradientEdge | None]
 class StageRunner:
     """Runs `function`, in the graph around it, without a graph, or with a graph of its own.
 
-    Value in and value out may be tensors or nested structures of them.
+    Value in and value out may be tensors or nested structures of them. Parameters that a module uses and does not own
+    are looked for, and refused, if it is `open`: if it runs functions of the caller's.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, preserve_rng_state: bool = True) -> None:
+    def __init__(
+        self, function: Callable[..., Any], name: str, preserve_rng_state: bool = True, *, open: bool = False
+    ) -> None:
         self.function = function
         self.name = name
         self.preserve_rng_state = preserve_rng_state
+        self.open = open or not isinstance(function, nn.Module)
 
     def forward(self, value: Any) -> Any:
         """Run the stage in the graph that is being built around it, as plain training does."""
@@ -75,7 +79,7 @@ class StageRunner:
             output = self.function(entered)
         owners += _owners(output)
         attached = AttachedStage(_edges(output), inputs, list(aliases.values()), owners, self.name)
-        if not isinstance(self.function, nn.Module):
+        if self.open:
             attached.refuse_other_leaves(origin)
         return attached, output
 

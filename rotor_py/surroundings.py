@@ -123,6 +123,17 @@ def _let_copies_track(module: nn.Module, stack: ExitStack) -> None:
             module._buffers[name] = buffer.clone()
 
 
+def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> Surroundings:
+    """What surrounds `function` now: a run inside `restored` will be as one that begins at this moment."""
+    slots = _own_buffers(function)
+    copies = _copies(function, slots)
+    return Surroundings(
+        tuple(Autocast.now(kind) for kind in sorted({"cpu", *(device.type for device in devices)})),
+        RandomState.now(devices),
+        tuple((slots[i], copy) for i, copy in copies.items()),
+    )
+
+
 def _tracking_batch_norms(function: Callable[..., Any]) -> list[Any]:
     if not isinstance(function, nn.Module):
         return []

@@ -1,0 +1,134 @@
+"""Which level every submodule of a model has, from its structure, and from names where structure does not tell."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+from torch import nn
+
+_SMALL = re.compile(
+    r"attention|attn|mlp|ffn?\b|ff$|feed_?forward|residual|resblock|bottleneck|basicblock|denserelu|moe|experts?\b",
+    re.IGNORECASE,
+)
+_WHOLE = re.compile(r"(encoder|decoder|stack|tower)$", re.IGNORECASE)
+_GROUP = 4
+"""Single layers in a row that are a group, where fewer are a small block."""
+
+
+class AssignedLevel(NamedTuple):
+    """The level of one submodule, and why it has it. Level 0: it is no part that would be recomputed as a whole."""
+
+    level: int
+    reason: str
+
+
+def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
+    """The level of every submodule of `model` by its name (`LEVELS` says what they mean); "" is the model itself.
+
+    Single layers are level 1, and so is what holds one with its activation, normalisation or dropout. From there
+    upwards: what holds single layers is a small block (2), what holds small blocks is a layer (3), repeated blocks or
+    layers in a row are a group (4), and what holds groups is an encoder or decoder (5). What is beyond that is 0.
+    """
+    found: dict[str, AssignedLevel] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parents = Counter(name.rpartition(".")[0] for name in modules if name)
+    for name in sorted(modules, key=lambda name: -name.count(".") - bool(name)):
+        children = [(key, child) for key, child in modules[name].named_children()] if parents[name] else []
+        inner = [(child, found[f"{name}.{key}" if name else key].level) for key, child in children]
+        found[name] = _assigned(name, modules[name], inner)
+    return {name: found[name] for name in modules}
+
+
+def _assigned(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
+    kind = type(module).__name__
+    if not inner:
+        empty = _is_list(module) or isinstance(module, nn.Identity)
+        return AssignedLevel(0, f"{kind} does nothing") if empty else AssignedLevel(1, f"{kind} is a single layer")
+    found = _of_list(name, module, inner) if _is_list(module) else _of_block(name, module, inner)
+    if not name and not (found.level == 5 and _whole(name, module)):
+        return AssignedLevel(0, f"{kind} is the whole model")
+    return found
+
+
+def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
+    """The level of a list of modules that run one after the other, by what it repeats."""
+    highest = max(level for _, level in inner)
+    kind, count = Counter(type(each).__name__ for each, level in inner if level == highest).most_common(1)[0]
+    runs = isinstance(module, nn.Sequential)
+    if _whole(name, module) and _weights(module) > 1:
+        return AssignedLevel(5, f"{_called(name, module)} is a whole one by its name")
+    if highest >= 4:
+        return _holding(module, highest)
+    if highest in (2, 3):
+        if count > 1 or (count == 1 and len(inner) == 1):
+            return AssignedLevel(4, f"{count} × {kind} in a row are a group")
+        return AssignedLevel(highest + 1, f"a row of unlike blocks, {kind} among them") if runs else _unlike(module)
+    weights = _weights(module)
+    if weights <= 1:
+        return AssignedLevel(1, "one layer and what belongs to it") if runs else _unlike(module)
+    if weights >= _GROUP:
+        return AssignedLevel(4, f"{weights} single layers in a row are a group")
+    return AssignedLevel(2, f"{weights} single layers are a small block") if runs else _unlike(module)
+
+
+def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
+    """The level of a module with a forward of its own."""
+    highest, called = max(level for _, level in inner), _called(name, module)
+    if len(inner) == 1 and highest == 5:
+        return AssignedLevel(highest, f"{called} is {type(inner[0][0]).__name__} and nothing else")
+    if highest >= 4:
+        stage = name.rpartition(".")[2].isdigit() and sum(level == 4 for _, level in inner) == 1 and highest == 4
+        return AssignedLevel(4, f"{called}, one of several, holds a group") if stage else _holding(module, highest)
+    if highest <= 2 and _named_small(name, module):
+        return AssignedLevel(2, f"{called} is a small block by its name")
+    alone = [each for each, level in inner if level in (2, 3) and _weights(each) == _weights(module)]
+    if len(alone) == 1:
+        return AssignedLevel(highest, f"{called} is {type(alone[0]).__name__} and what belongs to it")
+    blocks = [type(each).__name__ for each, level in inner if level in (2, 3)]
+    if blocks or _holds_blocks(inner):
+        return AssignedLevel(3, f"{called} holds blocks: {', '.join(dict.fromkeys(blocks)) or 'a list of them'}")
+    if _whole(name, module) and _weights(module) > 1:
+        return AssignedLevel(5, f"{called} is a whole one by its name")
+    if _weights(module) <= 1:
+        return AssignedLevel(1, f"{called} is one layer and what belongs to it")
+    return AssignedLevel(2, f"{called} holds single layers")
+
+
+def _holding(module: nn.Module, highest: int) -> AssignedLevel:
+    kind = type(module).__name__
+    if highest == 4:
+        return AssignedLevel(5, f"{kind} holds groups of layers")
+    return AssignedLevel(0, f"{kind} holds whole encoders or decoders")
+
+
+def _unlike(module: nn.Module) -> AssignedLevel:
+    return AssignedLevel(0, f"{type(module).__name__} is a list of unlike parts")
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Sequential.forward
+
+
+def _holds_blocks(inner: list[tuple[nn.Module, int]]) -> bool:
+    """Whether a list of unlike parts among the children holds blocks."""
+    lists = [child for child, level in inner if level == 0 and _is_list(child)]
+    return any(len(each._modules) > 0 and not _is_list(each) for child in lists for each in child.modules())
+
+
+def _named_small(name: str, module: nn.Module) -> bool:
+    return bool(_SMALL.search(type(module).__name__) or _SMALL.fullmatch(name.rpartition(".")[2]))
+
+
+def _whole(name: str, module: nn.Module) -> bool:
+    return bool(_WHOLE.search(type(module).__name__) or _WHOLE.fullmatch(name.rpartition(".")[2]))
+
+
+def _called(name: str, module: nn.Module) -> str:
+    return f"{name.rpartition('.')[2]} ({type(module).__name__})" if name else type(module).__name__
+
+
+def _weights(module: nn.Module) -> int:
+    """The number of layers with a weight that is multiplied: not of normalisations."""
+    return sum(any(p.dim() > 1 for p in each._parameters.values() if p is not None) for each in module.modules())

@@ -1,0 +1,106 @@
+"""What is kept between a forward and a backward: values by the index of their stage or layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from rotor_profiling import storage_bytes, tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A tensor in fewer bits than its own."""
+
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+
+class ActivationStore:
+    """Values (tensors, or nested structures of them) by index. They are detached: no graph hangs on them.
+
+    With a `storage_dtype`, floating tensors that are wider are kept in it, and come back in their own dtype, rounded.
+    A tensor of finite numbers that it cannot hold (float16 ends at 65504) is kept as it is.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
+        self.storage_dtype = storage_dtype
+        self._held: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._held
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._held)
+
+    def __getitem__(self, index: int) -> Any:
+        value = self._held[index]
+        return value if self.storage_dtype is None else tree_map_only(_Packed, _unpacked, value)
+
+    def get(self, index: int) -> Any:
+        """The value at `index`; None if there is none."""
+        return self[index] if index in self._held else None
+
+    def keep(self, index: int, value: Any) -> None:
+        """Keep `value` at `index`, in the place of what was there."""
+        value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+        self._held[index] = value if self.storage_dtype is None else tree_map_only(torch.Tensor, self._packed, value)
+
+    def keep_first(self, index: int, value: Any) -> None:
+        """Keep `value` at `index` if nothing is there."""
+        if index not in self._held:
+            self.keep(index, value)
+
+    def adopt(self, index: int, other: ActivationStore, there: int) -> None:
+        """Share what `other` keeps at the index `there`: it is in memory once."""
+        self._held[index] = other._held[there]
+
+    def drop(self, index: int) -> None:
+        """Let go of the value at `index`, which has to be there."""
+        del self._held[index]
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._held.clear()
+
+    def drop_all_but(self, live: AbstractSet[int]) -> None:
+        """Let go of every value whose index is not in `live`."""
+        for index in self._held.keys() - live:
+            del self._held[index]
+
+    def copy(self) -> ActivationStore:
+        """Another store of the same values, which are in memory once."""
+        twin = ActivationStore(self.storage_dtype)
+        twin._held = dict(self._held)
+        return twin
+
+    def held_tensors(self, index: int | None = None) -> list[torch.Tensor]:
+        """The tensors in memory, at `index` or all, in the dtypes in which they are kept."""
+        values = list(self._held.values()) if index is None else self._held[index]
+        return tensors_in(tree_map_only(_Packed, lambda packed: packed.tensor, values))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory behind all values, each piece once."""
+        return storage_bytes(self.held_tensors())
+
+    def _packed(self, tensor: torch.Tensor) -> Any:
+        dtype = self.storage_dtype
+        assert dtype is not None
+        if not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
+            return tensor
+        small = tensor.to(dtype)
+        overflown = bool((small.isinf() != tensor.isinf()).any())
+        return tensor if overflown else _Packed(small, tensor.dtype)
+
+
+def _unpacked(packed: _Packed) -> torch.Tensor:
+    return packed.tensor.to(packed.dtype)
