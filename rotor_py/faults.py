@@ -28,7 +28,7 @@ class During:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            note(error, f"rotor_py: in the {self.doing} of stage {self.name!r}")
+            note(error, f"in the {self.doing} of stage {self.name!r}")
 
 
 def note(error: BaseException, text: str) -> None:

@@ -45,7 +45,7 @@ def _explain(graph: fx.GraphModule, error: BaseException) -> None:
     node = dict(enumerate(graph.graph.nodes)).get(numbers.get(line) or 0)
     frames = re.split(_FRAME, node.meta.get("stack_trace") or "") if node is not None else []
     if theirs := "".join(frame for frame in frames if str(_OWN) not in frame).rstrip():
-        note(error, f"rotor_py: the operator {node} comes from\n{theirs}")
+        note(error, f"the operator {node} comes from\n{theirs}")
 
 
 def _in_code_of(graph: fx.GraphModule, trace: TracebackType | None) -> TracebackType | None:

@@ -206,7 +206,7 @@ def test_two_hundred_failing_steps_leave_no_bytes_behind(kind: Kind) -> None:
             FORWARD.reset(fails, OwnError(code=1))
             BACKWARD.reset(0 if fails else 1, OwnError(code=2))
             errors |= {FORWARD.error, BACKWARD.error}
-            with memory_meter(CPU) if step % 8 == 0 else nullcontext() as meter:
+            with memory_meter(CPU) if step % 25 == 0 else nullcontext() as meter:
                 with pytest.raises(OwnError):
                     train_step(network)
                 network.zero_grad()

@@ -11,6 +11,11 @@ from benchmarks import soak
 from rotor_solver import Backward, Loss
 
 
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "SIZE", 8)
+
+
 @pytest.mark.parametrize("name", list(soak.MODELS))
 def test_bytes_peaks_and_numbers_hold_over_steps_of_changing_size(name: str) -> None:
     found = soak.soak(name, steps=60, every=6)
@@ -36,7 +41,7 @@ def test_a_leak_a_peak_and_a_difference_are_reported(monkeypatch: pytest.MonkeyP
         return batch(number, size)
 
     monkeypatch.setattr(soak, "_batch", leaking)
-    found = soak.soak("chain", steps=30, every=6)
+    found = soak.soak("chain", steps=24, every=6)
     assert [text.split(": ")[1].split(" ")[0:2] for text in found.problems()] == [["a", "step"], ["live", "bytes"]]
     over = dataclasses.replace(found, peak_bytes=found.limit_bytes + 1, kept_bytes=0, different=2)
     assert "is over the limit" in over.problems()[0]
