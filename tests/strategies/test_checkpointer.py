@@ -64,7 +64,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 4),
     st.integers(0, 4),
@@ -94,7 +94,7 @@ def test_it_agrees_with_a_naive_twin(every: int, most: int, half: torch.dtype | 
             assert real.is_checkpoint_layer(each) == (every > 0 and each % every == 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 5), st.integers(0, 4), st.integers(1, 9))
 def test_every_layer_is_computed_again_bit_for_bit_from_the_nearest_checkpoint(
     every: int, most: int, count: int
