@@ -166,8 +166,9 @@ def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int
         output = model(batch)
         loss(output).backward()
 
-    # What DistributedDataParallel holds for its buckets is not among its tensors.
-    measured = measured_peak(step, present, torch.device("cpu")) + planned.budget.fixed.communication
+    # Buckets are not among the tensors of DistributedDataParallel, and the optimizer is gone.
+    held = planned.budget.fixed.communication + planned.budget.fixed.optimizer
+    measured = measured_peak(step, present, torch.device("cpu")) + held
     return str(planned.sequence), planned.budget.peak_bytes(planned.sequence), measured
 
 
