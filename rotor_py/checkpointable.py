@@ -13,39 +13,35 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
-from rotor_profiling import optimizer_cost, tensors_in
+from rotor_profiling import tensors_in
 from rotor_py import nested
-from rotor_py.budget import Budget, make_budget
+from rotor_py.budget import Budget
 from rotor_py.capture.session import CaptureSession
 from rotor_py.chain import Cut, cut, is_chain
-from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
-from rotor_py.distributed import agreed_sequence, communication_bytes, processes, refuse_other_plans, size_of
+from rotor_py.distributed import size_of
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.executor import replay
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
-from rotor_py.input_spec import TensorSpec, covers, reaches, spec_of, words
+from rotor_py.input_spec import covers, reaches, spec_of, words
 from rotor_py.measurement import Measurement, Progress, measure
 from rotor_py.model_state import ModelState
-from rotor_py.noticing import noticed_cost, wait_for_optimizers
+from rotor_py.noticing import wait_for_optimizers
 from rotor_py.plan import Plan
-from rotor_py.plan_memory import PlanMemory, plan_memory
+from rotor_py.planned import Planned
 from rotor_py.program import Program, program
 from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
 from rotor_py.sharded import is_sharded
 from rotor_py.strategies import ByHand
-from rotor_py.traits import traits_of
-from rotor_py.transparent import ModelsSignature, Transparent, core_of, in_training, instead_of_forward
+from rotor_py.transparent import ModelsSignature, core_of, in_training, instead_of_forward
 from rotor_py.turns import planning
-from rotor_py.units import format_bytes, parse_bytes
-from rotor_solver import Algorithm, Chain, InfeasibleError, Persistent, Sequence, simulate, store_all
+from rotor_solver import Chain, Sequence
 
 _log = logging.getLogger("rotor_py")
 
 
-class Checkpointable(Transparent):
+class Checkpointable(Planned):
     """A model whose training step stays inside `mem_limit`, at the least extra time.
 
     It shares the parameters, buffers, children and hooks of `model`: state dicts and names are those of the model, and
@@ -163,19 +159,6 @@ class Checkpointable(Transparent):
         """Whether TorchDynamo captures the model's graph; a nesting of `nn.Sequential` is a chain as it stands."""
         return self._capture is not None
 
-    @property
-    def device(self) -> torch.device:
-        """The device that the model trains on, and whose memory the limit is about."""
-        devices = ModelState.of(self._core).devices | {
-            leaf.device for leaf in tree_leaves(self._value) if isinstance(leaf, TensorSpec)
-        }
-        accelerators = sorted({device for device in devices if device.type != "cpu"}, key=str)
-        if len(accelerators) > 1:
-            raise UnsupportedModelError(
-                f"the model is spread over {', '.join(map(str, accelerators))}; a plan is for one device"
-            )
-        return accelerators[0] if accelerators else torch.device("cpu")
-
     def measure(self, custom_input: Any) -> None:
         """Measure every stage on `custom_input`: a tensor, a tuple of positional or a dict of keyword arguments.
 
@@ -187,125 +170,6 @@ class Checkpointable(Transparent):
             self._prepare_captured(self._capture, arguments, keywords)
         else:
             self._prepare(self._chain_input(arguments, keywords))
-
-    def build_chain(self, mem_limit: int | str | None = None) -> Chain:
-        """The measured chain, in seconds and bytes; `mem_limit`, if given, becomes the limit of the next plan."""
-        if mem_limit is not None:
-            self._limit_bytes(mem_limit)
-            self.mem_limit = mem_limit
-        return self._measured().chain
-
-    def compute_sequence(
-        self,
-        custom_mem_limit_bytes: int | str | None = None,
-        mem_slots: int | None = None,
-        algo: Algorithm | None = None,
-        **algo_kwargs: Any,
-    ) -> Sequence:
-        """Find the sequence to train by; `algo` is an algorithm of `rotor_solver` or a class of one.
-
-        Without `algo`, it is that of the strategy set by hand, if there is one.
-
-        InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits.
-        """
-        budget = self._measured()
-        given = self.mem_limit if custom_mem_limit_bytes is None else custom_mem_limit_bytes
-        slots = self.mem_slots if mem_slots is None else mem_slots
-        group = self._processes()
-        with planning:
-            if algo is None and self._by_hand is not None:
-                limit = None if given is None else self._limit_bytes(given)
-                self.sequence = self._by_hand.sequence(self._core, budget, limit)
-            else:
-                if algo is None:
-                    algo = Persistent(slots=slots)
-                elif isinstance(algo, type):
-                    algo = algo(**algo_kwargs)
-                limit = self._limit_bytes(given)
-                if group is not None and size_of(group) > 1:
-                    self.sequence = agreed_sequence(budget, limit, algo, group)
-                else:
-                    self.sequence = budget.solve(limit, algo)
-        self._agreed = self.sequence if size_of(group) > 1 else None
-        if custom_mem_limit_bytes is not None:
-            self.mem_limit = custom_mem_limit_bytes
-        if self.verbosity:
-            _log.warning("%s", self.summary())
-        return self.sequence
-
-    def plan(self) -> Plan:
-        """The plan in use, for a file."""
-        if self._plan is not None:
-            return self._plan
-        budget, sequence = self._measured(), self.sequence
-        if sequence is None:
-            sequence = self.compute_sequence()
-        assert self._cut is not None
-        return Plan(
-            model=model_fingerprint(self._core),
-            input=input_fingerprint(self._value, self.device),
-            prefix=[name for name, _ in self._cut.prefix],
-            stages=self._cut.groups(),
-            traits=[traits_of(function) for function in self.functions],
-            sequence=sequence,
-            mem_limit=self._limit_bytes(self.mem_limit),
-            peak_bytes=budget.peak_bytes(sequence),
-            fresh_grads=self._fresh_grads,
-        )
-
-    def save_plan(self, path: str | Path) -> None:
-        """Write the plan in use to a file, for `Checkpointable(..., plan=path)`."""
-        self.plan().save(path)
-
-    def memory(self) -> PlanMemory:
-        """What the plan in use keeps for the backward, and what it does not, stage by stage, when the loss runs."""
-        budget, measurement = self._measured(), self.inspection_values
-        sequence = self.compute_sequence() if self.sequence is None else self.sequence
-        assert measurement is not None
-        return plan_memory(budget.chain, sequence, sum(each.nbytes for each in measurement.carried))
-
-    def summary(self) -> str:
-        """One line about the plan in use: limit, fixed part, least possible, planned peak and overhead."""
-        budget, sequence = self._measured(), self.sequence
-        assert sequence is not None
-        plain = simulate(budget.chain, store_all(budget.chain))
-        planned = simulate(budget.chain, sequence)
-        overhead = planned.makespan / plain.makespan - 1 if plain.makespan else 0.0
-        unlimited = self._by_hand is not None and self.mem_limit is None
-        limit = "no limit" if unlimited else f"limit {format_bytes(self._limit_bytes(self.mem_limit))}"
-        return (
-            f"{limit}; {budget.split()}; least possible "
-            f"{format_bytes(budget.least_bytes())}; predicted peak {format_bytes(budget.peak_bytes(sequence))}, "
-            f"{overhead:.1%} more time than storing all ({format_bytes(budget.peak_bytes(store_all(budget.chain)))})"
-        )
-
-    def optimizer_noticed(self) -> None:
-        """Count the optimizers that train the model, and plan again if the plan in use leaves no room for them.
-
-        A warning is logged if no plan does: training then goes on with the plan in use, beyond the limit.
-        """
-        cost = noticed_cost(self)
-        if self.budget is None or cost is None:  # it counts as soon as there is a budget
-            return
-        self.budget = self.budget.with_optimizer(cost)
-        if self._by_hand is not None:
-            return
-        if self._agreed is not None:  # the other processes notice theirs, and agree with this one at the next step
-            self._last_resort, self.sequence = self.sequence, None
-            return
-        if self.sequence is None or self.budget.peak_bytes(self.sequence) <= self._limit_bytes(self.mem_limit):
-            return
-        try:
-            self.compute_sequence()
-        except InfeasibleError as error:
-            self._go_beyond_the_limit(error)
-
-    def _go_beyond_the_limit(self, error: InfeasibleError) -> None:
-        _log.warning(
-            "the optimizer was not known when the model was planned; training goes on, beyond the limit: %s Given as "
-            "optimizer=, it counts from the start.",
-            error,
-        )
 
     # Training
 
@@ -372,30 +236,6 @@ class Checkpointable(Transparent):
             )
         self._agree()
 
-    def _agree(self) -> None:
-        """Solve, if that has not been done with all processes that train together."""
-        budget, group = self.budget, self._processes()
-        if self._plan is not None:
-            if self._agreed is not self.sequence and group is not None and size_of(group) > 1:
-                refuse_other_plans(str(self.sequence), group)
-                self._agreed = self.sequence
-            return
-        if size_of(group) > 1 and budget is not None and not budget.fixed.communication:
-            self.budget, self.sequence = budget.with_communication(communication_bytes(self.model)), None
-        if self.sequence is None or (self._agreed is not self.sequence and size_of(group) > 1):
-            try:
-                self.compute_sequence()
-            except InfeasibleError as error:
-                if self._last_resort is None:
-                    raise
-                self._go_beyond_the_limit(error)
-                self.sequence = self._agreed = self._last_resort
-            self._last_resort = None
-
-    def _processes(self) -> ProcessGroup | None:
-        """The processes that train this model together, as far as is known."""
-        return self._group if self._group is not None else processes(self.model)
-
     def _prepare(self, value: Any) -> None:
         """Cut and measure on the chain's input `value`; what was planned before is no longer valid."""
         self._cut = self.sequence = self.budget = None
@@ -406,22 +246,6 @@ class Checkpointable(Transparent):
             measurement = measure(found, value, self.device, loss=self._loss, progress=progress, **self._measuring())
             self._state = ModelState.of(self._core)
         self._account(found, measurement, value)
-
-    def _measuring(self) -> dict[str, Any]:
-        return {
-            "preserve_rng_state": self.preserve_rng_state,
-            "fresh_gradients": self._fresh_grads,
-            "loss_temp_bytes": self.loss_tmp_memory_usage,
-        }
-
-    def _account(self, found: Cut, measurement: Measurement, sample: Any) -> None:
-        """Take over what was measured; `sample` is all that the caller passes in."""
-        cost = optimizer_cost(self._optimizer) if self._optimizer is not None else noticed_cost(self)
-        self.budget = make_budget(
-            self._core, sample, measurement, self.device, fresh_gradients=self._fresh_grads, optimizer=cost
-        )
-        self.inspection_values, self.chain, self._cut = measurement, self.budget.chain, found
-        self._name_stages()
 
     # Captured graphs
 
@@ -484,11 +308,6 @@ class Checkpointable(Transparent):
         runners = [StageRunner(function, name, self.preserve_rng_state) for name, function in runnable.stages]
         return replay(runners, self._program[1], value)
 
-    def _name_stages(self) -> None:
-        assert self._cut is not None
-        self.names = [name for name, _ in self._cut.stages]
-        self.functions = [function for _, function in self._cut.stages]
-
     def _adopt(self, plan: Plan) -> None:
         plan.refuse_other(model=model_fingerprint(self._core))
         self._plan, self.sequence = plan, plan.sequence
@@ -499,17 +318,6 @@ class Checkpointable(Transparent):
         else:
             self._cut = plan.cut(self._core)
             self._name_stages()
-
-    def _measured(self) -> Budget:
-        if self.budget is None:
-            raise ValueError("nothing has been measured yet; call measure(input), or train one step")
-        return self.budget
-
-    def _limit_bytes(self, limit: int | str | None) -> int:
-        device = self.device
-        if limit is None:
-            return int(DEFAULT_SHARE * available_bytes(device))
-        return parse_bytes(limit, device_bytes=total_bytes(device))
 
     def _chain_input(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """The one value that goes into the first layer."""
