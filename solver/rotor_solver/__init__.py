@@ -17,6 +17,7 @@ from rotor_solver.errors import InfeasibleError
 from rotor_solver.floating import Floating
 from rotor_solver.frontier import Frontier, frontier, limit_for
 from rotor_solver.heterogeneous import GriewankHeterogeneous
+from rotor_solver.moments import Moment, moments
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 from rotor_solver.periodic import Periodic, Sqrt
 from rotor_solver.persistent import Persistent
@@ -38,6 +39,7 @@ __all__ = [
     "GriewankHeterogeneous",
     "InfeasibleError",
     "Loss",
+    "Moment",
     "Operation",
     "Option",
     "Periodic",
@@ -53,6 +55,7 @@ __all__ = [
     "frontier",
     "limit_for",
     "min_bytes",
+    "moments",
     "recompute_all",
     "simulate",
     "solve",

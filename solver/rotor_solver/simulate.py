@@ -27,14 +27,14 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
 
     ValueError, naming the operation, if one uses what is not in memory, or if the sequence does not lead to δ_0.
     """
-    machine = _Machine(chain)
-    last_reads = _last_reads(sequence)
+    machine = Machine(chain)
+    reads = last_reads(sequence)
     during, after = [], []
     for position, operation in enumerate(sequence):
         try:
             most = machine.run(operation)
-            if position in last_reads:
-                machine.release_input(last_reads[position])
+            if position in reads:
+                machine.release_input(reads[position])
         except _MissingError as missing:
             raise ValueError(f"operation {position}, {operation}, {missing}") from None
         during.append(most)
@@ -46,7 +46,7 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
     return Simulation(machine.seconds, max([chain.input_bytes, *during]), tuple(during), tuple(after))
 
 
-def _last_reads(sequence: Sequence) -> dict[int, int]:
+def last_reads(sequence: Sequence) -> dict[int, int]:
     """The stage, by the position of the last forward of every stage: nobody reads its input after that."""
     last = {
         operation.stage: position
@@ -69,7 +69,7 @@ class _Attached:
 
 
 @dataclass(slots=True)
-class _Machine:
+class Machine:
     """What is in memory, and how many bytes it has: `held`."""
 
     chain: Chain

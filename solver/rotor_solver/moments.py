@@ -1,0 +1,70 @@
+"""What is in memory after every operation, by owner: the simulator's machine, looked into as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rotor_solver.chain import Chain
+from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Operation
+from rotor_solver.sequence import Sequence
+from rotor_solver.simulate import Machine, last_reads, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One operation: when it begins and how long it takes, in seconds, and the bytes in memory once it is done.
+
+    `inputs[i]` are the bytes of a_i where it stands alone, and `attached[i]` those of ā_i that stage i - 1 keeps for
+    its backward. `output` is the chain's output where only the caller holds it. `gradients` are δ and the gradients of
+    parameters that have been made. The parts add up to `after`; `during` is the most while the operation runs.
+    """
+
+    operation: Operation
+    begin: float
+    seconds: float
+    again: bool
+    """Whether it is a forward of a stage that has run before."""
+    during: int
+    after: int
+    inputs: Mapping[int, int]
+    attached: Mapping[int, int]
+    output: int
+    gradients: int
+
+
+def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
+    """The operations of `sequence` one after the other; ValueError, as from `simulate`, if it is not valid."""
+    simulate(chain, sequence)
+    machine, reads = Machine(chain), last_reads(sequence)
+    ran: set[int] = set()
+    left = 0
+    found = []
+    for position, operation in enumerate(sequence):
+        begin = machine.seconds
+        during = machine.run(operation)
+        if position in reads:
+            machine.release_input(reads[position])
+        attached = {index: kept.option.saved - kept.freed for index, kept in machine.attached.items()}
+        output = chain.activation[-1] if machine.output == "caller" else 0
+        again = False
+        if isinstance(operation, Backward):
+            left += chain.stages[operation.stage].gradient
+        if isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd):
+            again = operation.stage in ran
+            ran.add(operation.stage)
+        found.append(
+            Moment(
+                operation=operation,
+                begin=begin,
+                seconds=machine.seconds - begin,
+                again=again,
+                during=during,
+                after=machine.held,
+                inputs=dict(machine.plain),
+                attached=attached,
+                output=output,
+                gradients=left + sum(chain.activation[index] for index in machine.deltas),
+            )
+        )
+    return tuple(found)
