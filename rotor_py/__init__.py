@@ -18,6 +18,7 @@ from rotor_py.level_plan import ByLevel
 from rotor_py.levels import ActivationCheckpointing
 from rotor_py.plan import Plan
 from rotor_py.plan_memory import PlanMemory, StageMemory
+from rotor_py.report import Report
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import (
     Chain,
@@ -68,6 +69,7 @@ __all__ = [
     "PlanMemory",
     "PlanMismatchError",
     "RecomputeAll",
+    "Report",
     "Revolve",
     "Sequence",
     "Simulation",

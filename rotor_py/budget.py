@@ -72,7 +72,11 @@ class Budget:
 
     def peak_bytes(self, sequence: Sequence) -> int:
         """The predicted peak of a whole step that follows `sequence`."""
-        return max(self.floor_bytes, self.fixed.total + self._extra(sequence) + simulate(self.chain, sequence).peak)
+        return max(self.floor_bytes, self.beside_chain(sequence) + simulate(self.chain, sequence).peak)
+
+    def beside_chain(self, sequence: Sequence) -> int:
+        """What is in memory beside the chain while it follows `sequence`: the fixed part, and the snapshots."""
+        return self.fixed.total + (self.snapshot_bytes if recomputes(sequence) else 0)
 
     def chain_limit(self, mem_limit: int) -> int:
         """What is left for the chain, its input included, if something is computed twice."""
@@ -134,9 +138,6 @@ class Budget:
             if size
         ]
         return ", ".join(parts)
-
-    def _extra(self, sequence: Sequence) -> int:
-        return self.snapshot_bytes if recomputes(sequence) else 0
 
 
 def recomputes(sequence: Sequence) -> bool:

@@ -25,6 +25,7 @@ from rotor_py.model_state import ModelState
 from rotor_py.noticing import noticed_cost
 from rotor_py.plan import Plan
 from rotor_py.plan_memory import PlanMemory, plan_memory
+from rotor_py.report import Report
 from rotor_py.strategies import ByHand
 from rotor_py.traits import traits_of
 from rotor_py.transparent import Transparent
@@ -149,6 +150,24 @@ class Planned(Transparent):
         sequence = self.compute_sequence() if self.sequence is None else self.sequence
         assert measurement is not None
         return plan_memory(budget.chain, sequence, sum(each.nbytes for each in measurement.carried))
+
+    def report(self) -> Report:
+        """The plan in use, to be printed, to be shown in a notebook, and to be written as a page (`to_html`).
+
+        ValueError if nothing has been measured: before the first step, and where the plan came from a file.
+        """
+        budget, measurement = self._measured(), self.inspection_values
+        sequence = self.compute_sequence() if self.sequence is None else self.sequence
+        assert measurement is not None
+        unlimited = self._by_hand is not None and self.mem_limit is None
+        return Report(
+            title=type(self._core).__name__,
+            device=str(self.device),
+            mem_limit=None if unlimited else self._limit_bytes(self.mem_limit),
+            budget=budget,
+            measurement=measurement,
+            sequence=sequence,
+        )
 
     def summary(self) -> str:
         """One line about the plan in use: limit, fixed part, least possible, planned peak and overhead."""

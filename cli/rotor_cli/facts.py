@@ -5,18 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rotor_py.budget import Budget
-from rotor_py.measurement import Measurement
-from rotor_solver import (
-    Chain,
-    ForwardCheck,
-    ForwardEnable,
-    ForwardNograd,
-    Loss,
-    Sequence,
-    simulate,
-    store_all,
-)
+from rotor_py.report import Report
 
 SCHEMA = 1
 
@@ -42,81 +31,13 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """A measured model, its budget and its plan."""
+class Facts(Report):
+    """What a report is made of, and how the command came to it."""
 
-    title: str
-    device: str
     mem_limit: int
-    budget: Budget
-    measurement: Measurement
-    sequence: Sequence
     arguments: tuple[str, ...] = ()
     """What `Checkpointable` has to be given beside the limit to plan the same, as Python."""
     verified: Verified | None = None
-
-    @property
-    def chain(self) -> Chain:
-        return self.budget.chain
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of the planned step."""
-        return self.budget.peak_bytes(self.sequence)
-
-    @property
-    def store_all_bytes(self) -> int:
-        """Predicted peak of a step that stores everything."""
-        return self.budget.peak_bytes(store_all(self.chain))
-
-    @property
-    def step_seconds(self) -> float:
-        """Predicted time of the planned forward, loss and backward."""
-        return simulate(self.chain, self.sequence).makespan + self._before_chain
-
-    @property
-    def store_all_seconds(self) -> float:
-        """Predicted time of the plain forward, loss and backward."""
-        return simulate(self.chain, store_all(self.chain)).makespan + self._before_chain
-
-    @property
-    def overhead(self) -> float:
-        """Planned time as a ratio to the plain one."""
-        return self.step_seconds / self.store_all_seconds if self.store_all_seconds else 1.0
-
-    @property
-    def gap(self) -> float | None:
-        """How far the plan can be from the best memory-persistent one, certified; None if there is no bound."""
-        bound = self.sequence.lower_bound
-        if bound is None:
-            return None
-        makespan = simulate(self.chain, self.sequence).makespan
-        return makespan / bound - 1 if bound else 0.0
-
-    @property
-    def _before_chain(self) -> float:
-        return self.measurement.prefix.seconds if self.measurement.prefix else 0.0
-
-    def actions(self) -> list[str]:
-        """What happens to every stage, in words."""
-        runs = [0] * len(self.chain)
-        kept: dict[int, str] = {}
-        before_loss = True
-        for operation in self.sequence:
-            match operation:
-                case Loss():
-                    before_loss = False
-                case ForwardEnable(stage):
-                    runs[stage] += 1
-                    if before_loss:
-                        kept[stage] = "stored"
-                case ForwardCheck(stage):
-                    runs[stage] += 1
-                    if before_loss:
-                        kept.setdefault(stage, "checkpointed")
-                case ForwardNograd(stage):
-                    runs[stage] += 1
-        return [_action(kept.get(stage), count - 1) for stage, count in enumerate(runs)]
 
     def as_json(self) -> dict[str, Any]:
         """The report as the command writes it with --json: seconds and bytes."""
@@ -163,8 +84,3 @@ class Facts:
                 "plain_step_seconds": self.verified.plain_step_seconds,
             }
         return data
-
-
-def _action(kept: str | None, again: int) -> str:
-    times = f"recomputed {again}×" if again else ""
-    return ", ".join(part for part in (kept, times) if part)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rotor_cli.text_report import folded, format_seconds
 from rotor_py import Checkpointable, parse_bytes
+from rotor_py.report.text import folded, format_seconds
 from rotor_solver import Sequence
 
 

@@ -1,0 +1,125 @@
+"""The memory of a step by operation, as shapes: layers by owner, one upon the other, and the limit as a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rotor_py.report.report import Report
+from rotor_py.report.wording import sentence
+from rotor_py.units import format_bytes
+from rotor_solver import Moment, moments
+
+HEIGHT, LEFT, TOP = 280, 64, 12
+_FEW, _NARROW, _WIDE = 600, 9, 40
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one owner has in memory: bytes after every operation, the colour, and the outline in the picture."""
+
+    name: str
+    sizes: tuple[int, ...]
+    colour: str
+    outline: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    x: float
+    width: float
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPicture:
+    """In pixels. `limit_y` is None where the limit is far above the peak, or there is none."""
+
+    width: float
+    height: int
+    layers: tuple[Layer, ...]
+    columns: tuple[Column, ...]
+    ticks: tuple[tuple[float, str], ...]
+    limit_y: float | None
+
+
+def memory_picture(report: Report) -> MemoryPicture:
+    """Layers add up to the simulated memory after every operation, the last of them to that while it runs."""
+    found = moments(report.chain, report.sequence)
+    beside = report.budget.beside_chain(report.sequence)
+    top = beside + max(moment.during for moment in found)
+    limit = report.mem_limit
+    near = limit is not None and limit <= 1.5 * top
+    full = max(top, limit if near and limit is not None else 0) * 1.04
+    step = min(_WIDE, max(_NARROW, _FEW / len(found)))
+
+    def y(size: float) -> float:
+        return TOP + HEIGHT * (1 - size / full)
+
+    below = [0] * len(found)
+    layers = []
+    for layer in layers_of(report, found):
+        above = [low + size for low, size in zip(below, layer.sizes, strict=True)]
+        outline = " ".join(_outline([y(size) for size in below], [y(size) for size in above], step))
+        layers.append(Layer(layer.name, layer.sizes, layer.colour, outline))
+        below = above
+    names = report.measurement.names
+    return MemoryPicture(
+        width=LEFT + step * len(found) + 8,
+        height=HEIGHT + TOP + 8,
+        layers=tuple(layer for layer in layers if layer.outline),
+        columns=tuple(
+            Column(LEFT + step * at, step, f"{sentence(moment, names, beside)}; {_largest(layers, at)}")
+            for at, moment in enumerate(found)
+        ),
+        ticks=tuple((y(full * part / 4 / 1.04), format_bytes(int(full * part / 4 / 1.04))) for part in range(5)),
+        limit_y=y(limit) if near and limit is not None else None,
+    )
+
+
+def layers_of(report: Report, found: tuple[Moment, ...]) -> Iterator[Layer]:
+    """From the bottom to the top: the fixed part, the chain's input, stages, the output, gradients, and the rest."""
+    chain, names = report.chain, report.measurement.names
+    beside = report.budget.beside_chain(report.sequence)
+    yield Layer("fixed part", (beside,) * len(found), "hsl(220 8% 55%)")
+    yield Layer("input", tuple(moment.inputs.get(0, 0) for moment in found), "hsl(220 8% 70%)")
+    for stage, name in enumerate(names):
+        sizes = tuple(moment.inputs.get(stage + 1, 0) + moment.attached.get(stage + 1, 0) for moment in found)
+        hue, light = 190 + 130 * stage / max(1, len(chain) - 1), 48 + 14 * (stage % 2)
+        yield Layer(name, sizes, f"hsl({hue:.0f} 55% {light}%)")
+    yield Layer("output, held by the caller", tuple(moment.output for moment in found), "hsl(90 35% 50%)")
+    yield Layer("gradients", tuple(moment.gradients for moment in found), "hsl(145 45% 42%)")
+    yield Layer(
+        "freed when the operation ends", tuple(moment.during - moment.after for moment in found), "hsl(38 90% 58%)"
+    )
+
+
+def _largest(layers: list[Layer], at: int) -> str:
+    """The owners of the most memory in one column, in words."""
+    present = sorted((layer for layer in layers if layer.sizes[at]), key=lambda layer: -layer.sizes[at])
+    return "most of it " + ", ".join(f"{layer.name} {format_bytes(layer.sizes[at])}" for layer in present[:4])
+
+
+def _outline(below: list[float], above: list[float], step: float) -> Iterator[str]:
+    """Closed lines around every run of columns in which the layer has a height."""
+    start = 0
+    while start < len(below):
+        end = start
+        while end < len(below) and above[end] < below[end]:  # y grows downwards
+            end += 1
+        if end > start:
+            columns = range(start, end)
+            edge = [f"M{LEFT + step * start:.1f} {below[start]:.1f}"]
+            edge += _stairs([above[at] for at in columns], [LEFT + step * (at + 1) for at in columns])
+            edge += _stairs([below[at] for at in reversed(columns)], [LEFT + step * at for at in reversed(columns)])
+            yield "".join(edge) + "Z"
+        start = max(end, start + 1)
+
+
+def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
+    """To every height, and along it to the end of its column; columns of one height make one line."""
+    for at, (height, end) in enumerate(zip(heights, ends, strict=True)):
+        if at == 0 or height != heights[at - 1]:
+            yield f"V{height:.1f}"
+        if at + 1 == len(heights) or heights[at + 1] != height:
+            yield f"H{end:.1f}"

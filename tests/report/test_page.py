@@ -1,0 +1,108 @@
+"""The page: well formed, self-contained, complete and escaped."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from rotor_py import Report
+from rotor_py.report.page import page
+from tests.report.conftest import EVIL
+
+_VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes and text; an element that is closed wrongly is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts[self.open[-1]][-1] += data
+
+
+@pytest.fixture(scope="module")
+def text(report: Report) -> str:
+    return page(report, remarks=("measured <peak>",))
+
+
+@pytest.fixture(scope="module")
+def elements(text: str) -> Elements:
+    return Elements(text)
+
+
+def test_nothing_is_loaded_from_elsewhere(text: str, elements: Elements) -> None:
+    tags = {tag for tag, _ in elements.found}
+    assert not tags & {"link", "img", "iframe", "object", "embed", "image", "use", "base", "video", "audio", "source"}
+    assert not {name for _, attributes in elements.found for name in attributes} & {"src", "href", "srcset", "action"}
+    for loads in ("://", "url(", "@import", "fetch(", "XMLHttpRequest", "import("):
+        assert loads not in text
+    policy = next(attributes for tag, attributes in elements.found if attributes.get("http-equiv"))
+    assert str(policy["content"]).startswith("default-src 'none';")
+
+
+def test_the_verdict_is_first_and_the_remarks_follow(report: Report, elements: Elements) -> None:
+    begin, rest = report.verdict()
+    assert elements.texts["b"][0] == begin
+    assert elements.texts["h1"] == [rest]
+    assert elements.texts["p"][0] == "measured <peak>"
+
+
+def test_every_stage_and_operation_is_there(report: Report, elements: Elements) -> None:
+    cells = elements.texts["td"]
+    assert cells[1::8] == list(report.measurement.names)
+    assert cells[7::8] == report.actions()
+    titles = elements.texts["title"]
+    for operation in map(str, report.sequence):
+        assert sum(title.startswith(f"{operation} ") for title in titles) >= 2
+    assert set(report.measurement.names) <= set(titles)
+    assert elements.texts["code"] == [str(report.sequence)]
+
+
+def test_names_are_escaped(text: str, elements: Elements) -> None:
+    assert sum(tag == "script" for tag, _ in elements.found) == 1
+    assert EVIL not in text
+    assert any(EVIL in cell for cell in elements.texts["td"])
+
+
+def test_numbers_of_the_table_sort_as_numbers(report: Report, elements: Elements) -> None:
+    values = [attributes.get("data-value") for tag, attributes in elements.found if tag == "td"]
+    costs = report.measurement.stages
+    assert [float(str(value)) for value in values[5::8]] == [cost.saved_bytes for cost in costs]
+    assert [float(str(value)) for value in values[2::8]] == [cost.forward_seconds for cost in costs]
+
+
+def test_wide_things_scroll_in_their_own_box_and_colours_follow_the_reader(text: str) -> None:
+    assert len(re.findall(r'<div class="box"[^>]*>\s*<(svg|table)', text)) == text.count("<svg") + text.count("<table")
+    assert re.search(r"\.box \{ overflow: auto;", text)
+    assert "@media (prefers-color-scheme: dark)" in text
+    assert 'name="viewport" content="width=device-width' in text
+
+
+def test_colours_used_are_defined_for_light_and_dark(text: str) -> None:
+    light, _, dark = text.partition("@media (prefers-color-scheme: dark)")
+    used = set(re.findall(r"var\((--\w+)\)", text))
+    assert used <= set(re.findall(r"(--\w+):", light))
+    assert used <= set(re.findall(r"(--\w+):", dark.partition("}\n}")[0]))

@@ -1,0 +1,74 @@
+"""The two pictures, as data, against the simulator and the sequence."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from rotor_py import Report, Sequence, simulate
+from rotor_py.report.memory_picture import HEIGHT, TOP, layers_of, memory_picture
+from rotor_py.report.schedule_picture import lives, schedule_picture
+from rotor_solver import moments
+
+
+def test_layers_add_up_to_the_simulated_memory(report: Report) -> None:
+    simulated, beside = simulate(report.chain, report.sequence), report.budget.beside_chain(report.sequence)
+    layers = list(layers_of(report, moments(report.chain, report.sequence)))
+    for at, (during, after) in enumerate(zip(simulated.during, simulated.after, strict=True)):
+        sizes = [layer.sizes[at] for layer in layers]
+        assert sum(sizes) == beside + during
+        assert sum(sizes[:-1]) == beside + after
+    assert max(map(sum, zip(*(layer.sizes for layer in layers), strict=True))) == report.peak_bytes
+
+
+def test_the_picture_reaches_the_peak_and_the_limit_lies_above_it(report: Report) -> None:
+    picture = memory_picture(report)
+    highest = min(float(y) for y in re.findall(r"V([\d.]+)", " ".join(layer.outline for layer in picture.layers)))
+    assert picture.limit_y is not None
+    bytes_per_pixel = report.mem_limit / (TOP + HEIGHT - picture.limit_y)
+    assert abs((TOP + HEIGHT - highest) * bytes_per_pixel - report.peak_bytes) < 0.1 * bytes_per_pixel
+    assert TOP < picture.limit_y <= highest
+
+
+def test_a_limit_far_above_the_peak_does_not_flatten_the_picture(report: Report) -> None:
+    picture = memory_picture(replace(report, mem_limit=100 * report.peak_bytes))
+    assert picture.limit_y is None
+    assert picture.layers == memory_picture(replace(report, mem_limit=None)).layers
+
+
+def test_every_operation_is_in_both_pictures(report: Report) -> None:
+    operations = list(map(str, report.sequence))
+    ran = schedule_picture(report).ran
+    assert [one.text for one in ran] == operations
+    assert [one.row for one in ran] == list(range(len(operations)))
+    assert [column.title.split()[0] for column in memory_picture(report).columns] == operations
+    again = sum("(recompute)" in one.title for one in ran)
+    assert again == sum(one.kind == "again" for one in ran) > 0
+
+
+def test_lives_of_what_is_kept_by_hand(report: Report) -> None:
+    small = replace(report, sequence=Sequence.parse(_TWO_SEGMENTS))
+    first, second = (list(lives(moments(small.chain, small.sequence), stage)) for stage in (0, 1))
+    assert [(life.kind, life.first, life.last, life.stays) for life in first] == [
+        ("input", 0, 13, True),
+        ("kept", 13, 26, False),
+    ]
+    assert [(life.kind, life.first, life.last) for life in second] == [("input", 0, 1), ("kept", 14, 25)]
+
+
+def test_what_is_kept_and_freed_follows_the_sequence(report: Report) -> None:
+    found = moments(report.chain, report.sequence)
+    for stage in range(len(report.chain)):
+        for life in lives(found, stage):
+            for row, moment in enumerate(found):
+                present = stage + 1 in moment.attached if life.kind == "kept" else moment.inputs.get(stage, 0) > 0
+                if life.first <= row < life.last:
+                    assert present
+                elif row == life.last and not life.stays:
+                    assert not present
+
+
+_TWO_SEGMENTS = (
+    "CF_0, Fn_1, Fe_2, Fe_3, Fe_4, Fe_5, Fe_6, Fe_7, Fe_8, Fe_9, Fe_10, Fe_11, L, Fe_0, Fe_1, "
+    "B_11, B_10, B_9, B_8, B_7, B_6, B_5, B_4, B_3, B_2, B_1, B_0"
+)

@@ -1,0 +1,55 @@
+"""`Checkpointable.report()`: in a terminal, in a notebook, and as a file."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, Report, format_bytes, store_all
+
+
+def test_the_text_begins_with_the_verdict_and_names_every_stage(model: Checkpointable, report: Report) -> None:
+    text = str(report)
+    assert report.peak_bytes == model.budget.peak_bytes(model.sequence)
+    assert " ".join(text.split()).startswith(
+        f"Sequential fits in {format_bytes(model.mem_limit)} on cpu: predicted peak {format_bytes(report.peak_bytes)}"
+    )
+    assert all(name in text for name in model.names)
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_plan_beyond_the_limit_is_not_said_to_fit(report: Report) -> None:
+    assert report.fits
+    over = replace(report, mem_limit=report.peak_bytes - 1)
+    assert not over.fits
+    assert str(over).startswith("Sequential does not fit in")
+    assert replace(report, mem_limit=report.peak_bytes).fits
+
+
+def test_a_strategy_by_hand_is_reported_without_a_limit() -> None:
+    model = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), every_n_layers=0)
+    model.measure(torch.randn(8, 4))
+    report = model.report()
+    assert report.mem_limit is None
+    assert report.sequence == store_all(report.chain)
+    assert str(report).startswith("Sequential is planned without a limit on cpu")
+
+
+def test_a_report_needs_a_measured_model() -> None:
+    with pytest.raises(ValueError, match="nothing has been measured yet"):
+        Checkpointable(nn.Sequential(nn.Linear(4, 4))).report()
+
+
+def test_a_notebook_shows_the_page_that_is_written_to_a_file(report: Report, tmp_path: Path) -> None:
+    report.to_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    shown = report._repr_html_()
+    assert shown.startswith("<iframe ")
+    assert shown.count("<") == 2
+    assert html.unescape(shown.partition('srcdoc="')[2].partition('"')[0]) == page
