@@ -55,6 +55,8 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the report as JSON; - is stdout.")
 @click.option("--save", "plan_file", metavar="FILE", help="Write the plan for Checkpointable(model, plan=FILE).")
+@click.option("--trace", "trace_file", metavar="FILE", help="Write the predicted step as a trace, for Perfetto.")
+@click.option("--html", "html_file", metavar="FILE", help="Write the report as one page that loads nothing.")
 @click.option("--traceback", is_flag=True, help="Show tracebacks of unexpected errors.")
 @click.version_option(package_name="rotor-plan")
 def main(
@@ -69,6 +71,8 @@ def main(
     verify: bool,
     json_file: str | None,
     plan_file: str | None,
+    trace_file: str | None,
+    html_file: str | None,
     traceback: bool,
 ) -> None:
     """Plan a training step of MODEL that stays inside a memory limit, at the least extra time.
@@ -80,9 +84,11 @@ def main(
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        for path in (json_file, plan_file):
+        _refuse_unwritable(json_file, stdout=True)
+        for path in (plan_file, trace_file, html_file):
             _refuse_unwritable(path)
         facts = _plan(model, mem_limit, device, batch, shape, config, slots, fresh_grads, verify, plan_file)
+        _write(facts, trace_file, html_file)
         _show(facts, json_file, plan_file)
     except Failure:
         raise
@@ -226,12 +232,25 @@ def _limit(text: str | None, device: torch.device) -> int:
         raise usage(f"--mem-limit: {error}") from error
 
 
-def _refuse_unwritable(path: str | None) -> None:
-    if path in (None, "-"):
+def _refuse_unwritable(path: str | None, *, stdout: bool = False) -> None:
+    if path is None or (stdout and path == "-"):
         return
+    if path == "-":
+        raise usage("- stands for stdout, which only --json writes to; give the name of a file")
     folder = Path(str(path)).resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(str(path)).is_dir():
         raise usage(f"{path} cannot be written: {folder} is not a folder in which files can be made")
+
+
+def _write(facts: Facts, trace_file: str | None, html_file: str | None) -> None:
+    if trace_file is not None:
+        from rotor_cli.trace import trace
+
+        Path(trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
+    if html_file is not None:
+        from rotor_cli.text_report import verified
+
+        facts.to_html(html_file, remarks=(verified(facts).plain,) if facts.verified is not None else ())
 
 
 def _show(facts: Facts, json_file: str | None, plan_file: str | None) -> None:

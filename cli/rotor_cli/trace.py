@@ -1,0 +1,90 @@
+"""The predicted step as trace events, which Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rotor_cli.facts import Facts
+from rotor_py.report.wording import label
+from rotor_solver import Backward, Loss, Moment, moments
+
+Event = dict[str, Any]
+
+PREDICTED, MEASURED = 1, 2
+FORWARD, AGAIN, BACKWARD = 1, 2, 3
+PLANNED, PLAIN = 1, 2
+WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
+
+
+def trace(facts: Facts) -> dict[str, Any]:
+    """The step in the JSON object format of the Trace Event Format: `ts` and `dur` in microseconds, memory in bytes.
+
+    Process 1 is the predicted step; process 2, where a step was verified, the measured one.
+    """
+    events = [*_heads("predicted step", PREDICTED, {FORWARD: "forward", AGAIN: "recomputation", BACKWARD: "backward"})]
+    events += _predicted(facts)
+    if facts.verified is not None:
+        tracks = {PLANNED: "planned", PLAIN: "plain"} if facts.verified.plain_step_seconds else {PLANNED: "planned"}
+        events += [*_heads("measured step", MEASURED, tracks), *_measured(facts)]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"model": facts.title, "device": facts.device, "sequence": str(facts.sequence)},
+    }
+
+
+def _heads(process: str, pid: int, tracks: dict[int, str]) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
+    for tid, name in tracks.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _predicted(facts: Facts) -> Iterator[Event]:
+    beside, start = facts.budget.beside_chain(facts.sequence), facts.before_chain_seconds
+    if start:
+        yield _complete("before the chain", PREDICTED, FORWARD, 0.0, start, {})
+    found = moments(facts.chain, facts.sequence)
+    for moment in found:
+        begin = start + moment.begin
+        name = label(moment.operation, facts.measurement.names) + (" (recompute)" if moment.again else "")
+        sizes = {
+            "bytes_while_it_runs": beside + moment.during,
+            "bytes_after": beside + moment.after,
+            "fixed_bytes": beside,
+        }
+        yield _complete(name, PREDICTED, _track(moment), begin, moment.seconds, sizes)
+        yield _counter(WHILE, PREDICTED, begin, beside + moment.during)
+        yield _counter(AFTER, PREDICTED, begin + moment.seconds, beside + moment.after)
+    end = start + found[-1].begin + found[-1].seconds
+    yield _counter(WHILE, PREDICTED, end, beside + found[-1].after)
+    yield from (_counter(LIMIT, PREDICTED, seconds, facts.mem_limit) for seconds in (0.0, end))
+
+
+def _track(moment: Moment) -> int:
+    if isinstance(moment.operation, Backward | Loss):
+        return BACKWARD
+    return AGAIN if moment.again else FORWARD
+
+
+def _measured(facts: Facts) -> Iterator[Event]:
+    found = facts.verified
+    assert found is not None
+    steps = (
+        ("planned", PLANNED, found.measured_step_seconds, found.measured_peak_bytes),
+        ("plain", PLAIN, found.plain_step_seconds, found.plain_peak_bytes),
+    )
+    for name, track, seconds, peak in steps:
+        if seconds is not None and peak is not None:
+            yield _complete(f"{name} step", MEASURED, track, 0.0, seconds, {"peak_bytes": peak})
+            for at in (0.0, seconds):
+                yield _counter(f"measured peak, {name}", MEASURED, at, peak)
+
+
+def _complete(name: str, pid: int, tid: int, begin: float, seconds: float, sizes: dict[str, int]) -> Event:
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin * 1e6, "dur": seconds * 1e6, "args": sizes}
+
+
+def _counter(name: str, pid: int, seconds: float, size: int) -> Event:
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": seconds * 1e6, "args": {"bytes": size}}

@@ -1,0 +1,133 @@
+"""The trace, event by event against the simulator, and against the Trace Event Format."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_cli.facts import Facts, Verified
+from rotor_cli.trace import AFTER, AGAIN, BACKWARD, FORWARD, LIMIT, MEASURED, PREDICTED, WHILE, trace
+from rotor_py import Checkpointable, simulate, store_all
+
+KEYS = {
+    "X": {"ph", "name", "pid", "tid", "ts", "dur", "args"},
+    "C": {"ph", "name", "pid", "tid", "ts", "args"},
+    "M": {"ph", "name", "pid", "tid", "args"},
+}
+
+
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    """A layer that runs before the chain, and a chain that has to recompute."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)]
+    model = Checkpointable(nn.Sequential(nn.Embedding(10, 64), *layers), loss=lambda output: output.square().mean())
+    model.measure(torch.randint(10, (256,)))
+    assert model.budget is not None
+    assert model.inspection_values is not None
+    least, most = model.budget.least_bytes(), model.budget.peak_bytes(store_all(model.budget.chain))
+    limit = int(least + 0.4 * (most - least))
+    sequence = model.compute_sequence(limit)
+    return Facts("net", "cpu", limit, model.budget, model.inspection_values, sequence)
+
+
+def events(facts: Facts, phase: str, pid: int = PREDICTED) -> list[dict[str, Any]]:
+    return [event for event in trace(facts)["traceEvents"] if (event["ph"], event["pid"]) == (phase, pid)]
+
+
+def test_every_event_has_the_fields_of_its_phase(facts: Facts) -> None:
+    found = json.loads(json.dumps(trace(replace(facts, verified=Verified(1000, 0.5, 0.0, 2000, 0.25)))))
+    assert set(found) == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert found["displayTimeUnit"] in ("ms", "ns")
+    for event in found["traceEvents"]:
+        assert set(event) == KEYS[event["ph"]]
+        assert isinstance(event["name"], str)
+        assert event.get("ts", 0) >= 0
+        assert event.get("dur", 0) >= 0
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+    named = {(e["pid"], e["tid"]) for e in found["traceEvents"] if e["name"] == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in found["traceEvents"] if e["ph"] == "X"} <= named
+
+
+def test_operations_are_those_of_the_plan_with_simulated_memory(facts: Facts) -> None:
+    simulated, beside = simulate(facts.chain, facts.sequence), facts.budget.beside_chain(facts.sequence)
+    found = [event for event in events(facts, "X") if event["name"] != "before the chain"]
+    assert [event["name"].split()[0] for event in found] == list(map(str, facts.sequence))
+    assert [event["args"]["bytes_while_it_runs"] - beside for event in found] == list(simulated.during)
+    assert [event["args"]["bytes_after"] - beside for event in found] == list(simulated.after)
+    assert max(event["args"]["bytes_while_it_runs"] for event in found) == facts.peak_bytes
+
+
+def test_operations_follow_each_other_and_fill_the_predicted_time(facts: Facts) -> None:
+    found = events(facts, "X")
+    assert found[0]["name"] == "before the chain"
+    end = 0.0
+    for event in found:
+        assert event["ts"] == pytest.approx(end)
+        end = event["ts"] + event["dur"]
+    assert end == pytest.approx(facts.step_seconds * 1e6)
+
+
+def test_recomputations_have_a_track_of_their_own_and_say_so(facts: Facts) -> None:
+    ran: set[str] = set()
+    for event in events(facts, "X"):
+        operation, _, rest = event["name"].partition(" ")
+        kind, _, stage = operation.partition("_")
+        if kind in ("B", "L"):
+            assert event["tid"] == BACKWARD
+        elif operation != "before":
+            again = stage in ran
+            assert event["tid"] == (AGAIN if again else FORWARD)
+            assert rest == facts.measurement.names[int(stage)] + (" (recompute)" if again else "")
+            ran.add(stage)
+    assert any(event["tid"] == AGAIN for event in events(facts, "X"))
+
+
+def test_counters_show_memory_at_every_operation_beside_the_limit(facts: Facts) -> None:
+    counters = defaultdict(list)
+    for event in events(facts, "C"):
+        counters[event["name"]].append((event["ts"], event["args"]["bytes"]))
+    operations = [event for event in events(facts, "X") if event["name"] != "before the chain"]
+    assert set(counters) == {WHILE, AFTER, LIMIT}
+    assert counters[WHILE][:-1] == [(event["ts"], event["args"]["bytes_while_it_runs"]) for event in operations]
+    assert [size for _, size in counters[AFTER]] == [event["args"]["bytes_after"] for event in operations]
+    assert {size for _, size in counters[LIMIT]} == {facts.mem_limit}
+    assert max(size for _, size in counters[WHILE]) <= facts.mem_limit
+    for points in counters.values():
+        assert points == sorted(points, key=lambda point: point[0])
+
+
+@pytest.mark.parametrize("plain", [(2000, 0.25), (None, None)])
+def test_a_verified_step_stands_beside_the_predicted_one(facts: Facts, plain: tuple[Any, Any]) -> None:
+    assert not events(facts, "X", MEASURED)
+    verified = replace(facts, verified=Verified(1000, 0.5, 0.0, *plain))
+    found = {event["name"]: (event["dur"], event["args"]["peak_bytes"]) for event in events(verified, "X", MEASURED)}
+    expected = {"planned step": (0.5e6, 1000)} | ({"plain step": (0.25e6, 2000)} if plain[0] else {})
+    assert found == expected
+
+
+def test_the_command_writes_trace_and_page(plan, model_file, tmp_path) -> None:
+    trace_file, page = tmp_path / "trace.json", tmp_path / "plan.html"
+    result = plan(model_file(), "--mem-limit", "1GB", "--verify", "--json", "-", "--trace", trace_file, "--html", page)
+    assert result.exit_code == 0, result.output
+    report, found = json.loads(result.stdout), json.loads(trace_file.read_text())
+    assert found["otherData"]["sequence"] == report["plan"]["sequence"]
+    (measured,) = (event for event in found["traceEvents"] if event["name"] == "planned step")
+    assert measured["args"]["peak_bytes"] == report["verify"]["measured_peak_bytes"]
+    assert "<b>net.py fits</b>" in page.read_text()
+    assert "measured peak" in page.read_text()
+
+
+@pytest.mark.parametrize("option", ["--trace", "--html", "--save"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(plan, model_file, tmp_path, option):
+    for path, words in ((tmp_path / "none" / "file", "cannot be written"), ("-", "only --json")):
+        result = plan(model_file("raise AssertionError"), option, path)
+        assert result.exit_code == 2
+        assert words in result.stderr
