@@ -24,10 +24,11 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def facts() -> Facts:
-    """A layer that runs before the chain, and a chain that has to recompute."""
+    """A frozen layer before the chain, and a chain that has to recompute."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)]
-    model = Checkpointable(nn.Sequential(nn.Embedding(10, 64), *layers), loss=lambda output: output.square().mean())
+    frozen = nn.Embedding(10, 64).requires_grad_(False)
+    model = Checkpointable(nn.Sequential(frozen, *layers), loss=lambda output: output.square().mean())
     model.measure(torch.randint(10, (256,)))
     assert model.budget is not None
     assert model.inspection_values is not None
