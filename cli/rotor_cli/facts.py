@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rotor_py.budget import Budget
 from rotor_py.measurement import Measurement
@@ -17,6 +17,10 @@ from rotor_solver import (
     simulate,
     store_all,
 )
+
+if TYPE_CHECKING:
+    from rotor_cli.compare import Row
+    from rotor_cli.sweep import Sweep
 
 SCHEMA = 1
 
@@ -54,6 +58,11 @@ class Facts:
     arguments: tuple[str, ...] = ()
     """What `Checkpointable` has to be given beside the limit to plan the same, as Python."""
     verified: Verified | None = None
+    compared: tuple[Row, ...] = ()
+    """Every strategy at the limit, the plan first."""
+    sweep: Sweep | None = None
+    limited: bool = True
+    """Whether there is a limit that was planned for; `sequence` stores everything otherwise."""
 
     @property
     def chain(self) -> Chain:
@@ -72,17 +81,26 @@ class Facts:
     @property
     def step_seconds(self) -> float:
         """Predicted time of the planned forward, loss and backward."""
-        return simulate(self.chain, self.sequence).makespan + self._before_chain
+        return self.seconds_of(self.sequence)
 
     @property
     def store_all_seconds(self) -> float:
         """Predicted time of the plain forward, loss and backward."""
-        return simulate(self.chain, store_all(self.chain)).makespan + self._before_chain
+        return self.seconds_of(store_all(self.chain))
 
     @property
     def overhead(self) -> float:
         """Planned time as a ratio to the plain one."""
         return self.step_seconds / self.store_all_seconds if self.store_all_seconds else 1.0
+
+    def problem(self) -> str | None:
+        """What real steps showed to be wrong, in words, or None."""
+        if self.verified is not None and (problem := self.verified.problem(self.mem_limit)) is not None:
+            return problem
+        for row in self.compared:
+            if row.verified is not None and (problem := row.verified.problem(self.mem_limit)) is not None:
+                return f"{row.strategy}: {problem}"
+        return None
 
     @property
     def gap(self) -> float | None:
@@ -93,9 +111,10 @@ class Facts:
         makespan = simulate(self.chain, self.sequence).makespan
         return makespan / bound - 1 if bound else 0.0
 
-    @property
-    def _before_chain(self) -> float:
-        return self.measurement.prefix.seconds if self.measurement.prefix else 0.0
+    def seconds_of(self, sequence: Sequence) -> float:
+        """Predicted time of a forward, loss and backward that follow `sequence`."""
+        prefix = self.measurement.prefix
+        return simulate(self.chain, sequence).makespan + (prefix.seconds if prefix else 0.0)
 
     def actions(self) -> list[str]:
         """What happens to every stage, in words."""
@@ -162,6 +181,12 @@ class Facts:
                 "plain_peak_bytes": self.verified.plain_peak_bytes,
                 "plain_step_seconds": self.verified.plain_step_seconds,
             }
+        if self.compared:
+            data["compare"] = [row.as_json() for row in self.compared]
+        if self.sweep is not None:
+            data["sweep"] = self.sweep.as_json()
+        if not self.limited:
+            del data["mem_limit"], data["plan"]
         return data
 
 
