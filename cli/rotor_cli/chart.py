@@ -20,8 +20,9 @@ def chart(
 ) -> list[str]:
     """Lines of at most `width` characters, for a curve of (x, y), x increasing and y decreasing to the least.
 
-    From every x to the next the curve is at its y. `marks` are (letter, x, y); one that lies outside is left out. `top`
-    labels the largest y, `ends` the least and the largest x. The least y is 0.
+    From every x to the next the curve is at its y. `marks` are (letter, x, y): one that lies outside is left out, and
+    where there is a letter already, the next stands to the right of it. `top` labels the largest y, `ends` the least
+    and the largest x. The least y is 0.
     """
     columns, highest = width - _LABEL - 2, max(y for _, y in curve)
     left, right = curve[0][0], curve[-1][0]
@@ -44,7 +45,9 @@ def chart(
         before = row
     for letter, x, y in marks:
         if left <= x <= right and 0 <= y <= highest:
-            cells[row_of(y)][column_of(x)] = letter
+            line = cells[row_of(y)]
+            free = (column for column in range(column_of(x), columns) if line[column] in (" ", LINE, FILL))
+            line[next(free, columns - 1)] = letter
     labels = [top, *[""] * (height - 2), "0 %"]
     lines = [f"{label:>{_LABEL}} │{''.join(row)}".rstrip() for label, row in zip(labels, cells, strict=True)]
     gap = columns - len(ends[0]) - len(ends[1])

@@ -27,7 +27,7 @@ from rotor_solver import (
     StoreAll,
 )
 
-OPTIMAL, EVERY = "optimal", "every {} layers"
+OPTIMAL, EVERY = "optimal", "every n layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, 
     """The strategies by name, for a model whose stages have these names."""
     return {
         **_levels(model, [*names]),
-        EVERY.format("n"): Periodic(),
+        EVERY: Periodic(),
         "sqrt": Sqrt(),
         "revolve": Revolve(),
         "griewank-heterogeneous": GriewankHeterogeneous(slots),
@@ -119,12 +119,13 @@ def leanest(budget: Budget, algorithm: Algorithm) -> Sequence:
 
 def named(strategy: str, sequence: Sequence) -> str:
     """The strategy's name, with the distance of its checkpoints where it is about that."""
-    if strategy != EVERY.format("n"):
+    if strategy != EVERY:
         return strategy
     before_loss = sequence[: list(sequence).index(Loss())]
     kept = sum(isinstance(operation, ForwardCheck) for operation in before_loss)
     stored = [operation.stage for operation in before_loss if isinstance(operation, ForwardEnable)]
-    return EVERY.format(stored[0] // kept if kept else len(stored))
+    distance = stored[0] // kept if kept else len(stored)
+    return "every layer" if distance == 1 else f"every {distance} layers"
 
 
 def _levels(model: nn.Module, names: list[str]) -> dict[str, Algorithm]:

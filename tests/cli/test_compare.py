@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from rotor_cli.compare import EVERY, named, strategies
+from rotor_cli.compare import EVERY, at_limit, leanest, named, strategies
+from rotor_cli.verify import verify
 from rotor_py import Checkpointable
-from rotor_solver import Periodic
+from rotor_solver import Periodic, StoreAll, recompute_all, store_all
 from tests.solver.strategies import unit_chain
 
 HEAD = "import torch\nfrom torch import nn\n"
@@ -101,6 +103,32 @@ sample = torch.randn(8, 64)
     assert found[1] not in ("optimal", "store-all")
 
 
+def test_what_fits_is_planned_to_fit_and_what_does_not_is_as_lean_as_it_can_be():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
+    network = Checkpointable(model, torch.randn(32, 64), loss=torch.sum)
+    budget = replace(network.budget, snapshot_bytes=10_000)
+    for name, algorithm in strategies(model, network.names, 500).items():
+        lean = budget.peak_bytes(leanest(budget, algorithm))
+        assert budget.peak_bytes(at_limit(budget, algorithm, lean - 1)) == lean, name
+        for limit in (lean, lean + 3000, lean + 9_999, lean + 30_000, 10**9):
+            assert budget.peak_bytes(at_limit(budget, algorithm, limit)) <= limit, name
+    stored = budget.peak_bytes(store_all(budget.chain))
+    for algorithm in (StoreAll(), Periodic()):  # what computes nothing twice needs no snapshot
+        assert at_limit(budget, algorithm, stored) == store_all(budget.chain)
+
+
+def test_after_other_strategies_were_verified_the_plan_is_what_it_was():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+    sample = torch.randn(32, 64)
+    network = Checkpointable(model, sample, mem_limit="1GB", loss=torch.sum)
+    planned, other = network.sequence, recompute_all(network.chain)
+    found = verify(network, sample, torch.sum, None, torch.device("cpu"), fresh_grads=False, others=[other])
+    assert network.sequence is planned
+    assert [each.max_grad_difference for each in found] == [0, 0]
+    peaks = [network.budget.peak_bytes(sequence) for sequence in (planned, other)]
+    assert [each.measured_peak_bytes for each in found] == pytest.approx(peaks, rel=0.01)
+
+
 def test_only_levels_that_the_model_has_are_listed():
     block = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]
     flat = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
@@ -116,7 +144,7 @@ def test_the_distance_is_read_off_the_sequence():
     chain = unit_chain(12)
     for distance in range(1, 13):
         sequence = Periodic(every=distance).solve(chain, 10**9)
-        assert named(EVERY.format("n"), sequence) == f"every {distance} layers"
+        assert named(EVERY, sequence) == ("every layer" if distance == 1 else f"every {distance} layers")
     assert named("sqrt", sequence) == "sqrt"
 
 
