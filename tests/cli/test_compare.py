@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import nn
 from rotor_cli.compare import EVERY, at_limit, leanest, named, strategies
 from rotor_cli.verify import verify
 from rotor_py import Checkpointable
-from rotor_solver import Periodic, StoreAll, recompute_all, store_all
+from rotor_solver import InfeasibleError, Periodic, StoreAll, recompute_all, simulate, store_all
 from tests.solver.strategies import unit_chain
 
 HEAD = "import torch\nfrom torch import nn\n"
@@ -112,6 +113,11 @@ def test_what_fits_is_planned_to_fit_and_what_does_not_is_as_lean_as_it_can_be()
         assert budget.peak_bytes(at_limit(budget, algorithm, lean - 1)) == lean, name
         for limit in (lean, lean + 3000, lean + 9_999, lean + 30_000, 10**9):
             assert budget.peak_bytes(at_limit(budget, algorithm, limit)) <= limit, name
+        for limit in range(lean, lean + 60_000, 4096):
+            found, room = at_limit(budget, algorithm, limit), budget.chain_limit(limit)
+            with suppress(InfeasibleError):
+                slower = simulate(budget.chain, algorithm.solve(budget.chain, room)).makespan
+                assert simulate(budget.chain, found).makespan <= slower, name
     stored = budget.peak_bytes(store_all(budget.chain))
     for algorithm in (StoreAll(), Periodic()):  # what computes nothing twice needs no snapshot
         assert at_limit(budget, algorithm, stored) == store_all(budget.chain)
