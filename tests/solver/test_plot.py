@@ -29,3 +29,14 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
         frontier(unit_chain(3)).plot(tmp_path / "curve.svg")
     assert caught.value.name == "matplotlib"
     assert not (tmp_path / "curve.svg").exists()
+
+
+def test_what_is_drawn_is_the_limits_and_the_time_above_storing_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[list[list[float]]] = []
+    monkeypatch.setattr(
+        figures.Figure, "savefig", lambda self, *_, **__: drawn.append([*map(list, self.axes[0].lines[0].get_data())])
+    )
+    found = frontier(unit_chain(6))
+    found.plot("curve.svg")
+    assert drawn == [[list(found.limits), [made / found.stored - 1 for made in found.makespans]]]
