@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rotor_py.report import Report
+from rotor_solver import Sequence, simulate
+
+if TYPE_CHECKING:
+    from rotor_cli.compare import Row
+    from rotor_cli.sweep import Sweep
 
 SCHEMA = 1
 
@@ -38,6 +43,25 @@ class Facts(Report):
     arguments: tuple[str, ...] = ()
     """What `Checkpointable` has to be given beside the limit to plan the same, as Python."""
     verified: Verified | None = None
+    compared: tuple[Row, ...] = ()
+    """Every strategy at the limit, the plan first."""
+    sweep: Sweep | None = None
+    limited: bool = True
+    """Whether there is a limit that was planned for; `sequence` stores everything otherwise."""
+
+    def problem(self) -> str | None:
+        """What real steps showed to be wrong, in words, or None."""
+        if self.verified is not None and (problem := self.verified.problem(self.mem_limit)) is not None:
+            return problem
+        for row in self.compared:
+            if row.verified is not None and (problem := row.verified.problem(self.mem_limit)) is not None:
+                return f"{row.strategy}: {problem}"
+        return None
+
+    def seconds_of(self, sequence: Sequence) -> float:
+        """Predicted time of a forward, loss and backward that follow `sequence`."""
+        prefix = self.measurement.prefix
+        return simulate(self.chain, sequence).makespan + (prefix.seconds if prefix else 0.0)
 
     def as_json(self) -> dict[str, Any]:
         """The report as the command writes it with --json: seconds and bytes."""
@@ -83,4 +107,10 @@ class Facts(Report):
                 "plain_peak_bytes": self.verified.plain_peak_bytes,
                 "plain_step_seconds": self.verified.plain_step_seconds,
             }
+        if self.compared:
+            data["compare"] = [row.as_json() for row in self.compared]
+        if self.sweep is not None:
+            data["sweep"] = self.sweep.as_json()
+        if not self.limited:
+            del data["mem_limit"], data["plan"]
         return data

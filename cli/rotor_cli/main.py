@@ -7,12 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rotor_cli.errors import DIFFERENT, INFEASIBLE, INTERRUPTED, UNEXPECTED, USAGE, Failure, raised_by_model, usage
+from rotor_cli.request import Request
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +27,9 @@ _EPILOG = """\b
 Examples:
   rotor-plan model.py --mem-limit 4GB
   rotor-plan model.py --mem-limit 80% --batch 64 --verify
+  rotor-plan model.py --mem-limit 4GB --compare
+  rotor-plan model.py --sweep --plot curve.svg
+  rotor-plan model.py --max-overhead 10%
   rotor-plan model.py:encoder --mem-limit 512MiB --input 32,3,224,224
   rotor-plan package.models:net --mem-limit 4GB --json - | jq .plan
   rotor-plan transformers:LlamaForCausalLM --config '{"num_hidden_layers": 8}' --input 4,512:int64 --mem-limit 8GB
@@ -39,6 +44,9 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 @click.argument("model")
 @click.option(
     "--mem-limit", metavar="LIMIT", help="Peak of the whole step: 4GB, 512MiB, 80%. [default: 90% of what is free]"
+)
+@click.option(
+    "--max-overhead", metavar="SHARE", help="Instead of a limit: the least one that costs at most 10% more time."
 )
 @click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. [default: cuda where there is one]")
 @click.option("--batch", type=int, metavar="N", help="Number of samples in a batch.")
@@ -57,24 +65,12 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 @click.option("--save", "plan_file", metavar="FILE", help="Write the plan for Checkpointable(model, plan=FILE).")
 @click.option("--trace", "trace_file", metavar="FILE", help="Write the predicted step as a trace, for Perfetto.")
 @click.option("--html", "html_file", metavar="FILE", help="Write the report as one page that loads nothing.")
+@click.option("--compare", is_flag=True, help="Every strategy at this limit, in one table; --verify measures them too.")
+@click.option("--sweep", is_flag=True, help="The curve of memory against time; needs no --mem-limit.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Draw the curve of --sweep as FILE.svg or FILE.png.")
 @click.option("--traceback", is_flag=True, help="Show tracebacks of unexpected errors.")
 @click.version_option(package_name="rotor-plan")
-def main(
-    model: str,
-    mem_limit: str | None,
-    device: str | None,
-    batch: int | None,
-    shape: str | None,
-    config: str | None,
-    slots: int,
-    fresh_grads: bool,
-    verify: bool,
-    json_file: str | None,
-    plan_file: str | None,
-    trace_file: str | None,
-    html_file: str | None,
-    traceback: bool,
-) -> None:
+def main(traceback: bool, **options: Any) -> None:
     """Plan a training step of MODEL that stays inside a memory limit, at the least extra time.
 
     MODEL is file.py, file.py:name or package.module:name. A class of models of transformers, with --config, is made
@@ -83,13 +79,12 @@ def main(
     of the output) and `optimizer` (a function of the parameters) are optional.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    request = Request(**options)
     try:
-        _refuse_unwritable(json_file, stdout=True)
-        for path in (plan_file, trace_file, html_file):
-            _refuse_unwritable(path)
-        facts = _plan(model, mem_limit, device, batch, shape, config, slots, fresh_grads, verify, plan_file)
-        _write(facts, trace_file, html_file)
-        _show(facts, json_file, plan_file)
+        request.refuse_wrong_use()
+        facts = _plan(request)
+        _write(facts, request)
+        _show(facts, request)
     except Failure:
         raise
     except KeyboardInterrupt:
@@ -101,71 +96,95 @@ def main(
         raise Failure(
             f"unexpected error: {type(error).__name__}: {error} (--traceback shows where)", UNEXPECTED
         ) from error
-    problem = facts.verified.problem(facts.mem_limit) if facts.verified is not None else None
+    problem = facts.problem()
     if problem is not None:
         raise Failure(problem, DIFFERENT)
 
 
-def _plan(
-    target: str,
-    mem_limit: str | None,
-    device_name: str | None,
-    batch: int | None,
-    shape: str | None,
-    config: str | None,
-    slots: int,
-    fresh_grads: bool,
-    verify: bool,
-    plan_file: str | None,
-) -> Facts:
+def _plan(request: Request) -> Facts:
     from rotor_cli.facts import Facts
     from rotor_cli.model_file import load
-    from rotor_py import Checkpointable, InfeasibleError
+    from rotor_py import Checkpointable
+    from rotor_solver import store_all
 
-    device = _device(device_name)
-    limit = _limit(mem_limit, device)
-    found = load(target, device, batch, shape, config)
+    device = _device(request.device)
+    by_limit = request.limited and request.overhead is None
+    limit = _limit(request.mem_limit, device) if by_limit else None
+    found = load(request.model, device, request.batch, request.shape, request.config)
     with _explained(found.file):
         network = Checkpointable(
             found.model,
             mem_limit=limit,
-            mem_slots=slots,
+            mem_slots=request.slots,
             loss=found.loss or default_loss,
             optimizer=found.optimizer,
-            fresh_grads=fresh_grads,
+            fresh_grads=request.fresh_grads,
         )
         network.measure(found.sample)
-    try:
-        sequence = network.compute_sequence()
-    except InfeasibleError as error:
-        raise Failure(str(error), INFEASIBLE) from error
-    if plan_file is not None:
-        network.save_plan(plan_file)
     assert network.budget is not None
     assert network.inspection_values is not None
-    return Facts(
+    facts = Facts(
         title=found.name,
         device=str(device),
-        mem_limit=limit,
+        mem_limit=network.budget.peak_bytes(store_all(network.budget.chain)),
         budget=network.budget,
         measurement=network.inspection_values,
-        sequence=sequence,
+        sequence=store_all(network.budget.chain),
         arguments=(
             *(("loss=loss",) if found.loss else ()),
             *(("optimizer=optimizer",) if found.optimizer else ()),
-            *(("fresh_grads=True",) if fresh_grads else ()),
+            *(("fresh_grads=True",) if request.fresh_grads else ()),
         ),
-        verified=_verify(network, found, device, fresh_grads) if verify else None,
+        limited=request.limited,
     )
+    if request.sweep or request.overhead is not None:
+        facts = _swept(facts, network, request)
+    if request.limited:
+        facts = _planned(facts, network, limit, request)
+    if request.plan_file is not None:
+        network.save_plan(request.plan_file)
+    if request.compare:
+        from rotor_cli.compare import compare
+
+        facts = replace(facts, compared=compare(facts, network.model, request.slots))
+    return _verified(facts, network, found, device, request) if request.verify else facts
 
 
-def _verify(network: Checkpointable, found: ModelFile, device: torch.device, fresh_grads: bool) -> Any:
+def _swept(facts: Facts, network: Checkpointable, request: Request) -> Facts:
+    from rotor_cli.compare import leanest_of_each
+    from rotor_cli.sweep import sweep
+
+    others = leanest_of_each(facts, network.model, request.slots)
+    return replace(facts, sweep=sweep(facts, request.slots, others))
+
+
+def _planned(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:
+    """With the plan for `limit`, or else for the time that is allowed."""
+    from rotor_py import InfeasibleError
+
+    if request.overhead is not None:
+        assert facts.sweep is not None
+        point = facts.sweep.least_for(request.overhead)
+        network.mem_limit, network.sequence = point.mem_limit, point.sequence
+        limit, sequence = point.mem_limit, point.sequence
+    else:
+        assert limit is not None
+        try:
+            sequence = network.compute_sequence()
+        except InfeasibleError as error:
+            raise Failure(str(error), INFEASIBLE) from error
+    return replace(facts, mem_limit=limit, sequence=sequence)
+
+
+def _verified(facts: Facts, network: Checkpointable, found: ModelFile, device: torch.device, request: Request) -> Facts:
+    from rotor_cli.compare import with_verified
     from rotor_cli.verify import verify
 
+    others = [row.sequence for row in facts.compared[1:] if row.fits]
+    loss, fresh = found.loss or default_loss, request.fresh_grads
     with _explained(found.file):
-        return verify(
-            network, found.sample, found.loss or default_loss, found.optimizer, device, fresh_grads=fresh_grads
-        )
+        results = verify(network, found.sample, loss, found.optimizer, device, fresh_grads=fresh, others=others)
+    return replace(facts, verified=results[0], compared=with_verified(facts.compared, results))
 
 
 def default_loss(output: Any) -> torch.Tensor:
@@ -232,34 +251,34 @@ def _limit(text: str | None, device: torch.device) -> int:
         raise usage(f"--mem-limit: {error}") from error
 
 
-def _refuse_unwritable(path: str | None, *, stdout: bool = False) -> None:
-    if path is None or (stdout and path == "-"):
-        return
-    if path == "-":
-        raise usage("- stands for stdout, which only --json writes to; give the name of a file")
-    folder = Path(str(path)).resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(str(path)).is_dir():
-        raise usage(f"{path} cannot be written: {folder} is not a folder in which files can be made")
-
-
-def _write(facts: Facts, trace_file: str | None, html_file: str | None) -> None:
-    if trace_file is not None:
+def _write(facts: Facts, request: Request) -> None:
+    if request.trace_file is not None:
         from rotor_cli.trace import trace
 
-        Path(trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
-    if html_file is not None:
+        Path(request.trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
+    if request.html_file is not None:
         from rotor_cli.text_report import verified
 
-        facts.to_html(html_file, remarks=(verified(facts).plain,) if facts.verified is not None else ())
+        facts.to_html(request.html_file, remarks=(verified(facts).plain,) if facts.verified is not None else ())
 
 
-def _show(facts: Facts, json_file: str | None, plan_file: str | None) -> None:
+def _show(facts: Facts, request: Request) -> None:
+    from rotor_cli.compare_report import comparison
+    from rotor_cli.sweep_report import curve, plot
     from rotor_cli.text_report import console, render
 
-    if json_file is not None:
+    if request.plot_file is not None and facts.sweep is not None:
+        plot(facts.sweep, request.plot_file, facts.title)
+    if request.json_file is not None:
         text = json.dumps(facts.as_json(), indent=1)
-        if json_file == "-":
+        if request.json_file == "-":
             click.echo(text)
             return
-        Path(json_file).write_text(text + "\n", encoding="utf-8")
-    console().print(render(facts, saved_plan=plan_file))
+        Path(request.json_file).write_text(text + "\n", encoding="utf-8")
+    out = console()
+    if facts.limited:
+        out.print(render(facts, saved_plan=request.plan_file))
+    if facts.compared:
+        out.print("", comparison(facts.compared), sep="\n")
+    if request.sweep and facts.sweep is not None:
+        out.print(*([""] if facts.limited else []), curve(facts.sweep, facts.title, request.overhead), sep="\n")

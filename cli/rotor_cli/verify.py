@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from rotor_cli.facts import Verified
 from rotor_profiling import RandomState, measured_peak, tensors_in
 from rotor_py import Checkpointable
+from rotor_solver import Sequence
 
 _TIMED_STEPS = 3
 
@@ -26,21 +27,44 @@ def verify(
     device: torch.device,
     *,
     fresh_grads: bool,
-) -> Verified:
+    others: Iterable[Sequence] = (),
+) -> list[Verified]:
     """Train with the plan and without it, from the same state; the model is afterwards what it was before.
 
     What two plain steps differ by is noise; of a captured model, one of them runs the graph that TorchDynamo captures.
+    The list goes on with `others`, sequences that are followed instead of the plan.
     """
     step = _Step(planned.model, sample, loss, optimizer, device, fresh_grads)
-    peak, seconds, tensors = step.run(planned)
+    first = step.run(planned)
+    plain: tuple[int, float, list[torch.Tensor]] | None = None
+    noise = 0.0
+    with suppress(torch.OutOfMemoryError):
+        found = step.run(planned.model)
+        again = step.run(torch.compile(planned.model.forward, backend="eager") if planned.captured else planned.model)
+        noise, plain = _difference(again[2], found[2]), found
+
+    def verified(run: tuple[int, float, list[torch.Tensor]]) -> Verified:
+        peak, seconds, tensors = run
+        if plain is None:
+            return Verified(peak, seconds, None, None, None)
+        return Verified(peak, seconds, _difference(tensors, plain[2]), plain[0], plain[1], noise)
+
+    results = [verified(first)]
+    del first
+    with _same_plan_afterwards(planned):
+        for sequence in others:
+            planned.sequence = sequence
+            results.append(verified(step.run(planned)))
+    return results
+
+
+@contextmanager
+def _same_plan_afterwards(planned: Checkpointable) -> Iterator[None]:
+    sequence = planned.sequence
     try:
-        plain_peak, plain_seconds, plain = step.run(planned.model)
-        _, _, again = step.run(
-            torch.compile(planned.model.forward, backend="eager") if planned.captured else planned.model
-        )
-    except torch.OutOfMemoryError:
-        return Verified(peak, seconds, None, None, None)
-    return Verified(peak, seconds, _difference(tensors, plain), plain_peak, plain_seconds, _difference(again, plain))
+        yield
+    finally:
+        planned.sequence = sequence
 
 
 class _Step:

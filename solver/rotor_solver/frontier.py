@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from os import PathLike
 
 import numpy as np
 
@@ -66,6 +67,15 @@ class Frontier:
             if made <= self.stored * (1 + overhead):
                 return limit
         raise ValueError(f"none of the {len(self)} limits keeps the overhead at {overhead}")
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the limits and the time that each of them costs over storing everything, to a file: .svg, .png, .pdf.
+
+        ImportError if matplotlib is missing; ValueError for a format that it does not know.
+        """
+        from rotor_solver.plot import draw
+
+        draw(path, self.limits, [made / self.stored - 1 if self.stored else 0.0 for made in self.makespans])
 
     def _position(self, mem_limit: float) -> int:
         limit = bytes_of_limit(mem_limit)

@@ -1,0 +1,54 @@
+"""A step function as lines of text."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+LINE, FILL = "●", "·"
+_LABEL = 8
+
+
+def chart(
+    curve: Sequence[tuple[float, float]],
+    marks: Sequence[tuple[str, float, float]],
+    *,
+    width: int,
+    height: int,
+    top: str,
+    ends: tuple[str, str],
+) -> list[str]:
+    """Lines of at most `width` characters, for a curve of (x, y), x increasing and y decreasing to the least.
+
+    From every x to the next the curve is at its y. `marks` are (letter, x, y): one that lies outside is left out, and
+    where there is a letter already, the next stands to the right of it. `top` labels the largest y, `ends` the least
+    and the largest x. The least y is 0.
+    """
+    columns, highest = width - _LABEL - 2, max(y for _, y in curve)
+    left, right = curve[0][0], curve[-1][0]
+    starts = [x for x, _ in curve]
+
+    def row_of(y: float) -> int:
+        return height - 1 - round(y / highest * (height - 1)) if highest else height - 1
+
+    def column_of(x: float) -> int:
+        return round((x - left) / (right - left) * (columns - 1)) if right > left else 0
+
+    cells = [[" "] * columns for _ in range(height)]
+    before = None
+    for column in range(columns):
+        x = right if column == columns - 1 else left + (right - left) * column / (columns - 1)
+        row = row_of(curve[bisect.bisect_right(starts, x) - 1][1])
+        for between in range(row if before is None else before + 1, row):
+            cells[between][column] = FILL
+        cells[row][column] = LINE
+        before = row
+    for letter, x, y in marks:
+        if left <= x <= right and 0 <= y <= highest:
+            line = cells[row_of(y)]
+            free = (column for column in range(column_of(x), columns) if line[column] in (" ", LINE, FILL))
+            line[next(free, columns - 1)] = letter
+    labels = [top, *[""] * (height - 2), "0 %"]
+    lines = [f"{label:>{_LABEL}} │{''.join(row)}".rstrip() for label, row in zip(labels, cells, strict=True)]
+    gap = columns - len(ends[0]) - len(ends[1])
+    return [*lines, f"{'':{_LABEL}} └{'─' * columns}", f"{'':{_LABEL}}  {ends[0]}{' ' * gap}{ends[1]}"]

@@ -1,0 +1,89 @@
+"""What the command is asked for, checked as far as that is possible before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rotor_cli.errors import usage
+
+_IMAGES = (".svg", ".png")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The options, by their names on the command line."""
+
+    model: str
+    mem_limit: str | None
+    max_overhead: str | None
+    device: str | None
+    batch: int | None
+    shape: str | None
+    config: str | None
+    slots: int
+    fresh_grads: bool
+    verify: bool
+    compare: bool
+    sweep: bool
+    plot_file: str | None
+    json_file: str | None
+    plan_file: str | None
+    trace_file: str | None
+    html_file: str | None
+
+    @property
+    def overhead(self) -> float | None:
+        """The share of more time that is allowed: 0.1 for `10%`; Failure if that is no share."""
+        return None if self.max_overhead is None else _share(self.max_overhead)
+
+    @property
+    def limited(self) -> bool:
+        """Whether a plan for one limit is wanted: a sweep alone has none."""
+        alone = self.sweep and not (self.verify or self.compare or self.plan_file or self.trace_file or self.html_file)
+        return not alone or self.mem_limit is not None or self.max_overhead is not None
+
+    def refuse_wrong_use(self) -> None:
+        """Failure for options that exclude each other, and for files that cannot be written."""
+        _refuse_unwritable(self.json_file, stdout=True)
+        for path in (self.plan_file, self.plot_file, self.trace_file, self.html_file):
+            _refuse_unwritable(path)
+        if self.mem_limit is not None and self.overhead is not None:
+            raise usage("--mem-limit and --max-overhead both say how to plan; give one of them")
+        if self.plot_file is not None:
+            self._refuse_plot(self.plot_file)
+
+    def _refuse_plot(self, path: str) -> None:
+        from rotor_solver.plot import require_matplotlib
+
+        if not self.sweep:
+            raise usage("--plot draws what --sweep finds; add --sweep")
+        if Path(path).suffix.lower() not in _IMAGES:
+            raise usage(f"--plot {path!r} is no image that can be drawn; write a file ending in {' or '.join(_IMAGES)}")
+        try:
+            require_matplotlib()
+        except ImportError as error:
+            raise usage(f"--plot: {error}") from error
+
+
+def _share(text: str) -> float:
+    number, sign, rest = text.strip().partition("%")
+    try:
+        share = float(number) / 100
+    except ValueError:
+        share = math.nan
+    if not sign or rest or not 0 <= share < math.inf:
+        raise usage(f"--max-overhead {text!r} is not a share of the time; write for example 10%")
+    return share
+
+
+def _refuse_unwritable(path: str | None, *, stdout: bool = False) -> None:
+    if path is None or (stdout and path == "-"):
+        return
+    if path == "-":
+        raise usage("- stands for stdout, which only --json writes to; give the name of a file")
+    folder = Path(str(path)).resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(str(path)).is_dir():
+        raise usage(f"{path} cannot be written: {folder} is not a folder in which files can be made")

@@ -1,0 +1,89 @@
+"""Memory against time, for people: what a tenth more time saves, a chart, and the strategies on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from string import ascii_uppercase
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from rotor_cli.chart import chart
+from rotor_cli.sweep import Point, Sweep
+from rotor_py.units import format_bytes, limit_text
+
+_USUAL, _HEIGHT, _WIDEST = 0.10, 14, 100
+
+
+def curve(sweep: Sweep, title: str, overhead: float | None = None) -> RenderableType:
+    """The sentence about `overhead` more time, 10 % unless given, the chart, and what its letters stand for."""
+    parts: list[RenderableType] = [Text(f"{title}: {sentence(sweep, _USUAL if overhead is None else overhead)}")]
+    if len(sweep.points) > 1:
+        parts += ["", _Chart(sweep)]
+    return Group(*parts, "", strategies(sweep))
+
+
+def sentence(sweep: Sweep, overhead: float) -> str:
+    """What at most `overhead` more time saves; where that is nothing, what the first saving costs."""
+    least, point, stored = sweep.points[0], sweep.least_for(overhead), format_bytes(sweep.store_all_bytes)
+    if sweep.saved(least) <= 0:
+        return f"No plan needs less than storing everything: {stored}."
+    if sweep.saved(point) <= 0:
+        point = sweep.points[-2]
+    text = (
+        f"{_percent(point.overhead - 1)} more time saves {_percent(sweep.saved(point))} of activation memory: a limit "
+        f"of {limit_text(point.mem_limit)} instead of {stored}."
+    )
+    if point == least:
+        return f"{text} Less is not possible."
+    return f"{text} The least possible is {limit_text(least.mem_limit)}, at {_percent(least.overhead - 1)} more time."
+
+
+def strategies(sweep: Sweep) -> Table:
+    """The letters of the chart: each strategy at the least memory that it needs."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("")
+    table.add_column("at its least", overflow="fold")
+    table.add_column("peak", justify="right", no_wrap=True)
+    table.add_column("overhead", justify="right", no_wrap=True)
+    for letter, point in _lettered(sweep):
+        table.add_row(letter, point.name, format_bytes(point.mem_limit), f"{point.overhead - 1:+.1%}")
+    return table
+
+
+def plot(sweep: Sweep, path: str | Path, title: str) -> None:
+    """Draw the same into an image file."""
+    from rotor_solver.plot import draw
+
+    points = [(point.name, point.mem_limit, point.overhead - 1) for point in sweep.strategies]
+    limits, overheads = zip(*((point.mem_limit, point.overhead - 1) for point in sweep.points), strict=True)
+    draw(path, limits, overheads, points=points, title=title)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{1 if abs(share) < 0.1 else 0}f} %"
+
+
+def _lettered(sweep: Sweep) -> list[tuple[str, Point]]:
+    return list(zip(ascii_uppercase, sweep.strategies, strict=False))
+
+
+class _Chart:
+    """The chart, as wide as the console."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        points = self.sweep.points
+        lines = chart(
+            [(point.mem_limit, point.overhead - 1) for point in points],
+            [(letter, point.mem_limit, point.overhead - 1) for letter, point in _lettered(self.sweep)],
+            width=min(options.max_width, _WIDEST),
+            height=_HEIGHT,
+            top=_percent(points[0].overhead - 1),
+            ends=(format_bytes(points[0].mem_limit), format_bytes(points[-1].mem_limit)),
+        )
+        yield Text("more time, by the limit of the whole step", style="dim")
+        yield Text("\n".join(lines), no_wrap=True)

@@ -1,0 +1,216 @@
+"""rotor-plan --sweep: memory against time; and --max-overhead, which plans for time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_cli.chart import chart
+from rotor_cli.facts import Facts
+from rotor_cli.sweep import Point, Sweep, sweep
+from rotor_cli.sweep_report import curve, sentence
+from rotor_cli.text_report import console
+from rotor_py import Checkpointable
+from rotor_solver import Persistent, Sequence, recompute_all, store_all
+
+NONE = Sequence([])
+POINTS = (
+    Point("", 400, 1.5, 1.5, NONE),
+    Point("", 520, 1.1, 1.1, NONE),
+    Point("", 900, 1.05, 1.05, NONE),
+    Point("", 1100, 1.0, 1.0, NONE),
+)
+HAND = Sweep(100, 1100, POINTS, (Point("sqrt", 700, 1.3, 1.3, NONE), Point("revolve", 390, 4.0, 4.0, NONE)))
+
+
+def facts_of(**changes: int) -> Facts:
+    """A measured model, with a changed budget."""
+    layers = [nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.ReLU()) for i in range(4)]
+    network = Checkpointable(nn.Sequential(*layers), torch.randn(8, 3, 32, 32), loss=torch.sum)
+    budget = replace(network.budget, **changes)
+    stored = store_all(budget.chain)
+    return Facts("net", "cpu", budget.peak_bytes(stored), budget, network.inspection_values, stored)
+
+
+def test_a_sweep_needs_no_limit_and_goes_from_the_least_to_storing_everything(plan, model_file):
+    result = plan(model_file(), "--sweep", "--json", "-")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert "plan" not in report
+    assert "mem_limit" not in report
+    points = report["sweep"]["points"]
+    assert points[0]["mem_limit"] == report["min_bytes"]
+    assert points[-1]["mem_limit"] == report["store_all"]["peak_bytes"]
+    assert points[-1]["overhead"] == 1
+    assert points[-1]["activations_saved"] == 0
+    activations = report["store_all"]["peak_bytes"] - report["fixed_bytes"]
+    saved = report["store_all"]["peak_bytes"] - report["min_bytes"]
+    assert points[0]["activations_saved"] == pytest.approx(saved / activations)
+    assert len(points) > 2
+    for less, more in pairwise(points):
+        assert less["mem_limit"] < more["mem_limit"]
+        assert less["step_seconds"] > more["step_seconds"]
+    found = {point["strategy"]: point for point in report["sweep"]["strategies"]}
+    assert found["recompute-all"]["mem_limit"] == report["min_bytes"]
+    assert found["store-all"]["mem_limit"] == report["store_all"]["peak_bytes"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"snapshot_bytes": 5000}, {"floor_bytes": 1_400_000}])
+def test_every_point_is_the_fastest_plan_of_its_limit_and_the_first_one_as_fast(changes):
+    facts = facts_of(**changes)
+    found = sweep(facts, 500, {})
+    assert found.points[0].mem_limit == facts.budget.least_bytes()
+    assert found.points[-1].overhead == 1
+    for point in found.points:
+        assert facts.budget.peak_bytes(point.sequence) == point.mem_limit
+        fastest = facts.seconds_of(facts.budget.solve(point.mem_limit, Persistent()))
+        assert point.step_seconds == pytest.approx(fastest)
+    for point in found.points[1:]:
+        slower = facts.seconds_of(facts.budget.solve(point.mem_limit - 1, Persistent()))
+        assert slower > point.step_seconds
+
+
+def test_what_computing_twice_needs_more_than_it_saves_is_left_out():
+    facts = facts_of(snapshot_bytes=10**9)
+    assert facts.budget.peak_bytes(recompute_all(facts.chain)) > facts.store_all_bytes
+    found = sweep(facts, 500, {})
+    assert [point.mem_limit for point in found.points] == [facts.store_all_bytes]
+    assert "No plan needs less than storing everything" in sentence(found, 0.1)
+    out = console(60)
+    with out.capture() as captured:
+        out.print(curve(found, "net"))
+    assert "│" not in captured.get()
+
+
+def test_the_sentence_says_what_more_time_saves():
+    assert sentence(HAND, 0.10) == (
+        "10 % more time saves 58 % of activation memory: a limit of 520 instead of 1.10 kB. "
+        "The least possible is 400, at 50 % more time."
+    )
+    assert sentence(HAND, 0.07).startswith("5.0 % more time saves 20 % of activation memory: a limit of 900 ")
+    assert sentence(HAND, 0.01) == sentence(HAND, 0.07), "the first saving, where there is none for so little time"
+    assert sentence(HAND, 2) == (
+        "50 % more time saves 70 % of activation memory: a limit of 400 instead of 1.10 kB. Less is not possible."
+    )
+
+
+def test_the_least_limit_for_a_time_is_the_first_that_is_fast_enough():
+    limits = {overhead: HAND.least_for(overhead).mem_limit for overhead in (0, 0.04, 0.05, 0.09, 0.1001, 0.4, 0.5, 9)}
+    assert limits == {0: 1100, 0.04: 1100, 0.05: 900, 0.09: 900, 0.1001: 520, 0.4: 520, 0.5: 400, 9: 400}
+
+
+def test_a_time_is_planned_for_at_the_least_limit(plan, model_file):
+    report = json.loads(plan(model_file(), "--max-overhead", "60%", "--verify", "--json", "-").stdout)
+    assert 1 < report["plan"]["overhead"] <= 1.6
+    assert report["mem_limit"] == report["plan"]["peak_bytes"] < report["store_all"]["peak_bytes"]
+    slower = [point for point in report["sweep"]["points"] if point["mem_limit"] < report["mem_limit"]]
+    assert all(point["overhead"] > 1.6 for point in slower)
+    assert report["verify"]["measured_peak_bytes"] <= report["mem_limit"]
+    assert report["verify"]["max_grad_difference"] == 0
+
+
+def test_no_more_time_is_plain_training_and_any_time_the_least_memory(plan, model_file):
+    report = json.loads(plan(model_file(), "--max-overhead", "0%", "--json", "-").stdout)
+    assert report["plan"]["overhead"] == 1
+    report = json.loads(plan(model_file(), "--max-overhead", "1000 %", "--json", "-").stdout)
+    assert report["mem_limit"] == report["min_bytes"]
+
+
+def test_a_plan_for_a_time_is_saved_and_trains(plan, model_file, tmp_path):
+    saved = tmp_path / "plan.json"
+    result = plan(model_file(), "--max-overhead", "1000%", "--save", saved)
+    assert result.exit_code == 0
+    assert "│" not in result.stdout, "the curve was not asked for"
+    namespace: dict = {}
+    exec(Path(model_file()).read_text(), namespace)
+    model = Checkpointable(namespace["model"], plan=saved)
+    model(torch.randn(8, 3, 32, 32)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert any("CF" in str(operation) for operation in model.sequence)
+
+
+def test_the_curve_is_shown_alone_or_below_the_plan(plan, model_file):
+    alone = plan(model_file(), "--sweep").stdout
+    assert alone.startswith("net.py: ")
+    assert "of activation memory" in alone
+    assert "use it" not in alone
+    both = plan(model_file(), "--sweep", "--mem-limit", "1GB", "--compare").stdout
+    assert both.index("use it") < both.index("predicted peak  ") < both.index("of activation memory") < both.index("│")
+
+
+def test_the_chart_is_a_step_function_with_letters_on_it():
+    steps = [(0, 4.0), (4, 2.0), (8, 0.0)]
+    marks = [("A", 4, 3.0), ("E", 4, 3.0), ("B", 8, 0.0), ("C", 9, 1.0), ("D", 0, 5.0)]
+    drawn = chart(steps, marks, width=19, height=5, top="400 %", ends=("0 B", "8 B"))
+    assert drawn == [
+        "   400 % │●●●●",
+        "         │    AE",
+        "         │    ●●●●",
+        "         │        ·",
+        "     0 % │        B",
+        "         └─────────",
+        "          0 B   8 B",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_curve_is_as_wide_as_the_console(width):
+    out = console(width)
+    with out.capture() as captured:
+        out.print(curve(HAND, "net.py"))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) == width
+    chart_lines = [line for line in lines if "│" in line]
+    assert len(chart_lines) == 14
+    assert all(any("●" in line[column : column + 1] for line in chart_lines) for column in range(10, width - 1))
+    text = "\n".join(lines)
+    assert "A  sqrt" in text
+    assert "B  revolve" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-overhead", "much"], "'much' is not a share of the time; write for example 10%"),
+        (["--max-overhead", "0.1"], "'0.1' is not a share"),
+        (["--max-overhead", "-5%"], "'-5%' is not a share"),
+        (["--max-overhead", "nan%"], "'nan%' is not a share"),
+        (["--max-overhead", "inf%"], "'inf%' is not a share"),
+        (["--max-overhead", "10%", "--mem-limit", "1GB"], "give one of them"),
+        (["--plot", "curve.svg"], "add --sweep"),
+        (["--sweep", "--plot", "curve.txt"], "write a file ending in .svg or .png"),
+        (["--sweep", "--plot", "no/such/folder/x.svg"], "cannot be written"),
+        (["--sweep", "--mem-limit", "4XB"], "4XB"),
+    ],
+)
+def test_wrong_use_ends_with_2_and_one_sentence(plan, model_file, arguments, words):
+    result = plan(model_file("raise RuntimeError('loaded')"), *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_without_matplotlib_the_plot_is_refused_before_anything_is_measured(plan, model_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    image = tmp_path / "curve.svg"
+    result = plan(model_file("raise RuntimeError('loaded')"), "--sweep", "--plot", image)
+    assert result.exit_code == 2
+    assert "pip install 'rotor-plan[plot]'" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not image.exists()
+
+
+def test_the_plot_is_written_with_the_strategies_on_it(plan, model_file, tmp_path):
+    pytest.importorskip("matplotlib")
+    image = tmp_path / "curve.svg"
+    assert plan(model_file(), "--sweep", "--plot", image).exit_code == 0
+    text = image.read_text()
+    for words in ("net.py", "recompute-all", "store-all", "sqrt", "revolve", "more time than"):
+        assert words in text
