@@ -3,7 +3,7 @@
     python benchmarks/compile.py             # on the CPU, with TorchInductor; prints the table
     python benchmarks/compile.py --write     # also into docs/training.md and benchmarks/results/
 
-A chain of eight transformer-like layers at the limit halfway between the least possible and storing everything. Times
+A chain of four transformer-like layers at the limit halfway between the least possible and storing everything. Times
 are those of forward, loss and backward, taken in turns in the same run: the median of the ratios to plain training.
 """
 
@@ -24,7 +24,7 @@ from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, format_bytes
 from rotor_solver import store_all
 
-BATCH, WIDTH, LAYERS = 2048, 256, 8
+BATCH, WIDTH, LAYERS = 512, 256, 4
 
 
 def layer() -> nn.Module:
@@ -52,7 +52,7 @@ def step(model: nn.Module, batch: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
