@@ -34,7 +34,7 @@ class Processes:
             connection.send((function, arguments))
         results = []
         for rank, connection in enumerate(self.connections):
-            assert connection.poll(120), f"rank {rank} does not answer"
+            assert connection.poll(900), f"rank {rank} does not answer"  # kernels may have to be compiled
             results.append(connection.recv())
         for rank, (failed, result) in enumerate(results):
             assert not failed, f"rank {rank}:\n{result}"
