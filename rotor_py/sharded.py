@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 try:
     from torch.distributed.fsdp import FSDPModule
 except ImportError:  # before torch 2.6
-    from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[attr-defined]
+    from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[attr-defined] # not in newer ones
 
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GATHERED_AT_ONCE = 2

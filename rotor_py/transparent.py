@@ -42,7 +42,7 @@ class ModelsSignature:
 
             signed.__name__, signed.__qualname__, signed.__doc__ = method.__name__, method.__qualname__, method.__doc__
             with suppress(AttributeError, TypeError, ValueError):  # it may have none
-                signed.__signature__ = inspect.signature(getattr(kind, method.__name__))  # type: ignore[attr-defined]
+                signed.__signature__ = inspect.signature(getattr(kind, method.__name__))  # type: ignore[attr-defined] # read by inspect
             self._signed[kind] = signed
         return self._signed[kind]
 
