@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_solver import store_all
+from tests.distributed.processes import device, random_state
 
 BATCH, WIDTH = 512, 32
 
@@ -39,7 +40,7 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 
 
 def batches(rank: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator(device()).manual_seed(rank)
     return [torch.randn(BATCH, WIDTH, generator=generator) for _ in range(3)]
 
 
@@ -58,7 +59,7 @@ def trained(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
             numbers[f"gradient {step} {name}"] = parameter.grad.to_local().clone()
         optimizer.step()
     numbers |= {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
-    numbers["random"] = torch.get_rng_state()
+    numbers["random"] = random_state()
     return numbers
 
 
@@ -83,7 +84,7 @@ def same_as_plain(rank: int, options: dict[str, Any]) -> tuple[str, list[str], i
     assert list(planned.state_dict()) == list(blocks().state_dict())
     batch = batches(rank)[0]
     present = [*(p.to_local() for p in model.parameters()), *(p.grad.to_local() for p in model.parameters()), batch]
-    measured = measured_peak(lambda: loss(planned(batch)).backward(), tensors_in(present), torch.device("cpu"))
+    measured = measured_peak(lambda: loss(planned(batch)).backward(), tensors_in(present), device())
     assert planned.sequence is not None
     assert planned.budget is not None
     measured += planned.budget.fixed.optimizer  # it is gone

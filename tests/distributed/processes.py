@@ -1,7 +1,8 @@
-"""Processes that train together, on the CPU, with gloo. They live as long as the tests that share them."""
+"""Processes that train together: with gloo on the CPU, with NCCL on a device each. They live as long as their tests."""
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -17,12 +18,12 @@ import torch.multiprocessing as mp
 class Processes:
     """`count` processes in one group. `run(function, ...)` calls `function(rank, ...)` in all of them."""
 
-    def __init__(self, count: int, meeting: Path) -> None:
+    def __init__(self, count: int, meeting: Path, backend: str = "gloo") -> None:
         context = mp.get_context("spawn")
         pairs = [context.Pipe() for _ in range(count)]
         self.connections = [ours for ours, _ in pairs]
         self.processes = [
-            context.Process(target=_serve, args=(rank, count, str(meeting), theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, count, str(meeting), backend, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:
@@ -52,9 +53,23 @@ class Processes:
             process.kill()
 
 
-def _serve(rank: int, count: int, meeting: str, connection: Connection) -> None:
+def device() -> torch.device:
+    """Where a process trains: what it makes is there unless it says otherwise."""
+    return torch.get_default_device()
+
+
+def random_state() -> torch.Tensor:
+    """The state that the device's random numbers come from, on the CPU."""
+    return torch.cuda.get_rng_state() if device().type == "cuda" else torch.get_rng_state()
+
+
+def _serve(rank: int, count: int, meeting: str, backend: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=count)
+    if backend == "nccl":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else sums are in no fixed order
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=count)
     while (task := connection.recv()) is not None:
         function, arguments = task
         try:
