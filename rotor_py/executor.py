@@ -239,7 +239,7 @@ class Tape:
         if isinstance(step.operation, ForwardEnable):
             for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
                 tensor.requires_grad_(needed)
-            held.attached[stage], output = runner.attach(value, surroundings)
+            held.attached[stage], output = runner.attach(value, surroundings, unread=step.unread)
         else:
             output = runner.again(value, surroundings)
         if stage + 1 in step.live:

@@ -124,6 +124,7 @@ class Measurement:
             input_released=[stage.input_released_bytes for stage in stages],
             output_released=[stage.output_released_bytes for stage in stages],
             gradient=gradient if any(gradient) else None,
+            output_time=[stage.output_seconds for stage in stages],
             output_held=True,
             names=self.names,
         )

@@ -17,15 +17,17 @@ from rotor_solver import (
     Operation,
     Sequence,
     simulate,
+    unread_outputs,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation, and the inputs a_i that the tape still needs once it is done."""
+    """One operation, and the inputs a_i that the tape still needs once it is done. Nobody reads an `unread` output."""
 
     operation: Operation
     live: frozenset[int]
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,11 @@ def program(stages: int, sequence: Sequence) -> Program:
     operations = tuple(sequence)
     in_graph = frozenset(_first_with_graph(operations))
     live = _liveness(operations)
-    steps = [Step(operation, needed) for operation, needed in zip(operations, live, strict=True)]
+    unread = unread_outputs(sequence)
+    steps = [
+        Step(operation, needed, position in unread)
+        for position, (operation, needed) in enumerate(zip(operations, live, strict=True))
+    ]
     loss = operations.index(Loss())
     replay = operations[loss + 1 :]
     backward_at = {each.stage: position for position, each in enumerate(replay) if isinstance(each, Backward)}

@@ -16,6 +16,7 @@ from rotor_profiling.storage import tensors_in
 from rotor_py.faults import During
 from rotor_py.surroundings import Surroundings, recorded
 from rotor_py.traits import traits_of, without_history
+from rotor_py.unread import unread_forward
 
 Edges = list[GradientEdge | None]
 
@@ -35,10 +36,18 @@ class StageRunner:
         self.preserve_rng_state = preserve_rng_state
         self.open = open or not isinstance(function, nn.Module)
 
-    def forward(self, value: Any) -> Any:
-        """Run the stage in the graph that is being built around it, as plain training does."""
+    @property
+    def leaves_out_output(self) -> bool:
+        """Whether a run whose output is `unread` differs from others."""
+        return unread_forward(self.function) is not None
+
+    def forward(self, value: Any, *, unread: bool = False) -> Any:
+        """Run the stage in the graph that is being built around it, as plain training does.
+
+        If its output is `unread`, only the graph is made that the backward needs, and the output has no values.
+        """
         with During("forward", self.name):
-            return self.function(value)
+            return self._function(unread)(value)
 
     def first(self, value: Any) -> tuple[Any, Surroundings]:
         """Run it as it comes, in a graph or without one; return its output and what surrounded it."""
@@ -59,8 +68,13 @@ class StageRunner:
         dependent = traits_of(self.function).graph_dependent
         return partial(without_history, self.function) if dependent else self.function
 
-    def attach(self, value: Any, surroundings: Surroundings) -> tuple[AttachedStage, Any]:
+    def _function(self, unread: bool) -> Callable[[Any], Any]:
+        return (unread_forward(self.function) if unread else None) or self.function
+
+    def attach(self, value: Any, surroundings: Surroundings, *, unread: bool = False) -> tuple[AttachedStage, Any]:
         """Run it once more with a graph of its own, exactly as the first time; return that graph, and the output.
+
+        An `unread` output has no values.
 
         The graph ends at aliases of the parameters. Gradients are handed on to the engine that asked for them, which
         calls the hooks of the real parameters and adds to their `grad`, once.
@@ -76,7 +90,7 @@ class StageRunner:
             surroundings.restored(self.function, graph=True),
             substituted(slots, aliases),
         ):
-            output = self.function(entered)
+            output = self._function(unread)(entered)
         owners += _owners(output)
         attached = AttachedStage(_edges(output), inputs, list(aliases.values()), owners, self.name)
         if self.open:

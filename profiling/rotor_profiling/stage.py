@@ -27,8 +27,12 @@ class Runner(Protocol):
 
     function: Callable[..., Any]
 
-    def forward(self, value: Any) -> Any:
-        """Run the stage in the graph that is being built around it."""
+    @property
+    def leaves_out_output(self) -> bool:
+        """Whether a run whose output is `unread` differs from others."""
+
+    def forward(self, value: Any, *, unread: bool = False) -> Any:
+        """Run the stage in the graph that is being built around it; with an output without values if it is `unread`."""
 
     def first(self, value: Any) -> tuple[Any, Any]:
         """Run it without a graph; return its output, and its surroundings for running it again."""
@@ -57,6 +61,7 @@ class StageCost:
     output_released_bytes: int
     gradient_storage_bytes: tuple[int, ...] = ()
     """of the gradient of every tensor of the input: more than the gradient itself where that is a part of another"""
+    output_seconds: float = 0.0
 
 
 def measure_stage(
@@ -115,6 +120,7 @@ def measure_stage(
         input_released_bytes=released[0],
         output_released_bytes=min(released[1], activation, saved),
         gradient_storage_bytes=storage_sizes,
+        output_seconds=seconds[3],
     )
 
 
@@ -212,7 +218,9 @@ def _released(
 
 
 def _seconds(runner: Runner, value: Any, device: torch.device) -> list[float]:
-    """Median seconds of the forward without a graph, of the forward with one, and of the backward."""
+    """Median seconds of the forward without a graph, of the forward with one, and of the backward; and what of the
+    forward is left out where nobody reads the output.
+    """
     with torch.no_grad():
         _, surroundings = runner.first(value)
     gradients = [torch.ones_like(tensor) for tensor in _with_graph(runner.forward(leaves_of(value)))]
@@ -226,8 +234,13 @@ def _seconds(runner: Runner, value: Any, device: torch.device) -> list[float]:
         if outputs:
             torch.autograd.backward(outputs, gradients)
         lap()
+        del outputs
+        if runner.leaves_out_output:
+            runner.forward(leaves_of(value), unread=True)
+        lap()
 
-    return median_seconds(run, device, laps=3)
+    nograd, forward, backward, unread = median_seconds(run, device, laps=4)
+    return [nograd, forward, backward, max(0.0, min(forward - unread, nograd)) if runner.leaves_out_output else 0.0]
 
 
 def _step(runner: Runner, value: Any) -> None:

@@ -17,15 +17,15 @@ _FRAME = r"(?m)^(?=  File )"
 _OWN = Path(__file__).parent
 
 
-def run_graph(graph: fx.GraphModule, arguments: Sequence[Any]) -> Any:
-    """Call a graph with `arguments`.
+def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphModule | None = None) -> Any:
+    """Call a graph with `arguments`, on the parameters and other attributes of `owner`, its own unless given.
 
     `graph(...)` would print the generated code and cut off the traceback where an operator raises. Autocast regions
     and `no_grad` are plain calls in this code, so an error would leave them on.
     """
     gradients = torch.is_grad_enabled()
     try:
-        return graph.forward(*arguments)
+        return type(graph).forward(graph if owner is None else owner, *arguments)
     except BaseException as error:
         torch._C._set_grad_enabled(gradients)
         _explain(graph, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import fx, nn
 from rotor_py.capture.cuts import Cuts
 from rotor_py.capture.faults import run_graph
 from rotor_py.capture.graph import Facts, Modes, attribute_of, module_path, new_bytes, tensors_of
+from rotor_py.capture.unread import without_output
+from rotor_py.unread import Run
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 
@@ -42,11 +45,20 @@ class GraphStage(nn.Module):
         self.last = last
         self.carried = carried
         self.signature = signature
+        self._without_output = (without_output(body),)  # no submodule: it runs on the attributes of the body
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self._run(self.body, values)
+
+    def unread_forward(self) -> Run | None:
+        """See `rotor_py.unread.unread_forward`."""
+        (graph,) = self._without_output
+        return None if graph is None else partial(self._run, graph)
+
+    def _run(self, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
         live, shared = self.divided(values)
         del values
-        result: tuple[Any, ...] = run_graph(self.body, (*live, *(shared[position] for position in self.reads)))
+        result: tuple[Any, ...] = run_graph(graph, (*live, *(shared[position] for position in self.reads)), self.body)
         return result if self.last else (*result, *shared)
 
     def divided(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

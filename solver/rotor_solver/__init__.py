@@ -23,7 +23,7 @@ from rotor_solver.periodic import Periodic, Sqrt
 from rotor_solver.persistent import Persistent
 from rotor_solver.revolve import Revolve, forward_steps
 from rotor_solver.sequence import Sequence
-from rotor_solver.simulate import Simulation, simulate
+from rotor_solver.simulate import Simulation, simulate, unread_outputs
 from rotor_solver.solve import ALGORITHMS, Algorithm, solve
 
 __all__ = [
@@ -60,4 +60,5 @@ __all__ = [
     "simulate",
     "solve",
     "store_all",
+    "unread_outputs",
 ]

@@ -33,6 +33,11 @@ class Costs(NamedTuple):
     """[L+1]"""
     run: Floats
     """[L+1] seconds of the forwards without a graph of stages 0 … i-1"""
+    split: Floats
+    """[L+1] run[j], less what stage j-1 leaves out when it runs right before its backward: with a checkpoint at a_j,
+    that stage is the last of an interval, and will do so. The time of that checkpoint is split[j] - run[i]."""
+    split_floor: Floats
+    """[L+1] the least split[k] for k ≥ j"""
     check_need: Ints
     """[L+1, L+1] by (i, j)"""
     base: Ints
@@ -68,9 +73,13 @@ def costs_of(chain: Chain) -> Costs:
     holds = np.array([stage_of < length - 1, np.ones(len(options), np.bool_)]) * held
     during = inputs + outputs + left[stage_of + 1] + holds + saved + temps
     released = np.array(chain.released, np.int64).reshape(length, 2).T.copy()
+    run = np.concatenate([[0.0], np.cumsum(chain.nograd_time)]).astype(np.float64)
+    split = run - np.concatenate([[0.0], np.array(chain.output_time, np.float64)])
     return Costs(
         activation=activation,
-        run=np.concatenate([[0.0], np.cumsum(chain.nograd_time)]).astype(np.float64),
+        run=run,
+        split=split,
+        split_floor=np.minimum.accumulate(split[::-1])[::-1].copy(),
         check_need=_check_need(activation, np.array(chain.nograd_temp, np.int64)),
         base=np.concatenate([activation[1:] + left[1:] + held, [0]]).astype(np.int64),
         first=first,

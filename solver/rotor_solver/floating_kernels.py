@@ -97,7 +97,7 @@ def fill(costs: Any, start: np.ndarray, least: np.ndarray, unit: int, offset: in
         Opt(L, L, L, M) = 0                                             if M ≥ |a_L| + loss_need
         Opt(s, t, l, M) = the least of
           extra_k + Opt'(s+1, l, M - |a_s| - taken_k)                   if s = t and M - |a_s| ≥ base_l + forward_need_k
-            for every option k; Opt'(s+1, s, ·) is 0                    and M - |a_s| ≥ backward_need_k - released_s
+            for every option k; Opt'(s+1, s, ·) is split_{s+1} - run_{s+1}  and M - |a_s| ≥ backward_need_k - released_s
           run_{s+1} - run_s + Opt(s+1, t, l, M)                         if s < t
           run_{s+1} - run_s + Opt(s+1, j, l, M - |a_s|) + Opt(s, t, j-1, M)     for t < j ≤ l
             both                                                        if M ≥ base_l + |a_s| + check_need_{s,s+1}
@@ -122,7 +122,8 @@ def fill(costs: Any, start: np.ndarray, least: np.ndarray, unit: int, offset: in
                     for k in range(costs.first[s], costs.first[s + 1]):
                         need = slot_of(own + enable_need(costs, inside, s, last, k), unit, offset)
                         if last == s:
-                            lower_by(out, np.zeros_like(out), max(low, need), 0, costs.extra[k])
+                            left_out = costs.run[s + 1] - costs.split[s + 1]
+                            lower_by(out, np.zeros_like(out), max(low, need), 0, costs.extra[k] - left_out)
                         else:
                             shift = (own + costs.taken[inside, k]) // unit
                             source = table[start[s + 1, length + 1] + last]
@@ -187,6 +188,8 @@ def descend(
                 whole = costs.extra[k]
                 if last > s:
                     whole += estimate(table, following, unit, offset, rest, blend, cut)
+                else:
+                    whole += costs.split[s + 1] - costs.run[s + 1]
                 if whole < best:
                     best, choice = whole, k - costs.first[s]
         if total >= own + costs.base[last] + costs.check_need[s, s + 1]:

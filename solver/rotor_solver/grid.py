@@ -101,7 +101,7 @@ def grid_of(costs: Costs, fastest: Ints, kinds: Ints, room: int, unit: int, late
     offset = _offsets(costs.taken[1, fastest], kinds, room, unit)
     slots, remainder = np.divmod(costs.activation + offset, unit)
     # Compared as the kernels compare it.
-    useful = [np.flatnonzero(cut - later[i + 1 :] - (costs.run[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
+    useful = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
     ends = [min(length - 1, i + found[-1]) if len(found) else i - 1 for i, found in enumerate(useful)]
     band = np.array(ends, np.int64)
     rows = np.concatenate([band - np.arange(length) + 1, [0]])[place]

@@ -91,7 +91,7 @@ def least_of_interval(least: np.ndarray, seconds: np.ndarray, costs: Any, attach
         need = max(need, costs.base[stop - 1] + costs.check_need[i, j])
         need = max(need, max(taken + least[first, stop], least[i, j]))
         if need <= best:
-            time = costs.run[j] - costs.run[i] + seconds[first, stop] + seconds[i, j]
+            time = costs.split[j] - costs.run[i] + seconds[first, stop] + seconds[i, j]
             if need < best or time < fastest:
                 best, fastest = need, time
     least[i, stop], seconds[i, stop] = best, fastest
@@ -114,7 +114,7 @@ def full_memory(costs: Any, attached: bool) -> tuple[np.ndarray, np.ndarray]:
                 kept = costs.activation[i + 1] + full[i + 1, stop]
                 need = max(costs.base[stop - 1] + costs.check_need[i, i + 1], stage_need(costs, 0, i, i + 1))
                 full[i, stop] = max(need, kept)
-                seconds[i, stop] = costs.run[i + 1] - costs.run[i] + seconds[i + 1, stop]
+                seconds[i, stop] = costs.split[i + 1] - costs.run[i] + seconds[i + 1, stop]
     return full, seconds
 
 
@@ -168,7 +168,7 @@ def fill(flat: np.ndarray, rows: Any, seconds: np.ndarray, costs: Any, attached:
         Opt(i, stop, m) = the least of
           Opt(i+1, stop, m - taken_i)                                     if m ≥ stage_need(i, stop)
             attached, for [i, i+1), or for [L-1, L+1); of an empty interval it is 0
-          run_j - run_i + Opt(j, stop, m - |a_j|) + Opt(i, j, m)          if m ≥ base + check_need_ij, for i < j < stop
+          split_j - run_i + Opt(j, stop, m - |a_j|) + Opt(i, j, m)        if m ≥ base + check_need_ij, for i < j < stop
             attached, for j < L: with Opt(j+1, stop, m - |a_j| - taken_j) if m ≥ |a_j| + stage_need(j, stop)
 
     Sizes taken from m are rounded up: the times are those of schedules that fit. Rows begin with the time of the
@@ -205,9 +205,9 @@ def fill_row(
         shift = -((-costs.taken[state, i]) // unit)
         lower(flat, rows, row, (i, i), (i + 1, stop), shift, enough, 0.0)
     for j in range(i + 1, stop):
-        forward = costs.run[j] - costs.run[i]
-        if forward >= flat[out + low]:
+        if costs.split_floor[j] - costs.run[i] >= flat[out + low]:
             break
+        forward = costs.split[j] - costs.run[i]
         first, taken, need = after_checkpoint(costs, attached, j, stop)
         enough = slot_of(max(need, base + costs.check_need[i, j]), unit, offset)
         lower(flat, rows, row, (i, j), (first, stop), -((-taken) // unit), enough, forward)
@@ -249,7 +249,7 @@ def best_checkpoint(
             best = value_of(flat, rows, known, i + 1, stop, memory - costs.taken[state, i], unit, offset)
             choice = i if best < np.inf else -1
     for j in range(i + 1, stop):
-        seconds = costs.run[j] - costs.run[i]
+        seconds = costs.split[j] - costs.run[i]
         first, taken, need = after_checkpoint(costs, attached, j, stop)
         if seconds >= best or memory < max(need, costs.base[stop - 1] + costs.check_need[i, j]):
             continue
@@ -319,7 +319,7 @@ def revolve(costs: Any, snapshots: int) -> tuple[int, float, np.ndarray]:
             continue
         j = i + (steps - 1 if free <= 1 else advance(steps, free))
         need = max(need, held + costs.base[stop - 1] + costs.check_need[i, j])
-        seconds += costs.run[j] - costs.run[i]
+        seconds += costs.split[j] - costs.run[i]
         splits[count] = np.array([i, stop - 1, j])
         count += 1
         pending.append((i, j, free, held))

@@ -152,7 +152,7 @@ def bounds(
                 limit[row] = cut
             elif last <= grid.band[i]:
                 row = grid.start[s] + last - i
-                limit[row] = cut - later[last + 1] - (costs.run[last + 1] - costs.run[i])
+                limit[row] = cut - later[last + 1] - (costs.split[last + 1] - costs.run[i])
             else:
                 continue
             limit[row] = min(limit[row], cut - windows.outside[s, last])
@@ -340,10 +340,10 @@ def checkpoints(
     i, offset, width, begin = grid.place[s], grid.offset[s], grid.width, rows.begin
     out, pairs, most = rows.position[row], 0, rows.high[row]
     for j in range(first, min(stop, grid.band[i] + 1) + 1):
-        forward = costs.run[j] - costs.run[i]
-        if forward > rows.limit[row]:
+        floor = costs.split_floor[j] - costs.run[i]
+        if floor > rows.limit[row]:
             break
-        seconds = flat.dtype.type(forward)
+        seconds, fewest = flat.dtype.type(costs.split[j] - costs.run[i]), flat.dtype.type(floor)
         left, node = grid.start[s] + j - 1 - i, grid.node[0, j]
         right = grid.tail + node if last == len(grid.band) else grid.start[node] + last - j
         shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
@@ -354,8 +354,8 @@ def checkpoints(
         if begin[left] >= width or begin[right] >= width:
             low = most
         if j == first:
-            most = first_at_most(flat, out, begin[row], most, seconds)
-        while most > low and flat[out + most - 1] <= seconds:
+            most = first_at_most(flat, out, begin[row], most, fewest)
+        while most > low and flat[out + most - 1] <= fewest:
             most -= 1
         if low < most:
             pairs += most - low
@@ -371,7 +371,7 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> int:
         Opt(i, l, m) = the least of
           extra_k + Opt'(i+1, l, m - taken_k)                           if m ≥ base_l + forward_need_k
             for every option k; Opt'(i+1, i, ·) is 0                    and m ≥ backward_need_k - released_i
-          run_j - run_i + Opt(j, l, m - |a_j|) + Opt(i, j-1, m)         if m ≥ base_l + check_need_ij, for i < j ≤ l
+          split_j - run_i + Opt(j, l, m - |a_j|) + Opt(i, j-1, m)        if m ≥ base_l + check_need_ij, for i < j ≤ l
 
     Opt' is Opt in state 1. Sizes taken from m are rounded down, so that the table is a lower bound.
 
@@ -531,8 +531,8 @@ def hand_down(
                 there = rows.position[part] + rows.high[part]
                 out[there] = min(out[there], out[at + stop] + costs.extra[k])
     for j in range(i + 1, min(last, grid.band[i] + 1) + 1):
-        forward = costs.run[j] - costs.run[i]
-        if forward + out[at + low] > cut or forward > rows.limit[row]:
+        floor = costs.split_floor[j] - costs.run[i]
+        if floor + out[at + low] > cut or floor > rows.limit[row]:
             break
         node, left = grid.node[0, j], grid.start[s] + j - 1 - i
         right = grid.tail + node if last == length else grid.start[node] + last - j
@@ -540,7 +540,7 @@ def hand_down(
         if rows.begin[left] < grid.width and rows.begin[right] < grid.width:
             first = max(low, rows.begin[left], rows.begin[right] + shift)
             first = max(first, slot_of(costs.base[last] + costs.check_need[i, j], grid.unit, grid.offset[s]))
-            seconds = flat.dtype.type(forward)
+            seconds = flat.dtype.type(costs.split[j] - costs.run[i])
             hand_to_both(flat, out, rows, owner, needed, at, left, right, shift, first, high, seconds, cut)
 
 
@@ -703,9 +703,9 @@ def descend(
             if whole < best:
                 best, choice = whole, k - costs.first[i]
         for j in range(i + 1, last + 1):
-            forward = costs.run[j] - costs.run[i]
-            if forward >= best:
+            if costs.split_floor[j] - costs.run[i] >= best:
                 break
+            forward = costs.split[j] - costs.run[i]
             rest = m - costs.activation[j]
             if m < costs.base[last] + costs.check_need[i, j] or rest < least[0, j, last] or m < least[state, i, j - 1]:
                 continue
@@ -724,7 +724,7 @@ def descend(
                 stack[depth] = np.array([1, i + 1, last, m - costs.taken[state, costs.first[i] + choice]])
                 depth += 1
         else:
-            seconds += costs.run[-choice] - costs.run[i]
+            seconds += costs.split[-choice] - costs.run[i]
             stack[depth] = np.array([state, i, -choice - 1, m])
             stack[depth + 1] = np.array([0, -choice, last, m - costs.activation[-choice]])
             depth += 2

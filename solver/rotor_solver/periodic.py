@@ -72,7 +72,8 @@ def _fastest(chain: Chain, mem_limit: int, candidates: list[list[range]], name: 
     stored = kernels.store_segments(costs)
     schedules = []
     for segments in candidates:
-        recomputed = float(costs.run[segments[-1].start]) if segments else 0.0
+        ends = [segment.stop for segment in segments[:-1]]
+        recomputed = float(costs.run[ends[-1]] + sum(costs.split[ends] - costs.run[ends])) if ends else 0.0
         schedules.append((recomputed, chain.input_bytes + _need(costs, stored, segments)))
     sequence = _sequence(chain, candidates[fastest_fitting(name, mem_limit, schedules)], name)
     assert simulate(chain, sequence).peak <= mem_limit

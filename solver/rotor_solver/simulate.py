@@ -6,6 +6,7 @@ It shares no code with the programs that find sequences, and has the last word o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from rotor_solver.chain import Chain, Option
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
@@ -28,11 +29,11 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
     ValueError, naming the operation, if one uses what is not in memory, or if the sequence does not lead to δ_0.
     """
     machine = Machine(chain)
-    reads = last_reads(sequence)
+    reads, unread = last_reads(sequence), unread_outputs(sequence)
     during, after = [], []
     for position, operation in enumerate(sequence):
         try:
-            most = machine.run(operation)
+            most = machine.run(operation, unread=position in unread)
             if position in reads:
                 machine.release_input(reads[position])
         except _MissingError as missing:
@@ -54,6 +55,16 @@ def last_reads(sequence: Sequence) -> dict[int, int]:
         if isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd)
     }
     return {position: stage for stage, position in last.items()}
+
+
+def unread_outputs(sequence: Sequence) -> frozenset[int]:
+    """The positions of forwards right before the backward of the same stage: nobody reads what they put out."""
+    operations = tuple(sequence)
+    return frozenset(
+        position
+        for position, (operation, following) in enumerate(pairwise(operations))
+        if isinstance(operation, ForwardEnable) and following == Backward(operation.stage)
+    )
 
 
 class _MissingError(Exception):
@@ -91,13 +102,16 @@ class Machine:
         self.released = self.chain.released
         self._add_plain(0)
 
-    def run(self, operation: Operation) -> int:
-        """Carry out one operation; return the most bytes that are in memory while it runs."""
+    def run(self, operation: Operation, *, unread: bool = False) -> int:
+        """Carry out one operation; return the most bytes that are in memory while it runs.
+
+        `unread` says that nobody reads what it puts out.
+        """
         match operation:
             case Loss():
                 return self._loss()
             case ForwardEnable(stage, option):
-                return self._enable(self._stage(stage), option)
+                return self._enable(self._stage(stage), option, unread)
             case ForwardCheck(stage):
                 return self._forward(self._stage(stage))
             case ForwardNograd(stage):
@@ -116,7 +130,7 @@ class Machine:
         if stage not in self.plain and stage not in self.attached:
             raise _MissingError(f"needs a_{stage}, which is not in memory")
 
-    def _enable(self, stage: int, option: int) -> int:
+    def _enable(self, stage: int, option: int, unread: bool) -> int:
         self._need_input(stage)
         if stage + 1 in self.attached:
             raise _MissingError(f"would make ā_{stage + 1}, which is in memory already")
@@ -127,7 +141,7 @@ class Machine:
         self.attached[stage + 1] = _Attached(options[option], self.lost)
         self.held += options[option].saved
         self._note_output(stage + 1, "attached")
-        self.seconds += options[option].forward_time
+        self.seconds += options[option].forward_time - (self.chain.stages[stage].output_time if unread else 0.0)
         return most
 
     def _forward(self, stage: int) -> int:

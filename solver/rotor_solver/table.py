@@ -113,7 +113,8 @@ class Table:
         repeats = problem.repeats
         if repeats and not exact:
             unit = fitting_unit(kinds, costs.taken[1, problem.fastest], unit)
-        scaled = costs._replace(run=costs.run / scale, extra=costs.extra / scale)
+        times = {name: getattr(costs, name) / scale for name in ("run", "split", "split_floor", "extra")}
+        scaled = costs._replace(**times)
         grid = grid_of(scaled, problem.fastest, kinds, room, unit, later / scale, _CUT)
         everyone = np.arange(grid.tail + len(grid.place))
         owner = owners(kinds, costs, grid) if repeats else everyone

@@ -39,7 +39,8 @@ def naive_optimum(chain: Chain, limit: int) -> float:
             after = left(i) + output(True)
             if memory >= max(others + option.saved + option.forward_temp, during - freed, after - freed):
                 rest = best(i + 1, last, memory + freed - option.saved, True) if i < last else 0.0
-                times.append(option.forward_time + option.backward_time + rest)
+                unread = stages[i].output_time if after_loss and i == last else 0.0
+                times.append(option.forward_time - unread + option.backward_time + rest)
         forward, most = 0.0, 0
         for j in range(i + 1, last + 1):
             forward += chain.nograd_time[j - 1]
@@ -118,20 +119,36 @@ def _moves(chain: Chain, state: State, persistent: bool) -> Iterator[tuple[float
         keep = state.kept | ({i} & state.plain) if persistent else state.kept
         if i + 1 not in state.saved:
             during = held + chain.saved[i] + chain.forward_temp[i]
-            yield chain.forward_time[i], during, replace(state, kept=keep, saved=state.saved | {i + 1})
+            enabled = replace(state, kept=keep, saved=state.saved | {i + 1})
+            yield chain.forward_time[i], during, enabled
+            for freed in (enabled, *_freed(chain, enabled, i)):  # right before its backward: nobody reads the output
+                for seconds, most, after in _backward(chain, freed) if freed.delta == i + 1 else ():
+                    unread = chain.forward_time[i] - chain.output_time[i]
+                    yield unread + seconds, max(during, most), after
         made = replace(state.without(i + 1, inside=False), kept=keep)
         made = replace(made, plain=made.plain | {i + 1})
         during = held + sizes[i + 1] + chain.nograd_temp[i]
         yield chain.nograd_time[i], during, made
         if i not in state.kept and i in state.plain:
             yield chain.nograd_time[i], during, replace(made.without(i, inside=False), kept=state.kept - {i})
-        for inside in (False, True):  # nobody will read it any more
-            place = state.saved if inside else state.plain
-            if i in place and i + 1 in state.saved and chain.released[i][inside]:
-                yield 0.0, held, replace(state, gone=state.gone | {(i, inside)})
+        for freed in _freed(chain, state, i):
+            yield 0.0, held, freed
     if not state.lost and length in state.readable():
         after = replace(state.without(length, inside=False), delta=length, lost=True)
         yield chain.loss_time, held + sizes[length] + chain.loss_temp, after
+    yield from _backward(chain, state)
+
+
+def _freed(chain: Chain, state: State, i: int) -> Iterator[State]:
+    """Without a_i in one of its places: nobody will read it any more."""
+    for inside in (False, True):
+        place = state.saved if inside else state.plain
+        if i in place and i + 1 in state.saved and chain.released[i][inside]:
+            yield replace(state, gone=state.gone | {(i, inside)})
+
+
+def _backward(chain: Chain, state: State) -> Iterator[tuple[float, int, State]]:
+    sizes, held = chain.activation, state.held(chain)
     i = state.delta - 1
     if state.lost and state.delta in state.saved and i in state.plain | state.saved:
         after = replace(state.without(i, inside=False).without(state.delta, inside=True), delta=i)

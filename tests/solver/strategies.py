@@ -22,9 +22,10 @@ def plain_chains(draw: st.DrawFn, max_stages: int = 4) -> Chain:
         return draw(st.lists(values, min_size=length + extra, max_size=length + extra))
 
     activation = several(SIZES, 1)
+    forward_time = several(TIMES)
     released = [[draw(st.sampled_from((0, size))) for size in sizes] for sizes in (activation[:-1], activation[1:])]
     return Chain.from_arrays(
-        forward_time=several(TIMES),
+        forward_time=forward_time,
         backward_time=several(TIMES, 1),
         activation=activation,
         saved=[size + extra for size, extra in zip(activation[1:], several(SIZES), strict=True)],
@@ -32,6 +33,7 @@ def plain_chains(draw: st.DrawFn, max_stages: int = 4) -> Chain:
         backward_temp=several(SCRATCH, 1),
         input_released=released[0],
         output_released=released[1],
+        output_time=[draw(_parts_of(time)) for time in forward_time],
     )
 
 
@@ -45,14 +47,17 @@ def rich_chains(draw: st.DrawFn, max_stages: int = 5) -> Chain:
         option = st.builds(Option, TIMES, TIMES, SIZES, SCRATCH, temps, st.none() | temps)
         activation = draw(SIZES)
         options = tuple(draw(st.lists(option, min_size=1, max_size=3)))
+        nograd_time = draw(st.none() | TIMES)
+        forwards = [each.forward_time for each in options] + ([] if nograd_time is None else [nograd_time])
         stage = Stage(
             activation=activation,
             options=options,
-            nograd_time=draw(st.none() | TIMES),
+            nograd_time=nograd_time,
             nograd_temp=draw(st.none() | SCRATCH),
             gradient=draw(st.one_of(st.just(0), SIZES, st.integers(0, 30))),
             input_released=draw(st.integers(0, incoming)),
             output_released=draw(st.integers(0, min(activation, *(each.saved for each in options)))),
+            output_time=draw(_parts_of(min(forwards))),
         )
         stages.append(stage)
         incoming = stage.activation
@@ -62,6 +67,10 @@ def rich_chains(draw: st.DrawFn, max_stages: int = 5) -> Chain:
         stages[early] = replace(stages[early], gradient=stages[early].gradient - size)
         stages[late] = replace(stages[late], gradient=stages[late].gradient + size)
     return Chain(tuple(stages), input_bytes, draw(TIMES), draw(SCRATCH), output_held=draw(st.booleans()))
+
+
+def _parts_of(time: float) -> st.SearchStrategy[float]:
+    return st.just(0.0) | st.integers(0, int(time)).map(float)
 
 
 def unit_chain(length: int) -> Chain:

@@ -1,0 +1,123 @@
+"""Forwards whose output nobody reads.
+
+A stage that is run again right before its backward only has to bring its graph back. Its last operators often save
+nothing but what went into them: a linear layer does, and the addition of a residual after it. Their output is made with
+the right shape, and not computed. Autograd sees every operator as ever, so the backward is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+Run = Callable[[Any], Any]
+
+_aten = torch.ops.aten
+_PRODUCTS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+_FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
+"""Layers whose backward does not depend on the values that go into them."""
+
+
+def unread_forward(function: Callable[..., Any]) -> Run | None:
+    """How to run a stage for a backward that follows at once; None if there is nothing to leave out.
+
+    What it returns has the graph, the shapes and the types of what `function` returns, but not its values.
+    """
+    own = getattr(type(function), "unread_forward", None)
+    if own is not None:
+        found: Run | None = own(function)
+        return found
+    layers = _flat(function) if isinstance(function, nn.Module) else []
+    last = len(layers) - 1
+    while last >= 0 and _is_one_of(layers[last], _FOLLOWING):
+        last -= 1
+    if last < 0 or not _is_one_of(layers[last], _PRODUCTS):
+        return None
+    return partial(_run, layers, last)
+
+
+def uncomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an operator, with a graph, and do not compute what a backward never reads of it."""
+    with _Uncomputed():  # type: ignore[no-untyped-call]  # torch leaves it so
+        return function(*args, **kwargs)
+
+
+def _run(layers: list[nn.Module], last: int, value: Any) -> Any:
+    for layer in layers[:last]:
+        value = layer(value)
+    value = uncomputed(layers[last], value)
+    for layer in layers[last + 1 :]:
+        value = layer(value)
+    return value
+
+
+def _flat(module: nn.Module) -> list[nn.Module]:
+    if type(module) is nn.Sequential and not _watched(module):
+        return [layer for child in module for layer in _flat(child)]
+    return [module]
+
+
+def _is_one_of(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Exactly: a derived class may do anything. A hook may look at the output, and dropout write over its input."""
+    return type(layer) in kinds and not _watched(layer) and not getattr(layer, "inplace", False)
+
+
+def _watched(module: nn.Module) -> bool:
+    tables = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(tables) or module._compiled_call_impl is not None or "forward" in vars(module)
+
+
+class _Uncomputed(TorchDispatchMode):
+    """Below autograd: operators that save their inputs alone return memory that nobody has written to."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        make = _MAKERS.get(func)
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        if make is None or types or any(each.layout is not torch.strided for each in tensors):
+            return func(*args, **(kwargs or {}))
+        return make(func, *args, **(kwargs or {}))
+
+
+def _product(_: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
+
+
+def _sum_with_product(_: Any, __: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **___: Any) -> torch.Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
+
+
+def _sum(func: Any, a: torch.Tensor, b: Any, **kwargs: Any) -> torch.Tensor:
+    alike = isinstance(b, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    found: torch.Tensor = torch.empty_like(a) if alike else func(a, b, **kwargs)
+    return found
+
+
+def _as_on_meta(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    like = func(*tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), args), **kwargs)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=args[0].device)
+
+
+_MAKERS: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.mm.default: _product,
+    _aten.bmm.default: _product,
+    _aten.addmm.default: _sum_with_product,
+    _aten.baddbmm.default: _sum_with_product,
+    _aten.add.Tensor: _sum,
+    _aten.convolution.default: _as_on_meta,
+}
