@@ -72,7 +72,7 @@ class Sweep:
 
 def sweep(report: Report, slots: int = 500, strategies: Mapping[str, Sequence] = _NONE) -> Sweep:
     """All limits for the step that `report` is about, and these sequences as points beside them."""
-    found = [*frontier(report.chain, slots=slots).sequences, store_all(report.chain)]
+    found = [*frontier(report.chain, slots=slots).sequences, store_all(report.chain), report.sequence]
     points: list[Point] = []
     # A snapshot of the random state, or layers before the chain, can need more than the chain of a leaner plan saves.
     for point in sorted((_point(report, "", each) for each in found), key=lambda p: (p.mem_limit, p.step_seconds)):
