@@ -20,7 +20,7 @@ from rotor_py.units import format_bytes
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 240, 56, 28, 32, 44
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
-_APART, _FINEST = 26, 0.02
+_APART, _FINEST = 20, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def curve_picture(report: Report, sweep: Sweep) -> CurvePicture | None:
         line="".join(_line([(x(point.mem_limit), y(point.overhead)) for point in points])),
         columns=tuple(_columns(sweep, [x(point.mem_limit) for point in points])),
         sizes=tuple((x(size), format_bytes(int(size))) for size in round_numbers(left, right, 8)),
-        shares=tuple((y(1 + share), f"+{share:.0%}") for share in _shares(highest)),
+        shares=tuple((y(1 + share), f"+{share:.0%}" if share else "0%") for share in _shares(highest)),
         plan=Mark(x(plan.mem_limit), y(plan.overhead), f"this plan: {_cost(sweep, plan)}"),
         limit_x=x(limit) if limit is not None and left <= limit <= right else None,
         marks=tuple(
@@ -132,7 +132,8 @@ def _shares(highest: float) -> list[float]:
 
 def _placed(points: Iterable[tuple[str, float, float, str]]) -> Iterator[Mark]:
     """The points with letters as near to them as there is room."""
-    taken: list[tuple[float, float]] = []
+    points = [*points]
+    taken = [(x, y) for _, x, y, _ in points]
     around = product(range(-70, 71, 10), range(-65, 66, 13))
     offsets = sorted(around, key=lambda by: (by[0] - 10) ** 2 + (by[1] + 13) ** 2)
     for letter, x, y, title in points:
