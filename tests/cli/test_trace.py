@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -73,14 +74,17 @@ def test_every_event_has_the_fields_of_its_phase(facts: Facts) -> None:
     assert {(e["pid"], e["tid"]) for e in found["traceEvents"] if e["ph"] == "X"} <= named
 
 
+@pytest.mark.parametrize("whole", [int, round])
 @pytest.mark.parametrize("seconds", [1e-7, 3.3e-5, 0.7])
-def test_slices_of_a_track_follow_each_other_in_whole_nanoseconds(facts: Facts, seconds: float) -> None:
+def test_slices_of_a_track_do_not_overlap_where_time_is_counted_in_nanoseconds(
+    facts: Facts, seconds: float, whole: Callable[[float], int]
+) -> None:
     scaled = replace(facts, budget=replace(facts.budget, chain=_timed(facts.budget.chain, seconds)))
     verified = replace(scaled, verified=Verified(1000, 0.1, 0.0, 2000, 0.3))
     tracks = defaultdict(list)
     for event in json.loads(json.dumps(trace(verified)))["traceEvents"]:
         if event["ph"] == "X":
-            tracks[event["pid"], event["tid"]].append((int(event["ts"] * 1000), int(event["dur"] * 1000)))
+            tracks[event["pid"], event["tid"]].append((whole(event["ts"] * 1000), whole(event["dur"] * 1000)))
     assert len(tracks) == 5
     for slices in tracks.values():
         for (begin, length), (after, _) in pairwise(slices):
