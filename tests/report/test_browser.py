@@ -43,7 +43,8 @@ def pages(report: Report, swept: Report, tmp_path_factory: pytest.TempPathFactor
     swept.to_html(folder / "swept.html", remarks=("measured peak 1.00 GB",))
     over = replace(report, mem_limit=report.peak_bytes // 2, title="A" * 120)
     over.to_html(folder / "over.html")
-    notebook = f"<!doctype html><title>notebook</title><h1>Cell</h1>{report._repr_html_()}"
+    head = '<!doctype html><meta name="viewport" content="width=device-width"><title>notebook</title><h1>Cell</h1>'
+    notebook = head + report._repr_html_()
     (folder / "notebook.html").write_text(notebook, encoding="utf-8")
     return {page.stem: page for page in folder.iterdir()}
 
