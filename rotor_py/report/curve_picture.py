@@ -58,7 +58,10 @@ def curve_picture(report: Report, sweep: Sweep) -> CurvePicture | None:
     least, most = min(points[0].mem_limit, plan.mem_limit), max(points[-1].mem_limit, plan.mem_limit)
     margin = 0.04 * (most - least)
     left, right = least - margin, most + margin
-    highest = max(*(math.log(point.overhead) for point in (*points, plan)), math.log1p(_FINEST)) * 1.08
+    highest = max(*(math.log(point.overhead) for point in (*points, plan)), math.log1p(_FINEST))
+    # Strategies may make the curve half as high, no less.
+    others = [math.log(point.overhead) for point in sweep.strategies]
+    highest = 1.08 * max(highest, *(other for other in others if other <= 2 * highest), 0.0)
 
     def x(size: float) -> float:
         return LEFT + WIDTH * (size - left) / (right - left)
