@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rotor_py.report import Report
-from rotor_solver import Sequence, simulate
 
 if TYPE_CHECKING:
     from rotor_cli.compare import Row
-    from rotor_cli.sweep import Sweep
 
 SCHEMA = 1
 
@@ -45,7 +43,6 @@ class Facts(Report):
     verified: Verified | None = None
     compared: tuple[Row, ...] = ()
     """Every strategy at the limit, the plan first."""
-    sweep: Sweep | None = None
     limited: bool = True
     """Whether there is a limit that was planned for; `sequence` stores everything otherwise."""
 
@@ -57,11 +54,6 @@ class Facts(Report):
             if row.verified is not None and (problem := row.verified.problem(self.mem_limit)) is not None:
                 return f"{row.strategy}: {problem}"
         return None
-
-    def seconds_of(self, sequence: Sequence) -> float:
-        """Predicted time of a forward, loss and backward that follow `sequence`."""
-        prefix = self.measurement.prefix
-        return simulate(self.chain, sequence).makespan + (prefix.seconds if prefix else 0.0)
 
     def as_json(self) -> dict[str, Any]:
         """The report as the command writes it with --json: seconds and bytes."""

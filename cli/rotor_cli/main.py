@@ -152,7 +152,7 @@ def _plan(request: Request) -> Facts:
 
 def _swept(facts: Facts, network: Checkpointable, request: Request) -> Facts:
     from rotor_cli.compare import leanest_of_each
-    from rotor_cli.sweep import sweep
+    from rotor_py.report.sweep import sweep
 
     others = leanest_of_each(facts, network.model, request.slots)
     return replace(facts, sweep=sweep(facts, request.slots, others))

@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from string import ascii_uppercase
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from rotor_cli.chart import chart
-from rotor_cli.sweep import Point, Sweep
-from rotor_py.units import format_bytes, limit_text
+from rotor_py.report.sweep import Sweep
+from rotor_py.report.wording import USUAL, format_share, saving
+from rotor_py.units import format_bytes
 
-_USUAL, _HEIGHT, _WIDEST = 0.10, 14, 100
+_HEIGHT, _WIDEST = 14, 100
 
 
 def curve(sweep: Sweep, title: str, overhead: float | None = None) -> RenderableType:
     """The sentence about `overhead` more time, 10 % unless given, the chart, and what its letters stand for."""
-    parts: list[RenderableType] = [Text(f"{title}: {sentence(sweep, _USUAL if overhead is None else overhead)}")]
+    parts: list[RenderableType] = [Text(f"{title}: {saving(sweep, USUAL if overhead is None else overhead)}")]
     if len(sweep.points) > 1:
         parts += ["", _Chart(sweep)]
     return Group(*parts, "", strategies(sweep))
-
-
-def sentence(sweep: Sweep, overhead: float) -> str:
-    """What at most `overhead` more time saves; where that is nothing, what the first saving costs."""
-    least, point, stored = sweep.points[0], sweep.least_for(overhead), format_bytes(sweep.store_all_bytes)
-    if sweep.saved(least) <= 0:
-        return f"No plan needs less than storing everything: {stored}."
-    if sweep.saved(point) <= 0:
-        point = sweep.points[-2]
-    text = (
-        f"{_percent(point.overhead - 1)} more time saves {_percent(sweep.saved(point))} of activation memory: a limit "
-        f"of {limit_text(point.mem_limit)} instead of {stored}."
-    )
-    if point == least:
-        return f"{text} Less is not possible."
-    return f"{text} The least possible is {limit_text(least.mem_limit)}, at {_percent(least.overhead - 1)} more time."
 
 
 def strategies(sweep: Sweep) -> Table:
@@ -47,7 +31,7 @@ def strategies(sweep: Sweep) -> Table:
     table.add_column("at its least", overflow="fold")
     table.add_column("peak", justify="right", no_wrap=True)
     table.add_column("overhead", justify="right", no_wrap=True)
-    for letter, point in _lettered(sweep):
+    for letter, point in sweep.lettered():
         table.add_row(letter, point.name, format_bytes(point.mem_limit), f"{point.overhead - 1:+.1%}")
     return table
 
@@ -61,14 +45,6 @@ def plot(sweep: Sweep, path: str | Path, title: str) -> None:
     draw(path, limits, overheads, points=points, title=title)
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.{1 if abs(share) < 0.1 else 0}f} %"
-
-
-def _lettered(sweep: Sweep) -> list[tuple[str, Point]]:
-    return list(zip(ascii_uppercase, sweep.strategies, strict=False))
-
-
 class _Chart:
     """The chart, as wide as the console."""
 
@@ -79,10 +55,10 @@ class _Chart:
         points = self.sweep.points
         lines = chart(
             [(point.mem_limit, point.overhead - 1) for point in points],
-            [(letter, point.mem_limit, point.overhead - 1) for letter, point in _lettered(self.sweep)],
+            [(letter, point.mem_limit, point.overhead - 1) for letter, point in self.sweep.lettered()],
             width=min(options.max_width, _WIDEST),
             height=_HEIGHT,
-            top=_percent(points[0].overhead - 1),
+            top=format_share(points[0].overhead - 1),
             ends=(format_bytes(points[0].mem_limit), format_bytes(points[-1].mem_limit)),
         )
         yield Text("more time, by the limit of the whole step", style="dim")

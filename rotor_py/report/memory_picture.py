@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rotor_py.report.axis import Column, round_numbers
 from rotor_py.report.report import Report
 from rotor_py.report.wording import sentence
 from rotor_py.units import format_bytes
@@ -22,13 +23,6 @@ class Layer:
     sizes: tuple[int, ...]
     colour: str
     outline: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    x: float
-    width: float
-    title: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,7 @@ def memory_picture(report: Report) -> MemoryPicture:
             Column(LEFT + step * at, step, f"{sentence(moment, names, beside)}; {_largest(layers, at)}")
             for at, moment in enumerate(found)
         ),
-        ticks=tuple((y(full * part / 4 / 1.04), format_bytes(int(full * part / 4 / 1.04))) for part in range(5)),
+        ticks=tuple((y(size), format_bytes(int(size))) for size in round_numbers(0, full, 5)),
         limit_y=y(limit) if near and limit is not None else None,
     )
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from html import escape
 
+from rotor_py.report import curve_picture as curve
 from rotor_py.report import schedule_picture as schedule
 from rotor_py.report.memory_picture import LEFT, memory_picture
 from rotor_py.report.report import Report
+from rotor_py.report.sweep import sweep
 from rotor_py.report.text import format_seconds
+from rotor_py.report.wording import saving
 from rotor_py.units import format_bytes
 
 
@@ -23,6 +26,7 @@ def page(report: Report, remarks: tuple[str, ...] = ()) -> str:
         lstrip_blocks=True,
     )
     begin, rest = report.verdict()
+    swept = sweep(report) if report.sweep is None else report.sweep
     return environment.get_template("report.html").render(
         title=report.title,
         fits=report.fits,
@@ -31,6 +35,9 @@ def page(report: Report, remarks: tuple[str, ...] = ()) -> str:
         remarks=remarks,
         amounts=_amounts(report),
         parts=report.budget.parts() or "nothing",
+        curve=curve.curve_picture(report, swept),
+        axes=curve,
+        saving=saving(swept),
         memory=memory_picture(report),
         left=LEFT,
         schedule=schedule.schedule_picture(report),

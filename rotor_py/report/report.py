@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rotor_py.budget import Budget
 from rotor_py.measurement import Measurement
 from rotor_py.units import format_bytes
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, simulate, store_all
+
+if TYPE_CHECKING:
+    from rotor_py.report.sweep import Sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class Report:
     budget: Budget
     measurement: Measurement
     sequence: Sequence
+    sweep: Sweep | None = None
+    """What all limits cost; where it is None, a page finds it out."""
 
     def __str__(self) -> str:
         from rotor_py.report.text import plain_text
@@ -83,12 +89,16 @@ class Report:
     @property
     def step_seconds(self) -> float:
         """Predicted time of the planned forward, loss and backward."""
-        return simulate(self.chain, self.sequence).makespan + self.before_chain_seconds
+        return self.seconds_of(self.sequence)
 
     @property
     def store_all_seconds(self) -> float:
         """Predicted time of the plain forward, loss and backward."""
-        return simulate(self.chain, store_all(self.chain)).makespan + self.before_chain_seconds
+        return self.seconds_of(store_all(self.chain))
+
+    def seconds_of(self, sequence: Sequence) -> float:
+        """Predicted time of a forward, loss and backward that follow `sequence`."""
+        return simulate(self.chain, sequence).makespan + self.before_chain_seconds
 
     @property
     def overhead(self) -> float:

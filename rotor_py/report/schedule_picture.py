@@ -9,7 +9,7 @@ from rotor_py.report.report import Report
 from rotor_py.report.wording import kind, sentence
 from rotor_solver import Backward, Loss, Moment, moments
 
-CELL, ROW, LEFT, TOP = 16, 12, 64, 20
+CELL, ROW, LEFT, TOP = 18, 14, 64, 20
 
 
 @dataclass(frozen=True, slots=True)

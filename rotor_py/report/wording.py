@@ -1,12 +1,15 @@
-"""Operations in the words of a report."""
+"""Operations and limits in the words of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rotor_py.report.sweep import Sweep
 from rotor_py.report.text import format_seconds
-from rotor_py.units import format_bytes
+from rotor_py.units import format_bytes, limit_text
 from rotor_solver import Backward, ForwardEnable, Loss, Moment, Operation
+
+USUAL = 0.10
 
 
 def label(operation: Operation, names: Sequence[str]) -> str:
@@ -32,3 +35,25 @@ def sentence(moment: Moment, names: Sequence[str], beside_bytes: int) -> str:
         f"{label(moment.operation, names)}{' (recompute)' if moment.again else ''}: {format_seconds(moment.seconds)}, "
         f"{format_bytes(beside_bytes + moment.during)} while it runs, {format_bytes(beside_bytes + moment.after)} after"
     )
+
+
+def saving(sweep: Sweep, overhead: float = USUAL) -> str:
+    """What at most `overhead` more time saves; where that is nothing, what the first saving costs."""
+    least, point, stored = sweep.points[0], sweep.least_for(overhead), format_bytes(sweep.store_all_bytes)
+    if sweep.saved(least) <= 0:
+        return f"No plan needs less than storing everything: {stored}."
+    if sweep.saved(point) <= 0:
+        point = sweep.points[-2]
+    text = (
+        f"{format_share(point.overhead - 1)} more time saves {format_share(sweep.saved(point))} of activation memory: "
+        f"a limit of {limit_text(point.mem_limit)} instead of {stored}."
+    )
+    if point == least:
+        return f"{text} Less is not possible."
+    price = format_share(least.overhead - 1)
+    return f"{text} The least possible is {limit_text(least.mem_limit)}, at {price} more time."
+
+
+def format_share(share: float) -> str:
+    """`7.5 %` below a tenth, else `12 %`."""
+    return f"{100 * share:.{1 if abs(share) < 0.1 else 0}f} %"

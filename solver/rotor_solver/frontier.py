@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from os import PathLike
@@ -104,6 +104,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     tables = _tables(problem, whole.peak - chain.input_bytes, seconds - problem.stored, slots, divisor)
     wanted = [least, *_steps(tables, slots), whole.peak] if limits is None else map(bytes_of_limit, limits)
     found: list[_Step] = []
+    proven: dict[int, float] = {}
     for limit in sorted(set(wanted)):
         if limit < least:
             continue
@@ -118,11 +119,17 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
             if sequence is not None:
                 best, seconds = sequence, problem.stored + more
         found.append((limit, best))
+
+    def bound(limit: int) -> float:
+        # Whatever a plan takes is a whole number of times the divisor.
+        room = (limit - chain.input_bytes) // max(1, divisor) * max(1, divisor)
+        read = problem.stored + _table_for(tables, room).lower_bound(room)
+        return max(read, *(other for above, other in proven.items() if above >= limit), 0.0)
+
     if limits is None:
-        found = _steepest(chain, found)
-    # Whatever a plan takes is a whole number of times the divisor.
-    rooms = [(limit - chain.input_bytes) // max(1, divisor) * max(1, divisor) for limit, _ in found]
-    bounds = [problem.stored + _table_for(tables, room).lower_bound(room) for room in rooms]
+        most = min(_SINGLE, int(_PAIRS / max(1, sum(table.pairs for table in tables))))
+        found = _closer(chain, _steepest(chain, [each for _, each in found]), slots, most, bound, proven)
+    bounds = [bound(limit) for limit, _ in found]
     if found and found[0][0] == least:
         bounds[0] = max(bounds[0], found[0][1].lower_bound or 0.0)
     makespans = [simulate(chain, sequence).makespan for _, sequence in found]
@@ -142,6 +149,10 @@ def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
 
 
 _Step = tuple[int, Sequence]
+_FAR, _SINGLE, _PAIRS = 0.02, 40, 5e5
+"""How far a plan may be from the bound, as a ratio, before its limit is planned for by itself. Of such plans there are
+at most `_SINGLE`, and the fewer, the more pairs of slots the tables looked at: where these are large, so are theirs.
+"""
 
 
 def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:
@@ -180,15 +191,36 @@ def _steps(tables: list[Table], most: int) -> list[int]:
     return changes[:: max(1, math.ceil(len(changes) / most))]
 
 
-def _steepest(chain: Chain, steps: list[_Step]) -> list[_Step]:
-    """The steps without those that others make useless, at the limits that they really need."""
+def _steepest(chain: Chain, sequences: Iterable[Sequence]) -> list[_Step]:
+    """The steps that no other makes useless, at the limits that they really need."""
     kept: list[_Step] = []
     fastest = math.inf
-    for _, sequence in reversed(steps):
-        result = simulate(chain, sequence)
-        if kept and result.makespan <= fastest:
-            kept.pop()
-        if not kept or result.peak < kept[-1][0]:
+    costs = [(simulate(chain, sequence), sequence) for sequence in sequences]
+    for result, sequence in sorted(costs, key=lambda pair: (pair[0].peak, pair[0].makespan)):
+        if result.makespan < fastest:
             kept.append((result.peak, sequence))
             fastest = result.makespan
-    return kept[::-1]
+    return kept
+
+
+def _closer(
+    chain: Chain, steps: list[_Step], slots: int, most: int, bound: Callable[[int], float], proven: dict[int, float]
+) -> list[_Step]:
+    """With at most `most` plans for single limits, just below a step, where those of the tables are far from the bound.
+
+    A table's slots are laid out for its largest limit; at others, what just fits can be missed. What the plans' bounds
+    prove goes into `proven`, by limit.
+    """
+    for _ in range(most):
+        far = [
+            (simulate(chain, slower).makespan / max(bound(limit - 1), math.ulp(0.0)), limit - 1)
+            for (_, slower), (limit, _) in pairwise(steps)
+            if limit - 1 not in proven
+        ]
+        gap, limit = max(far, default=(1.0, 0))
+        if gap - 1 <= _FAR:
+            break
+        sequence = Persistent(slots).solve(chain, limit)
+        proven[limit] = sequence.lower_bound or 0.0
+        steps = _steepest(chain, [*(each for _, each in steps), sequence])
+    return steps

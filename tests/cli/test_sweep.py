@@ -14,10 +14,11 @@ from torch import nn
 
 from rotor_cli.chart import chart
 from rotor_cli.facts import Facts
-from rotor_cli.sweep import Point, Sweep, sweep
-from rotor_cli.sweep_report import curve, sentence
+from rotor_cli.sweep_report import curve
 from rotor_cli.text_report import console
 from rotor_py import Checkpointable
+from rotor_py.report.sweep import Point, Sweep, sweep
+from rotor_py.report.wording import saving
 from rotor_solver import Persistent, Sequence, recompute_all, store_all
 
 NONE = Sequence([])
@@ -65,7 +66,7 @@ def test_a_sweep_needs_no_limit_and_goes_from_the_least_to_storing_everything(pl
 @pytest.mark.parametrize("changes", [{}, {"snapshot_bytes": 5000}, {"floor_bytes": 1_400_000}])
 def test_every_point_is_the_fastest_plan_of_its_limit_and_the_first_one_as_fast(changes):
     facts = facts_of(**changes)
-    found = sweep(facts, 500, {})
+    found = sweep(facts)
     assert found.points[0].mem_limit == facts.budget.least_bytes()
     assert found.points[-1].overhead == 1
     for point in found.points:
@@ -80,9 +81,9 @@ def test_every_point_is_the_fastest_plan_of_its_limit_and_the_first_one_as_fast(
 def test_what_computing_twice_needs_more_than_it_saves_is_left_out():
     facts = facts_of(snapshot_bytes=10**9)
     assert facts.budget.peak_bytes(recompute_all(facts.chain)) > facts.store_all_bytes
-    found = sweep(facts, 500, {})
+    found = sweep(facts)
     assert [point.mem_limit for point in found.points] == [facts.store_all_bytes]
-    assert "No plan needs less than storing everything" in sentence(found, 0.1)
+    assert "No plan needs less than storing everything" in saving(found, 0.1)
     out = console(60)
     with out.capture() as captured:
         out.print(curve(found, "net"))
@@ -90,13 +91,13 @@ def test_what_computing_twice_needs_more_than_it_saves_is_left_out():
 
 
 def test_the_sentence_says_what_more_time_saves():
-    assert sentence(HAND, 0.10) == (
+    assert saving(HAND, 0.10) == (
         "10 % more time saves 58 % of activation memory: a limit of 520 instead of 1.10 kB. "
         "The least possible is 400, at 50 % more time."
     )
-    assert sentence(HAND, 0.07).startswith("5.0 % more time saves 20 % of activation memory: a limit of 900 ")
-    assert sentence(HAND, 0.01) == sentence(HAND, 0.07), "the first saving, where there is none for so little time"
-    assert sentence(HAND, 2) == (
+    assert saving(HAND, 0.07).startswith("5.0 % more time saves 20 % of activation memory: a limit of 900 ")
+    assert saving(HAND, 0.01) == saving(HAND, 0.07), "the first saving, where there is none for so little time"
+    assert saving(HAND, 2) == (
         "50 % more time saves 70 % of activation memory: a limit of 400 instead of 1.10 kB. Less is not possible."
     )
 
@@ -190,7 +191,7 @@ def test_the_curve_is_as_wide_as_the_console(width):
         (["--sweep", "--mem-limit", "4XB"], "4XB"),
     ],
 )
-def test_wrong_use_ends_with_2_and_one_sentence(plan, model_file, arguments, words):
+def test_wrong_use_ends_with_2_and_one_saving(plan, model_file, arguments, words):
     result = plan(model_file("raise RuntimeError('loaded')"), *arguments)
     assert result.exit_code == 2
     assert words in result.stderr

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 
 from rotor_cli.facts import Facts, Verified
 from rotor_cli.trace import AFTER, AGAIN, BACKWARD, FORWARD, LIMIT, MEASURED, PREDICTED, WHILE, trace
-from rotor_py import Checkpointable, simulate, store_all
+from rotor_py import Chain, Checkpointable, simulate, store_all
 
 KEYS = {
     "X": {"ph", "name", "pid", "tid", "ts", "dur", "args"},
@@ -38,6 +40,21 @@ def facts() -> Facts:
     return Facts("net", "cpu", limit, model.budget, model.inspection_values, sequence)
 
 
+def _timed(chain: Chain, seconds: float) -> Chain:
+    """The same with times that have no end in binary."""
+    stages = tuple(
+        replace(
+            stage,
+            options=tuple(
+                replace(option, forward_time=seconds / (3 + at), backward_time=seconds * 0.7)
+                for at, option in enumerate(stage.options)
+            ),
+        )
+        for stage in chain.stages
+    )
+    return replace(chain, stages=stages, loss_time=seconds / 7)
+
+
 def events(facts: Facts, phase: str, pid: int = PREDICTED) -> list[dict[str, Any]]:
     return [event for event in trace(facts)["traceEvents"] if (event["ph"], event["pid"]) == (phase, pid)]
 
@@ -57,6 +74,38 @@ def test_every_event_has_the_fields_of_its_phase(facts: Facts) -> None:
     assert {(e["pid"], e["tid"]) for e in found["traceEvents"] if e["ph"] == "X"} <= named
 
 
+@pytest.mark.parametrize("whole", [int, round])
+@pytest.mark.parametrize("seconds", [1e-7, 3.3e-5, 0.7])
+def test_slices_of_a_track_do_not_overlap_where_time_is_counted_in_nanoseconds(
+    facts: Facts, seconds: float, whole: Callable[[float], int]
+) -> None:
+    scaled = replace(facts, budget=replace(facts.budget, chain=_timed(facts.budget.chain, seconds)))
+    verified = replace(scaled, verified=Verified(1000, 0.1, 0.0, 2000, 0.3))
+    tracks = defaultdict(list)
+    for event in json.loads(json.dumps(trace(verified)))["traceEvents"]:
+        if event["ph"] == "X":
+            tracks[event["pid"], event["tid"]].append((whole(event["ts"] * 1000), whole(event["dur"] * 1000)))
+    assert len(tracks) == 5
+    for slices in tracks.values():
+        for (begin, length), (after, _) in pairwise(slices):
+            assert begin + length <= after
+
+
+def test_names_come_first_and_events_in_the_order_of_time(facts: Facts) -> None:
+    found = trace(replace(facts, verified=Verified(1000, 0.5, 0.0, 2000, 0.25)))["traceEvents"]
+    kinds = [event["ph"] != "M" for event in found]
+    assert kinds == sorted(kinds)
+    times = [event["ts"] for event in found if event["ph"] != "M"]
+    assert times == sorted(times)
+    assert times[0] == 0
+    for event in found:
+        if event["ph"] == "M":
+            expected = {"thread_sort_index": ("sort_index", int)}.get(event["name"], ("name", str))
+            assert [(key, type(value)) for key, value in event["args"].items()] == [expected]
+    named = {event["pid"] for event in found if event["name"] == "process_name"}
+    assert named == {event["pid"] for event in found} == {PREDICTED, MEASURED}
+
+
 def test_operations_are_those_of_the_plan_with_simulated_memory(facts: Facts) -> None:
     simulated, beside = simulate(facts.chain, facts.sequence), facts.budget.beside_chain(facts.sequence)
     found = [event for event in events(facts, "X") if event["name"] != "before the chain"]
@@ -71,9 +120,9 @@ def test_operations_follow_each_other_and_fill_the_predicted_time(facts: Facts) 
     assert found[0]["name"] == "before the chain"
     end = 0.0
     for event in found:
-        assert event["ts"] == pytest.approx(end)
+        assert event["ts"] == end
         end = event["ts"] + event["dur"]
-    assert end == pytest.approx(facts.step_seconds * 1e6)
+    assert end == pytest.approx(facts.step_seconds * 1e6, abs=1 / 16)
 
 
 def test_recomputations_have_a_track_of_their_own_and_say_so(facts: Facts) -> None:

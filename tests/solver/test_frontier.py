@@ -52,6 +52,16 @@ def test_a_long_chain_has_a_frontier_close_to_single_plans_and_bounds_that_hold(
         assert single.lower_bound <= found.makespans[position]
 
 
+def test_where_few_sizes_fit_together_the_frontier_is_as_fast_as_plans_for_single_limits() -> None:
+    times = [38, 19] * 6
+    chain = Chain.from_arrays(
+        times, [99, 21] * 6 + [20], [65536] * 13, [65536] * 12, [5064] * 12, [16640, 65536] * 6 + [65536]
+    )
+    found, whole = frontier(chain), simulate(chain, store_all(chain)).peak
+    for limit in range(min_bytes(chain), whole, (whole - min_bytes(chain)) // 50):
+        assert found.makespan(limit) <= simulate(chain, solve(chain, limit)).makespan
+
+
 def test_only_the_limits_that_were_asked_for() -> None:
     chain = unit_chain(12)
     least, whole = min_bytes(chain), simulate(chain, store_all(chain)).peak

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from string import ascii_uppercase
+from typing import TYPE_CHECKING, Any
 
-from rotor_cli.facts import Facts
 from rotor_solver import Sequence, frontier, store_all
+
+if TYPE_CHECKING:
+    from rotor_py.report.report import Report
+
+_NONE: Mapping[str, Sequence] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,10 @@ class Sweep:
         activations = self.store_all_bytes - self.fixed_bytes
         return (self.store_all_bytes - point.mem_limit) / activations if activations > 0 else 0.0
 
+    def lettered(self) -> list[tuple[str, Point]]:
+        """The strategies with the letters that stand for them in a picture."""
+        return list(zip(ascii_uppercase, self.strategies, strict=False))
+
     def as_json(self) -> dict[str, Any]:
         """The entry "sweep" of the report."""
         return {
@@ -60,22 +70,22 @@ class Sweep:
         }
 
 
-def sweep(facts: Facts, slots: int, strategies: dict[str, Sequence]) -> Sweep:
-    """All limits for the step that `facts` are about, and these sequences as points beside them."""
-    found = [*frontier(facts.chain, slots=slots).sequences, store_all(facts.chain)]
+def sweep(report: Report, slots: int = 500, strategies: Mapping[str, Sequence] = _NONE) -> Sweep:
+    """All limits for the step that `report` is about, and these sequences as points beside them."""
+    found = [*frontier(report.chain, slots=slots).sequences, store_all(report.chain), report.sequence]
     points: list[Point] = []
     # A snapshot of the random state, or layers before the chain, can need more than the chain of a leaner plan saves.
-    for point in sorted((_point(facts, "", each) for each in found), key=lambda p: (p.mem_limit, p.step_seconds)):
+    for point in sorted((_point(report, "", each) for each in found), key=lambda p: (p.mem_limit, p.step_seconds)):
         if not points or point.step_seconds < points[-1].step_seconds:
             points.append(point)
     return Sweep(
-        fixed_bytes=facts.budget.fixed.total,
-        store_all_bytes=facts.store_all_bytes,
+        fixed_bytes=report.budget.fixed.total,
+        store_all_bytes=report.store_all_bytes,
         points=tuple(points),
-        strategies=tuple(_point(facts, name, sequence) for name, sequence in strategies.items()),
+        strategies=tuple(_point(report, name, sequence) for name, sequence in strategies.items()),
     )
 
 
-def _point(facts: Facts, name: str, sequence: Sequence) -> Point:
-    seconds, plain = facts.seconds_of(sequence), facts.store_all_seconds
-    return Point(name, facts.budget.peak_bytes(sequence), seconds, seconds / plain if plain else 1.0, sequence)
+def _point(report: Report, name: str, sequence: Sequence) -> Point:
+    seconds, plain = report.seconds_of(sequence), report.store_all_seconds
+    return Point(name, report.budget.peak_bytes(sequence), seconds, seconds / plain if plain else 1.0, sequence)

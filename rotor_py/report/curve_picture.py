@@ -1,0 +1,153 @@
+"""Memory against time, as shapes: a step function over all limits, this plan on it, and strategies as letters.
+
+Time is drawn as the logarithm of its ratio to the plain one, so that what ten percent buy can be seen where the least
+memory costs many times as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from rotor_py.report.axis import Column, round_numbers
+from rotor_py.report.report import Report
+from rotor_py.report.sweep import Point, Sweep
+from rotor_py.report.text import format_seconds
+from rotor_py.report.wording import format_share
+from rotor_py.units import format_bytes
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 240, 56, 28, 32, 44
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
+_APART, _FINEST = 20, 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point: where it is, what is said of it, and its letter with the place of that."""
+
+    x: float
+    y: float
+    title: str
+    letter: str = ""
+    letter_x: float = 0.0
+    letter_y: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePicture:
+    """In pixels. `limit_x` is None where the limit is far from the curve, or there is none."""
+
+    line: str
+    columns: tuple[Column, ...]
+    sizes: tuple[tuple[float, str], ...]
+    shares: tuple[tuple[float, str], ...]
+    plan: Mark
+    limit_x: float | None
+    marks: tuple[Mark, ...]
+    legend: tuple[tuple[str, str], ...]
+
+
+def curve_picture(report: Report, sweep: Sweep) -> CurvePicture | None:
+    """The curve of `sweep` and the plan of `report`; None where there is nothing to choose from."""
+    points = sweep.points
+    if len(points) < 2:
+        return None
+    plan = Point("", report.peak_bytes, report.step_seconds, report.overhead, report.sequence)
+    least, most = min(points[0].mem_limit, plan.mem_limit), max(points[-1].mem_limit, plan.mem_limit)
+    margin = 0.04 * (most - least)
+    left, right = least - margin, most + margin
+    highest = max(*(math.log(point.overhead) for point in (*points, plan)), math.log1p(_FINEST))
+    # Strategies may make the curve half as high, no less.
+    others = [math.log(point.overhead) for point in sweep.strategies]
+    highest = 1.08 * max(highest, *(other for other in others if other <= 2 * highest), 0.0)
+
+    def x(size: float) -> float:
+        return LEFT + WIDTH * (size - left) / (right - left)
+
+    def y(overhead: float) -> float:
+        return TOP + HEIGHT * (1 - math.log(max(1.0, overhead)) / highest)
+
+    def inside(point: Point) -> bool:
+        return left <= point.mem_limit <= right and y(point.overhead) >= TOP
+
+    limit = report.mem_limit
+    return CurvePicture(
+        line="".join(_line([(x(point.mem_limit), y(point.overhead)) for point in points])),
+        columns=tuple(_columns(sweep, [x(point.mem_limit) for point in points])),
+        sizes=tuple((x(size), format_bytes(int(size))) for size in round_numbers(left, right, 8)),
+        shares=tuple((y(1 + share), f"+{share:.0%}" if share else "0%") for share in _shares(highest)),
+        plan=Mark(x(plan.mem_limit), y(plan.overhead), f"this plan: {_cost(sweep, plan)}"),
+        limit_x=x(limit) if limit is not None and left <= limit <= right else None,
+        marks=tuple(
+            _placed(
+                (letter, x(point.mem_limit), y(point.overhead), f"{point.name}: {_cost(sweep, point)}")
+                for letter, point in sweep.lettered()
+                if inside(point)
+            )
+        ),
+        legend=tuple((letter, _named(point, inside(point))) for letter, point in sweep.lettered()),
+    )
+
+
+def _line(corners: list[tuple[float, float]]) -> Iterator[str]:
+    yield f"M{corners[0][0]:.1f} {TOP}V{corners[0][1]:.1f}"
+    yield from (f"H{x:.1f}V{y:.1f}" for x, y in corners[1:])
+    yield f"H{LEFT + WIDTH}"
+
+
+def _columns(sweep: Sweep, starts: list[float]) -> Iterator[Column]:
+    """What is not enough; then from every limit to the next, what the plan for it costs."""
+    yield Column(LEFT, starts[0] - LEFT, f"no plan needs less than {format_bytes(sweep.points[0].mem_limit)}")
+    for (point, above), (start, end) in zip(
+        pairwise((*sweep.points, None)), pairwise((*starts, float(LEFT + WIDTH))), strict=True
+    ):
+        assert point is not None
+        if above is None:
+            limits = f"a limit of {format_bytes(point.mem_limit)} or more"
+        else:
+            limits = f"a limit from {format_bytes(point.mem_limit)} to {format_bytes(above.mem_limit)}"
+        yield Column(start, end - start, f"{limits}: {_cost(sweep, point)}")
+
+
+def _cost(sweep: Sweep, point: Point) -> str:
+    return (
+        f"peak {format_bytes(point.mem_limit)}, {format_seconds(point.step_seconds)} a step, "
+        f"{point.overhead - 1:+.1%} time, {format_share(sweep.saved(point))} of activation memory saved"
+    )
+
+
+def _named(point: Point, inside: bool) -> str:
+    text = f"{point.name}: {format_bytes(point.mem_limit)}, {point.overhead - 1:+.1%} time"
+    return text if inside else f"{text} (outside the picture)"
+
+
+def _shares(highest: float) -> list[float]:
+    """The round shares of more time that are far enough from each other to be written."""
+    found = [0.0]
+    for share in (_FINEST, *_SHARES) if highest < math.log1p(0.1) else _SHARES:
+        place = math.log1p(share)
+        if place <= highest and HEIGHT * (place - math.log1p(found[-1])) >= _APART * highest:
+            found.append(share)
+    return found
+
+
+def _placed(points: Iterable[tuple[str, float, float, str]]) -> Iterator[Mark]:
+    """The points with letters as near to them as there is room."""
+    points = [*points]
+    taken = [(x, y) for _, x, y, _ in points]
+    around = product(range(-70, 71, 10), range(-65, 66, 13))
+    offsets = sorted(around, key=lambda by: (by[0] - 10) ** 2 + (by[1] + 13) ** 2)
+    for letter, x, y, title in points:
+        places = ((x + across, y + down) for across, down in offsets if across or down)
+        place = next((place for place in places if _free(place, taken)), (x, y))
+        taken.append(place)
+        yield Mark(x, y, title, letter, *place)
+
+
+def _free(place: tuple[float, float], taken: list[tuple[float, float]]) -> bool:
+    """Whether a letter can stand here: inside the picture, and upon no other."""
+    x, y = place
+    inside = LEFT + 6 <= x <= LEFT + WIDTH + RIGHT - 8 and TOP <= y <= TOP + HEIGHT - 6
+    return inside and all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in taken)

@@ -1,0 +1,165 @@
+"""The page in a browser: nothing is cut off, on top of something else, or hard to read; and it does what it offers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("selenium", reason="needs selenium: pip install 'rotor-plan[test]'")
+
+from selenium.webdriver import Chrome, Keys
+from selenium.webdriver.common.by import By
+
+from rotor_cli.compare import leanest_of_each
+from rotor_cli.facts import Facts
+from rotor_py import Checkpointable, Report, format_bytes
+from rotor_py.report.sweep import sweep
+from tests.report.browser import chromium, look, requests, show
+
+SCREENS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def swept(model: Checkpointable, report: Report) -> Report:
+    """The report with every strategy beside the curve."""
+    facts = Facts(report.title, report.device, model.mem_limit, report.budget, report.measurement, report.sequence)
+    return replace(report, sweep=sweep(report, 500, leanest_of_each(facts, model.model, 500)))
+
+
+@pytest.fixture(scope="module")
+def pages(report: Report, swept: Report, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    report.to_html(folder / "plain.html")
+    swept.to_html(folder / "swept.html", remarks=("measured peak 1.00 GB",))
+    over = replace(report, mem_limit=report.peak_bytes // 2, title="A" * 120)
+    over.to_html(folder / "over.html")
+    head = '<!doctype html><meta name="viewport" content="width=device-width"><title>notebook</title><h1>Cell</h1>'
+    notebook = head + report._repr_html_()
+    (folder / "notebook.html").write_text(notebook, encoding="utf-8")
+    return {page.stem: page for page in folder.iterdir()}
+
+
+def assert_good(seen: dict[str, Any]) -> None:
+    assert seen["texts"] > 100
+    assert seen["width"] <= seen["screen"]
+    assert not seen["cut"]
+    assert not seen["overlapping"]
+    assert not seen["faint"]
+
+
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
+@pytest.mark.parametrize("name", ["swept", "over"])
+def test_every_text_can_be_read(driver: Chrome, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
+    show(driver, pages[name], width, scheme)
+    assert_good(look(driver))
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_notebook_shows_the_same_in_a_frame(driver: Chrome, pages: dict[str, Path], width: int) -> None:
+    show(driver, pages["notebook"], width, "light")
+    outside = driver.find_element(By.CSS_SELECTOR, "h1").value_of_css_property("font-size")
+    driver.switch_to.frame(driver.find_element(By.TAG_NAME, "iframe"))
+    assert_good(look(driver))
+    assert driver.find_element(By.ID, "curve").is_displayed()
+    heads(driver)["kept"].click()
+    assert heads(driver)["kept"].get_attribute("aria-sort") == "ascending"
+    driver.switch_to.default_content()
+    assert outside == "32px", "the page's styles stay in the frame"
+    assert driver.get_log("browser") == []
+
+
+def test_nothing_is_asked_for_but_the_page_and_nothing_complains(driver: Chrome, pages: dict[str, Path]) -> None:
+    show(driver, pages["swept"], 1280, "light")
+    heads(driver)["forward"].click()
+    assert requests(driver) == [pages["swept"].as_uri()]
+    assert driver.get_log("browser") == []
+
+
+def test_pointing_at_the_memory_says_operation_and_bytes(
+    driver: Chrome, pages: dict[str, Path], report: Report
+) -> None:
+    show(driver, pages["plain"], 1280, "light")
+    columns = driver.find_elements(By.CSS_SELECTOR, "#memory .column")
+    operations = list(map(str, report.sequence))
+    assert len(columns) == len(operations)
+    for at in (0, len(columns) // 2):
+        said = point_at(driver, columns[at], "memory")
+        assert said.startswith(f"{operations[at]} ")
+        assert " kB while it runs, " in said
+        assert "fixed part " in said
+
+
+def test_pointing_at_the_schedule_says_the_same(driver: Chrome, pages: dict[str, Path], report: Report) -> None:
+    show(driver, pages["plain"], 1280, "light")
+    cells = driver.find_elements(By.CSS_SELECTOR, "#schedule .ran")
+    assert len(cells) == len(report.sequence)
+    said = point_at(driver, cells[3], "schedule")
+    assert said.startswith(f"{list(report.sequence)[3]} ")
+
+
+def test_pointing_at_the_curve_says_limit_peak_and_time(driver: Chrome, pages: dict[str, Path], swept: Report) -> None:
+    show(driver, pages["swept"], 1280, "light")
+    assert swept.sweep is not None
+    points = swept.sweep.points
+    columns = driver.find_elements(By.CSS_SELECTOR, "#curve .column")
+    assert len(columns) == len(points) + 1
+    least = format_bytes(points[0].mem_limit)
+    assert point_at(driver, columns[0], "curve") == f"no plan needs less than {least}"
+    said = point_at(driver, columns[1], "curve")
+    assert said.startswith(f"a limit from {least} to {format_bytes(points[1].mem_limit)}: peak {least}, ")
+    assert f"{points[0].overhead - 1:+.1%} time" in said
+    plan = point_at(driver, driver.find_element(By.CSS_SELECTOR, "#curve .plan"), "curve")
+    assert plan.startswith(f"this plan: peak {format_bytes(swept.peak_bytes)}, ")
+    marks = [point_at(driver, mark, "curve") for mark in driver.find_elements(By.CSS_SELECTOR, "#curve .mark")[:1]]
+    assert marks[0].split(":")[0] in {point.name for point in swept.sweep.strategies}
+
+
+def test_a_finger_does_what_a_mouse_does(driver: Chrome, pages: dict[str, Path]) -> None:
+    show(driver, pages["plain"], 390, "dark")
+    column = driver.find_elements(By.CSS_SELECTOR, "#memory .column")[2]
+    column.click()
+    assert "while it runs" in driver.find_element(By.CSS_SELECTOR, "[data-for=memory]").text
+
+
+def test_the_heads_of_the_table_sort_it_both_ways(driver: Chrome, pages: dict[str, Path], report: Report) -> None:
+    show(driver, pages["plain"], 1280, "light")
+    costs = [cost.backward_seconds for cost in report.measurement.stages]
+    for expected in (sorted(costs), sorted(costs, reverse=True)):
+        heads(driver)["backward"].click()
+        assert [costs[stage] for stage in order(driver)] == expected
+    heads(driver)["#"].click()
+    assert order(driver) == list(range(len(costs))), "9 stands before 10"
+    heads(driver)["#"].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+    assert order(driver) == list(reversed(range(len(costs))))
+    heads(driver)["stage"].find_element(By.TAG_NAME, "button").send_keys(Keys.SPACE)
+    assert heads(driver)["stage"].get_attribute("aria-sort") == "ascending"
+    assert heads(driver)["#"].get_attribute("aria-sort") is None
+
+
+def point_at(driver: Chrome, element: Any, picture: str) -> str:
+    """Move the mouse there, and read what is said below the picture."""
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center', inline: 'center'})", element)
+    box = driver.execute_script("return arguments[0].getBoundingClientRect().toJSON()", element)
+    middle = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+    driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **middle})
+    return str(driver.find_element(By.CSS_SELECTOR, f"[data-for={picture}]").text)
+
+
+def heads(driver: Chrome) -> dict[str, Any]:
+    return {head.text.split(" ")[0]: head for head in driver.find_elements(By.TAG_NAME, "th")}
+
+
+def order(driver: Chrome) -> list[int]:
+    """The numbers of the stages, from the top of the table down."""
+    cells = driver.find_elements(By.CSS_SELECTOR, "tbody td:first-child")
+    return [int(cell.get_attribute("data-value")) for cell in cells]
