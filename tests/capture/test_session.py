@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,17 @@ def test_models_built_alike_are_captured_once_and_train_side_by_side(monkeypatch
     for network, plain in zip(planned, plains, strict=True):
         for a, b in zip(network.parameters(), plain.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
+
+
+def test_an_input_that_an_operator_refuses_raises_the_models_own_error_and_moves_nothing() -> None:
+    planned, _, _ = planned_tower(mem_limit="1GB")
+    planned(ids=torch.randint(20, (4, 40)))  # the first step plans
+    wrong = torch.randn(4, 40)
+    before, state = copy.deepcopy(planned.state_dict()), torch.get_rng_state()
+    for start in (planned, Checkpointable(planned.model)):
+        with pytest.raises(RuntimeError, match="indices") as caught:
+            start(ids=wrong)
+        assert type(caught.value) is RuntimeError
+        assert "torch/_dynamo/symbolic_convert" not in "".join(traceback.format_exception(caught.value))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[key], value) for key, value in planned.state_dict().items())
