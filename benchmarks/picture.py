@@ -106,8 +106,8 @@ def caption(row: dict[str, Any]) -> str:
     numbers = "the same numbers, bit for bit" if difference == 0 else f"numbers that differ by up to {difference:g}"
     return (
         f"*Measured: the memory of one training step of a small {row['model'].split(',')[0]}. Plain training takes "
-        f"{format_bytes(row['plain_bytes'])}. With a limit of half of that it takes {format_bytes(row['measured_bytes'])}, "
-        f"{row['time'] - 1:.0%} more time, and gives {numbers}.*"
+        f"{format_bytes(row['plain_bytes'])}. With a limit of half of that it takes "
+        f"{format_bytes(row['measured_bytes'])}, {row['time'] - 1:.0%} more time, and gives {numbers}.*"
     )
 
 
@@ -130,7 +130,8 @@ def draw(row: dict[str, Any], path: Path) -> None:
             axes.step(seconds, sizes, where="post", color=colour, linewidth=1.4, label=label)
         axes.axhline(row["limit_bytes"], color=LIMIT, linewidth=1.2, linestyle="--", label="limit")
         axes.axhline(row["fixed_bytes"], color=GREY, linewidth=0.8, linestyle=":", label="parameters, optimizer")
-        axes.set(xlim=(0, None), ylim=(0, None), xlabel="time in the step: forward, loss, backward, optimizer (plain step = 1)")
+        axes.set(xlim=(0, None), ylim=(0, None))
+        axes.set_xlabel("time in the step: forward, loss, backward, optimizer (plain step = 1)")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / 1e6:g} MB"))
         axes.spines[["top", "right"]].set_visible(False)
         axes.patch.set_alpha(0)

@@ -39,8 +39,9 @@ def test_a_thinned_curve_is_nowhere_below_the_curve_and_no_higher(points: list[t
     found = picture.thinned(curve, 1.0, count)
     assert len(found) <= count
     assert max(size for _, size in found) == max(size for _, size in curve)
-    for seconds, size in curve:
-        assert found[min(count - 1, int(seconds * count))][1] >= size
+    for (begin, size), (end, _) in zip(curve, [*curve[1:], curve[-1]], strict=True):
+        for seconds in (begin, (begin + end) / 2, end):  # what is held stays held until the next event
+            assert found[min(count - 1, int(seconds * count))][1] >= size
 
 
 def test_what_is_recorded_is_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
