@@ -107,6 +107,8 @@ class Checkpointable(Planned):
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
+        if not isinstance(model, nn.Module):
+            raise UnsupportedModelError(f"the model is {_what(model)}; it has to be a torch.nn.Module")
         super().__init__(model)
         self.mem_limit = mem_limit
         self.mem_slots = mem_slots
@@ -326,6 +328,10 @@ class Checkpointable(Planned):
         bound = inspect.signature(self._core.forward).bind(*arguments, **keywords)
         (value,) = bound.arguments.values()
         return value
+
+
+def _what(value: Any) -> str:
+    return f"the class {value.__name__}, not a model made of it" if isinstance(value, type) else type(value).__name__
 
 
 def arguments_of(custom_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
