@@ -154,3 +154,31 @@ def test_an_input_that_an_operator_refuses_raises_the_models_own_error_and_moves
         assert "torch/_dynamo/symbolic_convert" not in "".join(traceback.format_exception(caught.value))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[key], value) for key, value in planned.state_dict().items())
+
+
+class Tempered(nn.Module):
+    """Layers with a residual, and a number that every step may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, value: torch.Tensor, temperature: Any) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + layer(value / temperature).tanh()
+        return value
+
+
+def test_a_number_given_as_a_tensor_may_change_at_every_step(caplog: Any) -> None:
+    plain, batch = Tempered(), torch.randn(32, 64)
+    planned = Checkpointable(copy.deepcopy(plain), fresh_grads=True)
+    planned.measure((batch, torch.tensor(1.0)))
+    assert planned.budget is not None
+    planned.compute_sequence(planned.budget.least_bytes())
+    for step in range(18):
+        for network in (planned, plain):
+            network.zero_grad()
+            network(batch, torch.tensor(1.0 - step / 40)).square().mean().backward()
+        for (name, found), expected in zip(planned.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(found.grad, expected.grad), name
+    assert "planning again" not in caplog.text
