@@ -175,6 +175,14 @@ class Checkpointable(Planned):
 
     # Training
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        make, arguments, state = super().__reduce_ex__(protocol)
+        if self._capture is not None:  # a copy captures graphs of its own, at its first step
+            unknown = ("_agreed", "_cut", "_program", "_state", "_value", "budget", "chain", "inspection_values")
+            sequence = None if self._plan is None else self._plan.sequence
+            state = {**state, **dict.fromkeys(unknown), "sequence": sequence, "names": [], "functions": []}
+        return make, arguments, state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it so
         if self._optimizer is None:

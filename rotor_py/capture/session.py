@@ -71,6 +71,12 @@ class CaptureSession:
         self._reached = False
         self._plans = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the graphs: they are bound to this model, and a copy captures its own."""
+        ours = isinstance(self.cut_like, partial)  # else it is that of a plan from a file
+        empty: dict[str, Any] = {"_compiled": None, "_graphs": {}, "_cuts": {}, "_plain": {}, "_plans": 0}
+        return {**self.__dict__, **empty, "cut_like": None if ours else self.cut_like}
+
     def count_plan(self) -> None:
         """UnsupportedModelError if inputs keep growing: every plan takes a while."""
         self._plans += 1

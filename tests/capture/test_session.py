@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import traceback
 from pathlib import Path
 from typing import Any
@@ -181,4 +182,28 @@ def test_a_number_given_as_a_tensor_may_change_at_every_step(caplog: Any) -> Non
             network(batch, torch.tensor(1.0 - step / 40)).square().mean().backward()
         for (name, found), expected in zip(planned.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(found.grad, expected.grad), name
+    assert "planning again" not in caplog.text
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda planned: pickle.loads(pickle.dumps(planned))])
+def test_a_copy_of_a_planned_model_plans_for_itself_and_trains_the_same(
+    copied: Any, tmp_path: Path, caplog: Any
+) -> None:
+    planned, plain, _ = planned_tower(mem_limit="1GB")
+    plain.train()
+    planned._loss = planned._optimizer = None  # of this file; they need not be picklable
+    ids = torch.randint(20, (4, 40))
+    train(planned, ids)
+    planned.save_plan(tmp_path / "plan.json")
+    loaded = Checkpointable(copy.deepcopy(planned.model), plan=tmp_path / "plan.json")
+    train(loaded, ids)
+    for original in (planned, loaded):
+        twin = copied(original)
+        before = [p.grad.clone() for p in original.parameters()]
+        for found, expected in zip(train(twin, ids), train(plain, ids), strict=True):
+            assert torch.equal(found, expected)
+        assert twin.sequence == original.sequence
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(original.parameters(), before, strict=True))
+        assert not {id(p) for p in twin.parameters()} & {id(p) for p in original.parameters()}
+    train(planned, ids)  # the original still follows its plan
     assert "planning again" not in caplog.text
