@@ -105,7 +105,9 @@ class Budget:
         needs = ""
         if largest is not None:
             stage = self.chain.stages[largest]
-            needs = f" {stage.name} alone keeps {format_bytes(stage.options[0].saved)} for its backward."
+            needs = f" Stage {stage.name} alone keeps {format_bytes(stage.options[0].saved)} for its backward."
+        if self.fixed.gradients:
+            needs += " If gradients are freed between steps, say so: fresh_grads=True (--fresh-grads)."
         message = (
             f"a training step needs at least {format_bytes(least)} ({least} bytes), of which {self.split()}; the limit "
             f"is {format_bytes(mem_limit)} ({mem_limit} bytes).{needs} Try a smaller batch, or a limit of "

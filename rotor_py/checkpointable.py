@@ -107,6 +107,8 @@ class Checkpointable(Planned):
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
+        if not isinstance(model, nn.Module):
+            raise UnsupportedModelError(f"the model is {_what(model)}; it has to be a torch.nn.Module")
         super().__init__(model)
         self.mem_limit = mem_limit
         self.mem_slots = mem_slots
@@ -172,6 +174,14 @@ class Checkpointable(Planned):
             self._prepare(self._chain_input(arguments, keywords))
 
     # Training
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        make, arguments, state = super().__reduce_ex__(protocol)
+        if self._capture is not None:  # a copy captures graphs of its own, at its first step
+            unknown = ("_agreed", "_cut", "_program", "_state", "_value", "budget", "chain", "inspection_values")
+            sequence = None if self._plan is None else self._plan.sequence
+            state = {**state, **dict.fromkeys(unknown), "sequence": sequence, "names": [], "functions": []}
+        return make, arguments, state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -326,6 +336,10 @@ class Checkpointable(Planned):
         bound = inspect.signature(self._core.forward).bind(*arguments, **keywords)
         (value,) = bound.arguments.values()
         return value
+
+
+def _what(value: Any) -> str:
+    return f"the class {value.__name__}, not a model made of it" if isinstance(value, type) else type(value).__name__
 
 
 def arguments_of(custom_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

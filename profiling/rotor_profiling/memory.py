@@ -74,6 +74,8 @@ class CpuMeter:
     """
 
     phases: dict[str, Phase] = field(default_factory=dict)
+    curve: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds since the first event, and the bytes held from then on, relative to the moment when the meter started."""
     _profile: Any = None
 
     def __enter__(self) -> CpuMeter:
@@ -95,7 +97,8 @@ class CpuMeter:
         with _quiet():
             profile.__exit__(kind, error, trace)
         if error is None:
-            self.phases = _split(sorted(_events(profile.profiler.kineto_results.experimental_event_tree())))
+            events = sorted(_events(profile.profiler.kineto_results.experimental_event_tree()))
+            self.phases, self.curve = _split(events)
 
 
 def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
@@ -113,11 +116,12 @@ def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
             yield event.start_time_ns, name, 0, 0
 
 
-def _split(events: list[tuple[int, str, int, int]]) -> dict[str, Phase]:
+def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], list[tuple[float, int]]]:
     phases: dict[str, Phase] = {}
+    curve: list[tuple[float, int]] = []
     live: dict[int, int] = {}
     name, start, peak, held = "", 0, 0, 0
-    for _, mark, address, size in events:
+    for time, mark, address, size in events:
         if mark:
             phases[name] = Phase(start, peak, held)
             name, start, peak = mark.removeprefix(_MARK), held, held
@@ -127,8 +131,9 @@ def _split(events: list[tuple[int, str, int, int]]) -> dict[str, Phase]:
             peak = max(peak, held)
         else:
             held -= live.pop(address, 0)
+        curve.append(((time - events[0][0]) / 1e9, held))
     phases[name] = Phase(start, peak, held)
-    return phases
+    return phases, curve
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from rotor_profiling.memory import memory_meter
+from rotor_profiling.memory import CpuMeter, memory_meter
 from rotor_profiling.storage import storage_bytes
 
 
@@ -23,3 +23,15 @@ def measured_peak(step: Callable[[], object], present: Iterable[torch.Tensor], d
     with memory_meter(device) as meter:
         step()
     return before + meter.phases[""].peak
+
+
+def measured_curve(step: Callable[[], object], present: Iterable[torch.Tensor]) -> list[tuple[float, int]]:
+    """The bytes that the CPU holds while `step` runs: (seconds since its first allocation, bytes from then on).
+
+    Counted as `measured_peak` counts, which is the curve's highest point. The profiler that listens makes the step a
+    little slower.
+    """
+    before = storage_bytes(tensor for tensor in present if tensor.device.type == "cpu")
+    with CpuMeter() as meter:
+        step()
+    return [(seconds, before + held) for seconds, held in meter.curve]

@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from rotor_profiling import isolated
 from rotor_py.faults import note
 
 _FRAME = r"(?m)^(?=  File )"
@@ -30,6 +31,18 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
         torch._C._set_grad_enabled(gradients)
         _explain(graph, error)
         raise
+
+
+def raise_its_own(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
+    """Raise what the model itself raises for this input, if it does; nothing of the model moves.
+
+    Of an operator that refuses its input, TorchDynamo tells how it came to trace it, in hundreds of lines.
+    """
+    with isolated(model, device), torch.no_grad():
+        try:
+            model.forward(*args, **kwargs)
+        except Exception as error:
+            raise error from None
 
 
 def _explain(graph: fx.GraphModule, error: BaseException) -> None:

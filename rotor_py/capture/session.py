@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchRuntimeError
 
 from rotor_profiling import LossCost, RandomState, measure_loss, storage_bytes, tensors_in
 from rotor_profiling.storage import storages
 from rotor_py.capture.captured import CapturedGraph
-from rotor_py.capture.faults import run_graph
+from rotor_py.capture.faults import raise_its_own, run_graph
 from rotor_py.capture.outside import Outside
 from rotor_py.capture.shared import SharedGraph, compiled_for, handled_by
 from rotor_py.chain import Cut, Layer, cut_layers, joined
@@ -69,6 +70,12 @@ class CaptureSession:
         self._plain: dict[int, CapturedGraph] = {}
         self._reached = False
         self._plans = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the graphs: they are bound to this model, and a copy captures its own."""
+        ours = isinstance(self.cut_like, partial)  # else it is that of a plan from a file
+        empty: dict[str, Any] = {"_compiled": None, "_graphs": {}, "_cuts": {}, "_plain": {}, "_plans": 0}
+        return {**self.__dict__, **empty, "cut_like": None if ours else self.cut_like}
 
     def count_plan(self) -> None:
         """UnsupportedModelError if inputs keep growing: every plan takes a while."""
@@ -173,7 +180,12 @@ class CaptureSession:
             self._compiled = compiled_for(self.model)
         # Inside DistributedDataParallel, Dynamo would cut the graph at the ends of buckets.
         with handled_by(self._handle), torch._dynamo.config.patch(optimize_ddp=False):
-            return self._compiled(self.model, args, self._without_cache(kwargs))
+            try:
+                return self._compiled(self.model, args, self._without_cache(kwargs))
+            except TorchRuntimeError:
+                devices = [p.device for p in self.model.parameters()]
+                raise_its_own(self.model, args, kwargs, devices[0] if devices else torch.device("cpu"))
+                raise
 
     def _handle(self, shared: SharedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         if shared not in self._graphs:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +141,69 @@ def test_models_built_alike_are_captured_once_and_train_side_by_side(monkeypatch
     for network, plain in zip(planned, plains, strict=True):
         for a, b in zip(network.parameters(), plain.parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)
+
+
+def test_an_input_that_an_operator_refuses_raises_the_models_own_error_and_moves_nothing() -> None:
+    planned, _, _ = planned_tower(mem_limit="1GB")
+    planned(ids=torch.randint(20, (4, 40)))  # the first step plans
+    wrong = torch.randn(4, 40)
+    before, state = copy.deepcopy(planned.state_dict()), torch.get_rng_state()
+    for start in (planned, Checkpointable(planned.model)):
+        with pytest.raises(RuntimeError, match="indices") as caught:
+            start(ids=wrong)
+        assert type(caught.value) is RuntimeError
+        assert "torch/_dynamo/symbolic_convert" not in "".join(traceback.format_exception(caught.value))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[key], value) for key, value in planned.state_dict().items())
+
+
+class Tempered(nn.Module):
+    """Layers with a residual, and a number that every step may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, value: torch.Tensor, temperature: Any) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + layer(value / temperature).tanh()
+        return value
+
+
+def test_a_number_given_as_a_tensor_may_change_at_every_step(caplog: Any) -> None:
+    plain, batch = Tempered(), torch.randn(32, 64)
+    planned = Checkpointable(copy.deepcopy(plain), fresh_grads=True)
+    planned.measure((batch, torch.tensor(1.0)))
+    assert planned.budget is not None
+    planned.compute_sequence(planned.budget.least_bytes())
+    for step in range(18):
+        for network in (planned, plain):
+            network.zero_grad()
+            network(batch, torch.tensor(1.0 - step / 40)).square().mean().backward()
+        for (name, found), expected in zip(planned.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(found.grad, expected.grad), name
+    assert "planning again" not in caplog.text
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda planned: pickle.loads(pickle.dumps(planned))])
+def test_a_copy_of_a_planned_model_plans_for_itself_and_trains_the_same(
+    copied: Any, tmp_path: Path, caplog: Any
+) -> None:
+    planned, plain, _ = planned_tower(mem_limit="1GB")
+    plain.train()
+    planned._loss = planned._optimizer = None  # of this file; they need not be picklable
+    ids = torch.randint(20, (4, 40))
+    train(planned, ids)
+    planned.save_plan(tmp_path / "plan.json")
+    loaded = Checkpointable(copy.deepcopy(planned.model), plan=tmp_path / "plan.json")
+    train(loaded, ids)
+    for original in (planned, loaded):
+        twin = copied(original)
+        before = [p.grad.clone() for p in original.parameters()]
+        for found, expected in zip(train(twin, ids), train(plain, ids), strict=True):
+            assert torch.equal(found, expected)
+        assert twin.sequence == original.sequence
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(original.parameters(), before, strict=True))
+        assert not {id(p) for p in twin.parameters()} & {id(p) for p in original.parameters()}
+    train(planned, ids)  # the original still follows its plan
+    assert "planning again" not in caplog.text

@@ -292,6 +292,10 @@ def test_models_that_cannot_be_cut_are_refused_in_words() -> None:
         Checkpointable(Hand(), mem_limit="1GB")(torch.randn(2, requires_grad=True))
     with pytest.raises(UnsupportedModelError, match="wrap it once"):
         Checkpointable(Checkpointable(blocks(1, 4)))
+    with pytest.raises(UnsupportedModelError, match="the class ReLU, not a model made of it"):
+        Checkpointable(nn.ReLU)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match=r"the model is function; it has to be a torch\.nn\.Module"):
+        Checkpointable(lambda x: x)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="overwrites the input of the chain"):
         Checkpointable(nn.Sequential(nn.ReLU(True), nn.Linear(2, 2))).measure(torch.randn(2, 2, requires_grad=True))
     frozen = blocks(1, 4).requires_grad_(False)

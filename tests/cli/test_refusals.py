@@ -24,6 +24,13 @@ def test_an_infeasible_limit_ends_with_3_and_the_least_limit_works(plan, model_f
     assert plan(model_file(), "--mem-limit", advised[1]).exit_code == 0
 
 
+def test_a_refusal_names_fresh_gradients_only_where_gradients_are_held(plan, model_file):
+    held, fresh = (plan(model_file(), "--mem-limit", "50kB", *more).stderr for more in ([], ["--fresh-grads"]))
+    assert "Stage 0.0 alone keeps" in held
+    assert "fresh_grads=True (--fresh-grads)" in held
+    assert "fresh_grads" not in fresh
+
+
 def test_the_least_limit_is_exact(plan, model_file):
     least = json.loads(plan(model_file(), "--mem-limit", "1GB", "--json", "-").stdout)["min_bytes"]
     assert plan(model_file(), "--mem-limit", least).exit_code == 0

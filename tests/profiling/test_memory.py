@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from rotor_profiling import Phase, memory_meter
+from rotor_profiling import Phase, measured_curve, measured_peak, memory_meter
 from tests.profiling.costs import CPU
 
 KIB = 1024
@@ -149,3 +149,20 @@ def test_on_cuda_phases_peaks_and_ends_are_those_of_the_allocator(cuda: torch.de
         odd = torch.empty(1, device=cuda)
     assert meter.phases == {"": Phase(0, 4 * KIB, 4 * KIB), "work": Phase(4 * KIB, 20 * KIB, 4 * KIB + 512)}
     del kept, odd
+
+
+def test_the_curve_of_a_step_says_what_was_held_when_and_its_highest_point_is_the_peak() -> None:
+    present = block(10)
+    kept: list[torch.Tensor] = []
+
+    def step() -> None:
+        first = block(5)
+        kept.append(block(7))
+        del first
+
+    curve = measured_curve(step, [present])
+    assert [size for _, size in curve] == [15 * KIB, 22 * KIB, 17 * KIB]
+    times = [seconds for seconds, _ in curve]
+    assert times[0] == 0
+    assert times == sorted(times)
+    assert max(size for _, size in curve) == measured_peak(step, [present], CPU)
