@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+CLASSES = "single_label_classification"
+"""Models that are not told make it up in their first forward, and write it into their configuration."""
+
 Case = tuple[nn.Module, dict[str, Any], Callable[[Any], torch.Tensor]]
 
 
@@ -79,6 +82,7 @@ def vit() -> Case:
         image_size=64,
         patch_size=8,
         num_labels=10,
+        problem_type=CLASSES,
     )
     return ViTForImageClassification(config), images(8, 64), its_own
 
@@ -87,7 +91,14 @@ def swin() -> Case:
     from transformers import SwinConfig, SwinForImageClassification
 
     config = SwinConfig(
-        image_size=64, patch_size=2, embed_dim=32, depths=[2, 2, 2], num_heads=[2, 4, 8], window_size=4, num_labels=10
+        image_size=64,
+        patch_size=2,
+        embed_dim=32,
+        depths=[2, 2, 2],
+        num_heads=[2, 4, 8],
+        window_size=4,
+        num_labels=10,
+        problem_type=CLASSES,
     )
     return SwinForImageClassification(config), images(8, 64), its_own
 
@@ -95,7 +106,9 @@ def swin() -> Case:
 def convnext() -> Case:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
-    config = ConvNextConfig(hidden_sizes=[24, 48, 96, 192], depths=[2, 2, 4, 2], num_labels=10, image_size=64)
+    config = ConvNextConfig(
+        hidden_sizes=[24, 48, 96, 192], depths=[2, 2, 4, 2], num_labels=10, image_size=64, problem_type=CLASSES
+    )
     return ConvNextForImageClassification(config), images(8, 64), its_own
 
 
@@ -103,7 +116,12 @@ def resnet() -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
-        embedding_size=16, hidden_sizes=[32, 64, 128, 256], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10
+        embedding_size=16,
+        hidden_sizes=[32, 64, 128, 256],
+        depths=[2, 2, 2, 2],
+        layer_type="basic",
+        num_labels=10,
+        problem_type=CLASSES,
     )
     return ResNetForImageClassification(config), images(8, 64), its_own
 
