@@ -23,12 +23,13 @@ def page(report: Report, remarks: tuple[str, ...] = ()) -> str:
         lstrip_blocks=True,
     )
     begin, rest = report.verdict()
+    reason = report.peak_reason()
     return environment.get_template("report.html").render(
         title=report.title,
         fits=report.fits,
         begin=begin,
         rest=rest,
-        remarks=remarks,
+        remarks=remarks if reason is None else (reason, *remarks),
         amounts=_amounts(report),
         parts=report.budget.parts() or "nothing",
         memory=memory_picture(report),

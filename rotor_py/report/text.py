@@ -23,7 +23,9 @@ def plain_text(report: Report, width: int = 100) -> str:
 
 def parts(report: Report) -> list[RenderableType]:
     """The whole report, part by part."""
-    return [verdict(report), "", amounts(report), "", stages(report), "", sequence(report.sequence)]
+    reason = report.peak_reason()
+    why = [] if reason is None else [Text(reason)]
+    return [verdict(report), *why, "", amounts(report), "", stages(report), "", sequence(report.sequence)]
 
 
 def verdict(report: Report) -> Text:
