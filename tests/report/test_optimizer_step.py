@@ -95,7 +95,7 @@ def test_the_last_column_of_the_picture_is_the_optimizer_step_and_reaches_the_pe
         f"optimizer step: {format_bytes(report.peak_bytes)} while it runs; most"
     )
     assert picture.columns[-1].x + picture.columns[-1].width <= picture.width
-    highest = min(float(y) for y in re.findall(r"V([\d.]+)", " ".join(layer.outline for layer in picture.layers)))
+    highest = min(float(y) for y in re.findall(r"V(-?[\d.]+)", " ".join(layer.outline for layer in picture.layers)))
     assert TOP <= highest < TOP + 0.05 * HEIGHT
     assert "optimizer step: " in page(report)
 
