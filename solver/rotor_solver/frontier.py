@@ -105,10 +105,10 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     tables = _tables(problem, whole.peak - chain.input_bytes, seconds - problem.stored, slots, divisor)
     wanted = [least, *_steps(tables, slots), whole.peak] if limits is None else map(bytes_of_limit, limits)
     found: list[_Step] = []
-    limits, progress = sorted(set(wanted)), watcher()
-    for position, limit in enumerate(limits):
+    tried, progress = sorted(set(wanted)), watcher()
+    for position, limit in enumerate(tried):
         if progress is not None:
-            progress(position, len(limits), "limits")
+            progress(position, len(tried), "limits")
         if limit < least:
             continue
         if limit >= whole.peak:
