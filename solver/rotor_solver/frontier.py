@@ -186,13 +186,11 @@ def _steps(tables: list[Table], most: int) -> list[int]:
 
 def _steepest(chain: Chain, steps: list[_Step]) -> list[_Step]:
     """The steps without those that others make useless, at the limits that they really need."""
+    results = [(simulate(chain, sequence), sequence) for _, sequence in steps]
     kept: list[_Step] = []
     fastest = math.inf
-    for _, sequence in reversed(steps):
-        result = simulate(chain, sequence)
-        if kept and result.makespan <= fastest:
-            kept.pop()
-        if not kept or result.peak < kept[-1][0]:
+    for result, sequence in sorted(results, key=lambda each: (each[0].peak, each[0].makespan)):
+        if result.makespan < fastest:
             kept.append((result.peak, sequence))
             fastest = result.makespan
-    return kept[::-1]
+    return kept
