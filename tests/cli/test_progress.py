@@ -238,8 +238,10 @@ def test_quiet_shows_nothing(terminal: Terminal, run, model_file, option: str) -
     assert terminal.read() == ""
 
 
-def test_a_piped_stderr_gets_nothing(run, model_file, capfd) -> None:
-    assert "fits" in run(model_file(SLOW, "slow.py"), "--mem-limit", "1GB")
+def test_a_piped_stderr_gets_nothing_even_where_colours_are_forced(model_file, capfd, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    main([model_file(SLOW, "slow.py"), "--mem-limit", "1GB", "--json", "-"], standalone_mode=False)
     assert capfd.readouterr().err == ""
 
 
