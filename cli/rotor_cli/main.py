@@ -295,7 +295,7 @@ def _write(facts: Facts, request: Request) -> None:
 
 
 def _show(facts: Facts, request: Request) -> None:
-    from rotor_cli.compare_report import comparison
+    from rotor_cli.compare_report import Comparison
     from rotor_cli.sweep_report import curve, plot
     from rotor_cli.text_report import console, render
 
@@ -311,6 +311,6 @@ def _show(facts: Facts, request: Request) -> None:
     if facts.limited:
         out.print(render(facts, saved_plan=request.plan_file))
     if facts.compared:
-        out.print("", comparison(facts.compared), sep="\n")
+        out.print("", Comparison(facts.compared), sep="\n")
     if request.sweep and facts.sweep is not None:
         out.print(*([""] if facts.limited else []), curve(facts.sweep, facts.title, request.overhead), sep="\n")

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from rotor_cli.chart import chart
 from rotor_cli.sweep import Point, Sweep
+from rotor_py.report.prose import Prose
 from rotor_py.units import format_bytes, limit_text
 
 _USUAL, _HEIGHT, _WIDEST = 0.10, 14, 100
@@ -18,7 +19,7 @@ _USUAL, _HEIGHT, _WIDEST = 0.10, 14, 100
 
 def curve(sweep: Sweep, title: str, overhead: float | None = None) -> RenderableType:
     """The sentence about `overhead` more time, 10 % unless given, the chart, and what its letters stand for."""
-    parts: list[RenderableType] = [Text(f"{title}: {sentence(sweep, _USUAL if overhead is None else overhead)}")]
+    parts: list[RenderableType] = [Prose(f"{title}: {sentence(sweep, _USUAL if overhead is None else overhead)}")]
     if len(sweep.points) > 1:
         parts += ["", _Chart(sweep)]
     return Group(*parts, "", strategies(sweep))

@@ -7,7 +7,7 @@ from html import escape
 from rotor_py.report import schedule_picture as schedule
 from rotor_py.report.memory_picture import LEFT, memory_picture
 from rotor_py.report.report import Report
-from rotor_py.report.text import format_seconds
+from rotor_py.report.time_text import format_seconds
 from rotor_py.units import format_bytes
 
 
