@@ -80,7 +80,7 @@ def _style(action: str) -> str:
 
 def broken(name: str, width: int) -> list[str]:
     """A name in lines of at most `width` characters, which end where its parts do, if they are not longer than that."""
-    lines = [""]
+    lines, width = [""], max(1, width)
     for piece in _PIECE.findall(name):
         if lines[-1] and len(lines[-1]) + len(piece) > width:
             lines.append("")

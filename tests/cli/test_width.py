@@ -151,6 +151,7 @@ def test_a_name_that_is_too_long_in_one_piece_is_cut_at_the_width() -> None:
     assert broken("a.bb.ccc", 5) == ["a.bb.", "ccc"]
     assert broken("abcdefgh", 3) == ["abc", "def", "gh"]
     assert broken("", 3) == [""]
+    assert broken("ab", 0) == ["a", "b"]
 
 
 def test_the_three_lines_are_python_at_any_width(short: Facts) -> None:
