@@ -53,22 +53,31 @@ class FixedMemory:
 class Budget:
     """The memory of a step around the chain.
 
-    `floor_bytes` is what the parts of the step need in which the plan has no say: the layers before the chain, and
-    the optimizer's step. `snapshot_bytes` are needed as soon as anything is computed twice. `stepping_bytes` are there
-    beside the fixed part while the optimizer steps.
+    Beside the fixed part there are `before_bytes` while the layers before the chain run, and while the optimizer steps
+    `stepping_bytes` (the chain's input, its output, fresh gradients) and `step_bytes`, which its step needs; None where
+    nothing is known about the optimizer. `snapshot_bytes` are needed as soon as anything is computed twice.
     """
 
     fixed: FixedMemory
     chain: Chain
-    floor_bytes: int = 0
+    before_bytes: int = 0
     snapshot_bytes: int = 0
     stepping_bytes: int = 0
+    step_bytes: int | None = None
 
     def with_optimizer(self, cost: OptimizerCost) -> Budget:
         """The same with an optimizer that nothing was known about."""
-        fixed = replace(self.fixed, optimizer=cost.state_bytes)
-        others = self.floor_bytes - self.fixed.total
-        return replace(self, fixed=fixed, floor_bytes=fixed.total + max(others, self.stepping_bytes + cost.step_bytes))
+        return replace(self, fixed=replace(self.fixed, optimizer=cost.state_bytes), step_bytes=cost.step_bytes)
+
+    @property
+    def floor_bytes(self) -> int:
+        """What the parts of the step need in which the plan has no say: layers before the chain, and the optimizer."""
+        return max(self.fixed.total + self.before_bytes, self.optimizer_peak_bytes)
+
+    @property
+    def optimizer_peak_bytes(self) -> int:
+        """What is in memory while the optimizer steps, as far as it is known."""
+        return self.fixed.total + self.stepping_bytes + (self.step_bytes or 0)
 
     def peak_bytes(self, sequence: Sequence) -> int:
         """The predicted peak of a whole step that follows `sequence`."""
@@ -117,7 +126,7 @@ class Budget:
 
     def with_communication(self, size: int) -> Budget:
         """The same with `size` bytes for what processes send to each other."""
-        return replace(self, fixed=replace(self.fixed, communication=size), floor_bytes=self.floor_bytes + size)
+        return replace(self, fixed=replace(self.fixed, communication=size))
 
     def split(self) -> str:
         """The fixed part in words."""
@@ -181,13 +190,13 @@ def make_budget(
     )
     output_bytes = measurement.stages[-1].activation_bytes + measurement.held_bytes
     stepping = measurement.input_bytes + output_bytes + (trained if fresh_gradients else 0)
-    before = measurement.input_bytes + (prefix.temp_bytes if prefix else 0)
     return Budget(
         fixed=fixed,
         chain=chain,
-        floor_bytes=fixed.total + max(before, stepping + (optimizer.step_bytes if optimizer else 0)),
+        before_bytes=measurement.input_bytes + (prefix.temp_bytes if prefix else 0),
         snapshot_bytes=measurement.snapshot_bytes,
         stepping_bytes=stepping,
+        step_bytes=optimizer.step_bytes if optimizer else None,
     )
 
 

@@ -65,7 +65,8 @@ class Checkpointable(Planned):
             memory is there for activations. If they are kept, to accumulate, leave it False.
         progress: called with (stages done, all stages, name of the next) while measuring. Without it, a bar is shown on
             a terminal if measuring takes longer than a moment.
-        plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring.
+        plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring. What was
+            measured for it is in the file, so that `report()` and `memory()` say what they said there.
         granularity: the most stages into which a captured graph is cut.
         process_group: the processes that train this model together and have to follow one plan. With
             DistributedDataParallel, around this or inside it, it is known.
@@ -248,7 +249,7 @@ class Checkpointable(Planned):
 
     def _prepare(self, value: Any) -> None:
         """Cut and measure on the chain's input `value`; what was planned before is no longer valid."""
-        self._cut = self.sequence = self.budget = None
+        self._plan = self._cut = self.sequence = self.budget = None
         self._value = spec_of(value)
         shown = nullcontext(self.progress) if self.progress else progress_bar()
         with planning, in_training(self), torch.enable_grad(), shown as progress:
@@ -261,7 +262,7 @@ class Checkpointable(Planned):
 
     def _prepare_captured(self, capture: CaptureSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture the model's graphs, cut and measure them."""
-        self._cut = self.sequence = self.budget = None
+        self._plan = self._cut = self.sequence = self.budget = None
         self._value = spec_of((args, kwargs))
         shown = nullcontext(self.progress) if self.progress else progress_bar()
         with planning, in_training(self), torch.enable_grad(), shown as progress:
@@ -320,9 +321,7 @@ class Checkpointable(Planned):
 
     def _adopt(self, plan: Plan) -> None:
         plan.refuse_other(model=model_fingerprint(self._core))
-        self._plan, self.sequence = plan, plan.sequence
-        if self.mem_limit is None:
-            self.mem_limit = plan.mem_limit
+        self._adopt_costs(plan)
         if self._capture is not None:
             self._capture.cut_like = plan.cut_layers
         else:

@@ -7,20 +7,22 @@ import json
 import logging
 import reprlib
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rotor_py.chain import Cut, Layer, joined, layers
+from rotor_py.chain import JOINT, Cut, Layer, joined, layers
 from rotor_py.errors import PlanMismatchError, shortened
 from rotor_py.fingerprint import refuse_difference, refuse_other_input
+from rotor_py.plan_costs import PlanCosts
 from rotor_py.program import program
 from rotor_py.traits import StageTraits, remember
 from rotor_solver import Sequence
 
-SCHEMA = 2
+SCHEMA = 3
 _LARGEST_FILE = 16 * 2**20
 _log = logging.getLogger("rotor_py")
 
@@ -30,7 +32,8 @@ class Plan:
     """A sequence, and all that is needed to know that it fits: what it was made for, and for which limit.
 
     `prefix` and `stages` name the layers of each part; a stage is a list of layers. `traits` are those
-    of each stage.
+    of each stage. `costs` are what was measured: a report needs nothing else. `limited` says that `mem_limit` is one
+    that somebody set, or that the device has; a strategy by hand may have none.
     """
 
     model: dict[str, Any]
@@ -42,11 +45,14 @@ class Plan:
     mem_limit: int
     peak_bytes: int
     fresh_grads: bool
+    costs: PlanCosts
+    limited: bool = True
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         fields = {name: getattr(self, name) for name in _FIELDS}
         fields |= {"traits": [asdict(traits) for traits in self.traits], "sequence": str(self.sequence)}
+        fields |= {"solver": _solver_data(self.sequence), "costs": self.costs.as_data()}
         data = {"schema": SCHEMA, "torch": torch.__version__, **fields}
         data["digest"] = _digest(data)
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -72,7 +78,9 @@ class Plan:
                 raise ValueError(f"{file} is not a whole plan: {name!r} is {found}; save it again")
         try:
             fields = {name: data[name] for name in _FIELDS}
-            fields |= {"traits": _traits(data["traits"]), "sequence": Sequence.parse(data["sequence"])}
+            fields |= {"traits": _traits(data["traits"]), "sequence": _sequence(data["sequence"], data["solver"])}
+            names = [JOINT.join(group) for group in _names(data["stages"])]
+            fields |= {"costs": PlanCosts.from_data(data["costs"], names, fresh_gradients=data["fresh_grads"])}
             plan = cls(**fields)
             plan._refuse_nonsense()
             if _digest(data) != data["digest"]:
@@ -88,8 +96,7 @@ class Plan:
 
     def _refuse_nonsense(self) -> None:
         """ValueError if the parts of the plan are not what they should be, or do not belong together."""
-        if not all(isinstance(name, str) for group in [self.prefix, *map(_list, self.stages)] for name in group):
-            raise ValueError("the names of layers have to be texts")
+        _names([self.prefix])
         if len(self.traits) != len(self.stages):
             raise ValueError(f"there are traits of {len(self.traits)} stages, and {len(self.stages)} stages")
         if self.mem_limit <= 0 or self.peak_bytes <= 0:
@@ -104,6 +111,9 @@ class Plan:
         if not all(isinstance(shape, list) and all(type(size) is int for size in shape) for shape in shapes):
             raise ValueError("every tensor of the input has to have a shape")
         program(len(self.stages), self.sequence)
+        peak = self.costs.budget.peak_bytes(self.sequence)
+        if self.peak_bytes != peak:
+            raise ValueError(f"the peak is {self.peak_bytes}, and the costs make it {peak}")
 
     def cut(self, model: nn.Module) -> Cut:
         """The chain that this plan makes of `model`. PlanMismatchError if it is not the model it was made for."""
@@ -141,6 +151,24 @@ def _traits(entries: list[Any]) -> list[StageTraits]:
     return found
 
 
+def _names(groups: list[Any]) -> list[list[str]]:
+    if not all(isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups):
+        raise ValueError("the names of layers have to be lists of texts")
+    return groups
+
+
+def _solver_data(sequence: Sequence) -> dict[str, Any]:
+    bound = sequence.lower_bound
+    return {"algorithm": sequence.algorithm, "lower_bound": None if bound is None else float(bound)}
+
+
+def _sequence(text: str, solver: dict[str, Any]) -> Sequence:
+    match solver:
+        case {"algorithm": str(algorithm), "lower_bound": None | float() as bound} if bound is None or 0 <= bound < inf:
+            return Sequence(Sequence.parse(text), algorithm, bound)
+    raise ValueError(f"what is known of its solver is {reprlib.repr(solver)}")
+
+
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{reprlib.repr(value)} has to be a list, and not an empty one")
@@ -163,5 +191,7 @@ _FIELDS: dict[str, type] = {
     "mem_limit": int,
     "peak_bytes": int,
     "fresh_grads": bool,
+    "costs": dict,
+    "limited": bool,
 }
-_BESIDE: dict[str, type] = {"torch": str, "digest": str}
+_BESIDE: dict[str, type] = {"torch": str, "digest": str, "solver": dict}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from rotor_profiling import optimizer_cost
+from rotor_profiling import OptimizerCost, UnknownOptimizerError, optimizer_cost
 from rotor_py.budget import Budget, make_budget
 from rotor_py.chain import Cut
 from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
@@ -24,6 +25,7 @@ from rotor_py.measurement import Measurement
 from rotor_py.model_state import ModelState
 from rotor_py.noticing import noticed_cost
 from rotor_py.plan import Plan
+from rotor_py.plan_costs import PlanCosts
 from rotor_py.plan_memory import PlanMemory, plan_memory
 from rotor_py.report import Report
 from rotor_py.strategies import ByHand
@@ -122,11 +124,20 @@ class Planned(Transparent):
 
     def plan(self) -> Plan:
         """The plan in use, for a file."""
+        budget, measurement = self._measured(), self.inspection_values
+        sequence = self.compute_sequence() if self.sequence is None else self.sequence
+        assert measurement is not None
         if self._plan is not None:
-            return self._plan
-        budget, sequence = self._measured(), self.sequence
-        if sequence is None:
-            sequence = self.compute_sequence()
+            if sequence == self._plan.sequence and budget == self._plan.costs.budget:
+                return self._plan
+            return replace(
+                self._plan,
+                sequence=sequence,
+                mem_limit=self._plan.mem_limit if self._unlimited else self._limit_bytes(self.mem_limit),
+                peak_bytes=budget.peak_bytes(sequence),
+                costs=PlanCosts(measurement, budget),
+                limited=not self._unlimited,
+            )
         assert self._cut is not None
         return Plan(
             model=model_fingerprint(self._core),
@@ -138,6 +149,8 @@ class Planned(Transparent):
             mem_limit=self._limit_bytes(self.mem_limit),
             peak_bytes=budget.peak_bytes(sequence),
             fresh_grads=self._fresh_grads,
+            costs=PlanCosts(measurement, budget),
+            limited=not self._unlimited,
         )
 
     def save_plan(self, path: str | Path) -> None:
@@ -154,16 +167,15 @@ class Planned(Transparent):
     def report(self) -> Report:
         """The plan in use, to be printed, to be shown in a notebook, and to be written as a page (`to_html`).
 
-        ValueError if nothing has been measured: before the first step, and where the plan came from a file.
+        ValueError if there is no plan yet and nothing has been measured: before the first step.
         """
         budget, measurement = self._measured(), self.inspection_values
         sequence = self.compute_sequence() if self.sequence is None else self.sequence
         assert measurement is not None
-        unlimited = self._by_hand is not None and self.mem_limit is None
         return Report(
             title=type(self._core).__name__,
             device=str(self.device),
-            mem_limit=None if unlimited else self._limit_bytes(self.mem_limit),
+            mem_limit=None if self._unlimited else self._limit_bytes(self.mem_limit),
             budget=budget,
             measurement=measurement,
             sequence=sequence,
@@ -176,8 +188,7 @@ class Planned(Transparent):
         plain = simulate(budget.chain, store_all(budget.chain))
         planned = simulate(budget.chain, sequence)
         overhead = planned.makespan / plain.makespan - 1 if plain.makespan else 0.0
-        unlimited = self._by_hand is not None and self.mem_limit is None
-        limit = "no limit" if unlimited else f"limit {format_bytes(self._limit_bytes(self.mem_limit))}"
+        limit = "no limit" if self._unlimited else f"limit {format_bytes(self._limit_bytes(self.mem_limit))}"
         return (
             f"{limit}; {budget.split()}; least possible "
             f"{format_bytes(budget.least_bytes())}; predicted peak {format_bytes(budget.peak_bytes(sequence))}, "
@@ -187,13 +198,14 @@ class Planned(Transparent):
     def optimizer_noticed(self) -> None:
         """Count the optimizers that train the model, and plan again if the plan in use leaves no room for them.
 
-        A warning is logged if no plan does: training then goes on with the plan in use, beyond the limit.
+        A warning is logged if no plan does, or if the plan came from a file: training then goes on with the plan in
+        use, beyond the limit.
         """
         cost = noticed_cost(self)
         if self.budget is None or cost is None:  # it counts as soon as there is a budget
             return
-        self.budget = self.budget.with_optimizer(cost)
-        if self._by_hand is not None:
+        self._count_optimizer(cost)
+        if self._by_hand is not None or self._plan is not None:
             return
         if self._agreed is not None:  # the other processes notice theirs, and agree with this one at the next step
             self._last_resort, self.sequence = self.sequence, None
@@ -204,6 +216,33 @@ class Planned(Transparent):
             self.compute_sequence()
         except InfeasibleError as error:
             self._go_beyond_the_limit(error)
+
+    def _adopt_costs(self, plan: Plan) -> None:
+        """Take over what was measured for a plan from a file."""
+        self._plan, self.sequence = plan, plan.sequence
+        self.inspection_values, self.budget = plan.costs.measurement, plan.costs.budget
+        self.chain = self.budget.chain
+        if self.mem_limit is None and plan.limited:
+            self.mem_limit = plan.mem_limit
+        if self._optimizer is not None:
+            try:
+                self._count_optimizer(optimizer_cost(self._optimizer))
+            except UnknownOptimizerError as error:
+                _log.warning("%s", error)
+
+    def _count_optimizer(self, cost: OptimizerCost) -> None:
+        """A warning is logged where a plan from a file has less room for it than it needs."""
+        assert self.budget is not None
+        before, self.budget = self.budget, self.budget.with_optimizer(cost)
+        if self._plan is None or self._unlimited or self.budget == before:
+            return
+        peak, limit = self.budget.peak_bytes(self._plan.sequence), self._limit_bytes(self.mem_limit)
+        if peak > limit:
+            _log.warning(
+                "the plan was made for another optimizer, or for none: with this one a step needs %s (%d bytes), and "
+                "the limit is %s (%d bytes); training goes on, beyond the limit. Plan again with the optimizer given.",
+                format_bytes(peak), peak, format_bytes(limit), limit,
+            )  # fmt: skip
 
     def _go_beyond_the_limit(self, error: InfeasibleError) -> None:
         _log.warning(
@@ -256,6 +295,11 @@ class Planned(Transparent):
         assert self._cut is not None
         self.names = [name for name, _ in self._cut.stages]
         self.functions = [function for _, function in self._cut.stages]
+
+    @property
+    def _unlimited(self) -> bool:
+        by_hand = not self._plan.limited if self._plan is not None else self._by_hand is not None
+        return by_hand and self.mem_limit is None
 
     def _measured(self) -> Budget:
         if self.budget is None:

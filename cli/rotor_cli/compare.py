@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from rotor_cli.facts import Facts, Verified
 from rotor_py.budget import Budget
 from rotor_py.level_plan import ByLevel
 from rotor_py.levels import LEVELS
+from rotor_py.measurement import Progress
 from rotor_solver import (
     Algorithm,
     ForwardCheck,
@@ -58,10 +59,10 @@ class Row:
         return data
 
 
-def compare(facts: Facts, model: nn.Module, slots: int) -> tuple[Row, ...]:
+def compare(facts: Facts, model: nn.Module, slots: int, progress: Progress | None = None) -> tuple[Row, ...]:
     """The plan of `facts`, then the other strategies for `model`: those that fit, fastest first, then the others."""
     others = []
-    for name, algorithm in strategies(model, facts.measurement.names, slots).items():
+    for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
         sequence = at_limit(facts.budget, algorithm, facts.mem_limit)
         others.append(_row(facts, name, sequence))
     others.sort(key=lambda row: (not row.fits, row.step_seconds if row.fits else 0.0, row.peak_bytes))
@@ -87,13 +88,23 @@ def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, 
     }
 
 
-def leanest_of_each(facts: Facts, model: nn.Module, slots: int) -> dict[str, Sequence]:
+def leanest_of_each(
+    facts: Facts, model: nn.Module, slots: int, progress: Progress | None = None
+) -> dict[str, Sequence]:
     """Every strategy by name, with the least memory that it can do with."""
     found = {}
-    for name, algorithm in strategies(model, facts.measurement.names, slots).items():
+    for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
         sequence = leanest(facts.budget, algorithm)
         found[named(name, sequence)] = sequence
     return found
+
+
+def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tuple[str, Algorithm]]:
+    """The strategies, each of which is told before it is worked on."""
+    for done, (name, algorithm) in enumerate(found.items()):
+        if progress is not None:
+            progress(done, len(found), name)
+        yield name, algorithm
 
 
 def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rotor_cli.facts import Facts
     from rotor_cli.model_file import ModelFile
     from rotor_py import Checkpointable
+    from rotor_py.progress import Activities
 
 _EPILOG = """\b
 Examples:
@@ -68,6 +69,7 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 @click.option("--compare", is_flag=True, help="Every strategy at this limit, in one table; --verify measures them too.")
 @click.option("--sweep", is_flag=True, help="The curve of memory against time; needs no --mem-limit.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw the curve of --sweep as FILE.svg or FILE.png.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on the terminal while it works.")
 @click.option("--traceback", is_flag=True, help="Show tracebacks of unexpected errors.")
 @click.version_option(package_name="rotor-plan")
 def main(traceback: bool, **options: Any) -> None:
@@ -82,7 +84,7 @@ def main(traceback: bool, **options: Any) -> None:
     request = Request(**options)
     try:
         request.refuse_wrong_use()
-        facts = _plan(request)
+        facts = _worked_out(request)
         _write(facts, request)
         _show(facts, request)
     except Failure:
@@ -101,15 +103,24 @@ def main(traceback: bool, **options: Any) -> None:
         raise Failure(problem, DIFFERENT)
 
 
-def _plan(request: Request) -> Facts:
+def _worked_out(request: Request) -> Facts:
+    """All facts; on a terminal, with a line about what is being done."""
+    from rotor_py.progress import activities
+
+    with activities(quiet=request.quiet) as shown:
+        return _plan(request, shown)
+
+
+def _plan(request: Request, shown: Activities) -> Facts:
     from rotor_cli.facts import Facts
     from rotor_cli.model_file import load
     from rotor_py import Checkpointable
-    from rotor_solver import store_all
+    from rotor_solver import store_all, watched
 
     device = _device(request.device)
     by_limit = request.limited and request.overhead is None
     limit = _limit(request.mem_limit, device) if by_limit else None
+    shown.doing("loading")(0, 0, request.model)
     found = load(request.model, device, request.batch, request.shape, request.config)
     with _explained(found.file):
         network = Checkpointable(
@@ -119,6 +130,7 @@ def _plan(request: Request) -> Facts:
             loss=found.loss or default_loss,
             optimizer=found.optimizer,
             fresh_grads=request.fresh_grads,
+            progress=shown.doing("measuring"),
         )
         network.measure(found.sample)
     assert network.budget is not None
@@ -138,24 +150,28 @@ def _plan(request: Request) -> Facts:
         limited=request.limited,
     )
     if request.sweep or request.overhead is not None:
-        facts = _swept(facts, network, request)
+        facts = _swept(facts, network, request, shown)
     if request.limited:
-        facts = _planned(facts, network, limit, request)
+        with watched(shown.doing("solving")):
+            facts = _planned(facts, network, limit, request)
     if request.plan_file is not None:
         network.save_plan(request.plan_file)
     if request.compare:
         from rotor_cli.compare import compare
 
-        facts = replace(facts, compared=compare(facts, network.model, request.slots))
-    return _verified(facts, network, found, device, request) if request.verify else facts
+        compared = compare(facts, network.model, request.slots, shown.doing("comparing"))
+        facts = replace(facts, compared=compared)
+    return _verified(facts, network, found, device, request, shown) if request.verify else facts
 
 
-def _swept(facts: Facts, network: Checkpointable, request: Request) -> Facts:
+def _swept(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:
     from rotor_cli.compare import leanest_of_each
     from rotor_py.report.sweep import sweep
+    from rotor_solver import watched
 
-    others = leanest_of_each(facts, network.model, request.slots)
-    return replace(facts, sweep=sweep(facts, request.slots, others))
+    others = leanest_of_each(facts, network.model, request.slots, shown.doing("sweeping"))
+    with watched(shown.doing("sweeping")):
+        return replace(facts, sweep=sweep(facts, request.slots, others))
 
 
 def _planned(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:
@@ -176,14 +192,30 @@ def _planned(facts: Facts, network: Checkpointable, limit: int | None, request: 
     return replace(facts, mem_limit=limit, sequence=sequence)
 
 
-def _verified(facts: Facts, network: Checkpointable, found: ModelFile, device: torch.device, request: Request) -> Facts:
+def _verified(
+    facts: Facts,
+    network: Checkpointable,
+    found: ModelFile,
+    device: torch.device,
+    request: Request,
+    shown: Activities,
+) -> Facts:
     from rotor_cli.compare import with_verified
     from rotor_cli.verify import verify
 
     others = [row.sequence for row in facts.compared[1:] if row.fits]
     loss, fresh = found.loss or default_loss, request.fresh_grads
     with _explained(found.file):
-        results = verify(network, found.sample, loss, found.optimizer, device, fresh_grads=fresh, others=others)
+        results = verify(
+            network,
+            found.sample,
+            loss,
+            found.optimizer,
+            device,
+            fresh_grads=fresh,
+            others=others,
+            progress=shown.doing("verifying:"),
+        )
     return replace(facts, verified=results[0], compared=with_verified(facts.compared, results))
 
 
@@ -263,7 +295,7 @@ def _write(facts: Facts, request: Request) -> None:
 
 
 def _show(facts: Facts, request: Request) -> None:
-    from rotor_cli.compare_report import comparison
+    from rotor_cli.compare_report import Comparison
     from rotor_cli.sweep_report import curve, plot
     from rotor_cli.text_report import console, render
 
@@ -279,6 +311,6 @@ def _show(facts: Facts, request: Request) -> None:
     if facts.limited:
         out.print(render(facts, saved_plan=request.plan_file))
     if facts.compared:
-        out.print("", comparison(facts.compared), sep="\n")
+        out.print("", Comparison(facts.compared), sep="\n")
     if request.sweep and facts.sweep is not None:
         out.print(*([""] if facts.limited else []), curve(facts.sweep, facts.title, request.overhead), sep="\n")

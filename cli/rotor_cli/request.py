@@ -33,6 +33,7 @@ class Request:
     plan_file: str | None
     trace_file: str | None
     html_file: str | None
+    quiet: bool = False
 
     @property
     def overhead(self) -> float | None:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rotor_cli.chart import chart
+from rotor_py.report.prose import Prose
 from rotor_py.report.sweep import Sweep
 from rotor_py.report.wording import USUAL, format_share, saving
 from rotor_py.units import format_bytes
@@ -18,7 +19,7 @@ _HEIGHT, _WIDEST = 14, 100
 
 def curve(sweep: Sweep, title: str, overhead: float | None = None) -> RenderableType:
     """The sentence about `overhead` more time, 10 % unless given, the chart, and what its letters stand for."""
-    parts: list[RenderableType] = [Text(f"{title}: {saving(sweep, USUAL if overhead is None else overhead)}")]
+    parts: list[RenderableType] = [Prose(f"{title}: {saving(sweep, USUAL if overhead is None else overhead)}")]
     if len(sweep.points) > 1:
         parts += ["", _Chart(sweep)]
     return Group(*parts, "", strategies(sweep))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 from rich.console import Console, Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from rotor_cli.facts import Facts
-from rotor_py.report.text import format_seconds, parts
+from rotor_py.report.prose import Prose
+from rotor_py.report.text import parts
+from rotor_py.report.time_text import format_seconds
 from rotor_py.units import format_bytes, limit_text
 
 
@@ -14,7 +19,7 @@ def render(facts: Facts, *, saved_plan: str | None = None) -> RenderableType:
     """The whole report."""
     shown = parts(facts)
     if facts.verified is not None:
-        shown += ["", verified(facts)]
+        shown += ["", Prose(verified(facts))]
     return Group(*shown, "", usage(facts, saved_plan))
 
 
@@ -42,15 +47,16 @@ def verified(facts: Facts) -> Text:
     return text
 
 
-def usage(facts: Facts, saved_plan: str | None) -> Text:
-    """The three lines of Python that use the plan."""
+def usage(facts: Facts, saved_plan: str | None) -> Table:
+    """The three lines of Python that use the plan; a line that is too long goes on below, as Python allows it."""
     argument = f'mem_limit="{_typed(facts.mem_limit)}"'
     argument = f'plan="{saved_plan}"' if saved_plan else ", ".join([argument, *facts.arguments])
-    return Text(
-        "use it    from rotor_py import Checkpointable\n"
-        f"          model = Checkpointable(model, {argument})\n"
-        "          loss(model(batch)).backward()"
-    )
+    table = Table.grid(padding=(0, 4, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    code = f"model = Checkpointable(model, {argument})"
+    table.add_row("use it", Text(f"from rotor_py import Checkpointable\n{code}\nloss(model(batch)).backward()"))
+    return table
 
 
 def _typed(size: int) -> str:
@@ -60,6 +66,10 @@ def _typed(size: int) -> str:
 
 
 def console(width: int | None = None, *, stderr: bool = False) -> Console:
-    """A console: the terminal's width, or 100 columns where output is piped."""
+    """A console: the terminal's width; where output is piped, $COLUMNS, and without that 100 columns."""
     found = Console(stderr=stderr, highlight=False, soft_wrap=False)
-    return found if found.is_terminal and width is None else Console(stderr=stderr, highlight=False, width=width or 100)
+    if found.is_terminal and width is None:
+        return found
+    columns = os.environ.get("COLUMNS", "")
+    width = width or (int(columns) if columns.isdecimal() and int(columns) else 100)
+    return Console(stderr=stderr, highlight=False, width=width)

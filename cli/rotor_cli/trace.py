@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rotor_cli.facts import Facts
+from rotor_py.report.optimizer_step import NAME, optimizer_step
 from rotor_py.report.wording import label
 from rotor_solver import Backward, Loss, Moment, moments
 
@@ -14,6 +15,9 @@ Event = dict[str, Any]
 PREDICTED, MEASURED = 1, 2
 FORWARD, AGAIN, BACKWARD = 1, 2, 3
 PLANNED, PLAIN = 1, 2
+OPTIMIZER = f"{NAME} (its time is not measured)"
+_SHARE = 0.03
+"""Of the step's time, as which the optimizer's is drawn."""
 WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
 
 
@@ -59,7 +63,14 @@ def _predicted(facts: Facts) -> Iterator[Event]:
         yield _counter(WHILE, PREDICTED, begin, beside + moment.during)
         yield _counter(AFTER, PREDICTED, begin + moment.seconds, beside + moment.after)
     end = start + found[-1].begin + found[-1].seconds
-    yield _counter(WHILE, PREDICTED, end, beside + found[-1].after)
+    step = optimizer_step(facts)
+    if step is not None:
+        sizes = {"bytes_while_it_runs": step.total, "bytes_after": step.total - step.scratch, "fixed_bytes": step.fixed}
+        yield _counter(WHILE, PREDICTED, end, step.total)
+        yield _complete(OPTIMIZER, PREDICTED, BACKWARD, end, _SHARE * (end - start), sizes)
+        end += _SHARE * (end - start)
+        yield _counter(AFTER, PREDICTED, end, step.total - step.scratch)
+    yield _counter(WHILE, PREDICTED, end, found[-1].after + beside if step is None else step.total - step.scratch)
     yield from (_counter(LIMIT, PREDICTED, seconds, facts.mem_limit) for seconds in (0.0, end))
 
 

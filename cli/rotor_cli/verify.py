@@ -14,6 +14,7 @@ from torch import nn
 from rotor_cli.facts import Verified
 from rotor_profiling import RandomState, measured_peak, tensors_in
 from rotor_py import Checkpointable
+from rotor_py.measurement import Progress
 from rotor_solver import Sequence
 
 _TIMED_STEPS = 3
@@ -28,18 +29,28 @@ def verify(
     *,
     fresh_grads: bool,
     others: Iterable[Sequence] = (),
+    progress: Progress | None = None,
 ) -> list[Verified]:
     """Train with the plan and without it, from the same state; the model is afterwards what it was before.
 
     What two plain steps differ by is noise; of a captured model, one of them runs the graph that TorchDynamo captures.
-    The list goes on with `others`, sequences that are followed instead of the plan.
+    The list goes on with `others`, sequences that are followed instead of the plan. `progress` is called with the
+    steps that have been compared, all of them, and what the next one is.
     """
-    step = _Step(planned.model, sample, loss, optimizer, device, fresh_grads)
+    step, others = _Step(planned.model, sample, loss, optimizer, device, fresh_grads), list(others)
+
+    def tell(done: int, what: str) -> None:
+        if progress is not None:
+            progress(done, 3 + len(others), what)
+
+    tell(0, "a step with the plan")
     first = step.run(planned)
+    tell(1, "a plain step")
     plain: tuple[int, float, list[torch.Tensor]] | None = None
     noise = 0.0
     with suppress(torch.OutOfMemoryError):
         found = step.run(planned.model)
+        tell(2, "a plain step again")
         again = step.run(torch.compile(planned.model.forward, backend="eager") if planned.captured else planned.model)
         noise, plain = _difference(again[2], found[2]), found
 
@@ -52,7 +63,8 @@ def verify(
     results = [verified(first)]
     del first
     with _same_plan_afterwards(planned):
-        for sequence in others:
+        for number, sequence in enumerate(others):
+            tell(3 + number, f"a step with {sequence.algorithm or 'another plan'}")
             planned.sequence = sequence
             results.append(verified(step.run(planned)))
     return results

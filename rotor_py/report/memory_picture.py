@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rotor_py.report.axis import Column, round_numbers
+from rotor_py.report.optimizer_step import OptimizerStep, optimizer_step
 from rotor_py.report.report import Report
 from rotor_py.report.wording import sentence
 from rotor_py.units import format_bytes
@@ -38,54 +39,66 @@ class MemoryPicture:
 
 
 def memory_picture(report: Report) -> MemoryPicture:
-    """Layers add up to the simulated memory after every operation, the last of them to that while it runs."""
-    found = moments(report.chain, report.sequence)
-    beside = report.budget.beside_chain(report.sequence)
+    """Layers add up to the simulated memory after every operation, the last of them to that while it runs.
+
+    The last column is the optimizer's step, where an optimizer is known.
+    """
+    found, step_after = moments(report.chain, report.sequence), optimizer_step(report)
+    names, beside = report.measurement.names, report.budget.beside_chain(report.sequence)
+    sentences = [sentence(moment, names, beside) for moment in found]
     top = beside + max(moment.during for moment in found)
+    if step_after is not None:
+        sentences.append(step_after.sentence)
+        top = max(top, step_after.total)
     limit = report.mem_limit
     near = limit is not None and limit <= 1.5 * top
     full = max(top, limit if near and limit is not None else 0) * 1.04
-    step = min(_WIDE, max(_NARROW, _FEW / len(found)))
+    step = min(_WIDE, max(_NARROW, _FEW / len(sentences)))
 
     def y(size: float) -> float:
         return TOP + HEIGHT * (1 - size / full)
 
-    below = [0] * len(found)
+    below = [0] * len(sentences)
     layers = []
-    for layer in layers_of(report, found):
+    for layer in layers_of(report, found, step_after):
         above = [low + size for low, size in zip(below, layer.sizes, strict=True)]
         outline = " ".join(_outline([y(size) for size in below], [y(size) for size in above], step))
         layers.append(Layer(layer.name, layer.sizes, layer.colour, outline))
         below = above
-    names = report.measurement.names
     return MemoryPicture(
-        width=LEFT + step * len(found) + 8,
+        width=LEFT + step * len(sentences) + 8,
         height=HEIGHT + TOP + 8,
         layers=tuple(layer for layer in layers if layer.outline),
         columns=tuple(
-            Column(LEFT + step * at, step, f"{sentence(moment, names, beside)}; {_largest(layers, at)}")
-            for at, moment in enumerate(found)
+            Column(LEFT + step * at, step, f"{words}; {_largest(layers, at)}") for at, words in enumerate(sentences)
         ),
         ticks=tuple((y(size), format_bytes(int(size))) for size in round_numbers(0, full, 5)),
         limit_y=y(limit) if near and limit is not None else None,
     )
 
 
-def layers_of(report: Report, found: tuple[Moment, ...]) -> Iterator[Layer]:
-    """From the bottom to the top: the fixed part, the chain's input, stages, the output, gradients, and the rest."""
+def layers_of(report: Report, found: tuple[Moment, ...], step: OptimizerStep | None = None) -> Iterator[Layer]:
+    """From the bottom to the top: the fixed part, the chain's input, stages, the output, gradients, and the rest.
+
+    After the sizes of the moments comes that of the optimizer's `step`, if there is one.
+    """
     chain, names = report.chain, report.measurement.names
     beside = report.budget.beside_chain(report.sequence)
-    yield Layer("fixed part", (beside,) * len(found), "hsl(220 8% 55%)")
-    yield Layer("input", tuple(moment.inputs.get(0, 0) for moment in found), "hsl(220 8% 70%)")
+
+    def layer(name: str, colour: str, sizes: Iterable[int], stepping: int = 0) -> Layer:
+        return Layer(name, (*sizes, *(() if step is None else (stepping,))), colour)
+
+    last = step or OptimizerStep(0, 0, 0, 0, 0)
+    yield layer("fixed part", "hsl(220 8% 55%)", (beside for _ in found), last.fixed)
+    yield layer("input", "hsl(220 8% 70%)", (moment.inputs.get(0, 0) for moment in found), last.input)
     for stage, name in enumerate(names):
-        sizes = tuple(moment.inputs.get(stage + 1, 0) + moment.attached.get(stage + 1, 0) for moment in found)
+        sizes = (moment.inputs.get(stage + 1, 0) + moment.attached.get(stage + 1, 0) for moment in found)
         hue, light = 190 + 130 * stage / max(1, len(chain) - 1), 48 + 14 * (stage % 2)
-        yield Layer(name, sizes, f"hsl({hue:.0f} 55% {light}%)")
-    yield Layer("output, held by the caller", tuple(moment.output for moment in found), "hsl(90 35% 50%)")
-    yield Layer("gradients", tuple(moment.gradients for moment in found), "hsl(145 45% 42%)")
-    yield Layer(
-        "freed when the operation ends", tuple(moment.during - moment.after for moment in found), "hsl(38 90% 58%)"
-    )
+        yield layer(name, f"hsl({hue:.0f} 55% {light}%)", sizes)
+    yield layer("output, held by the caller", "hsl(90 35% 50%)", (moment.output for moment in found), last.output)
+    yield layer("gradients", "hsl(145 45% 42%)", (moment.gradients for moment in found), last.gradients)
+    freed = (moment.during - moment.after for moment in found)
+    yield layer("freed when the operation ends", "hsl(38 90% 58%)", freed, last.scratch)
 
 
 def _largest(layers: list[Layer], at: int) -> str:

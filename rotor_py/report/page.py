@@ -9,7 +9,7 @@ from rotor_py.report import schedule_picture as schedule
 from rotor_py.report.memory_picture import LEFT, memory_picture
 from rotor_py.report.report import Report
 from rotor_py.report.sweep import sweep
-from rotor_py.report.text import format_seconds
+from rotor_py.report.time_text import format_seconds
 from rotor_py.report.wording import saving
 from rotor_py.units import format_bytes
 
@@ -27,12 +27,13 @@ def page(report: Report, remarks: tuple[str, ...] = ()) -> str:
     )
     begin, rest = report.verdict()
     swept = sweep(report) if report.sweep is None else report.sweep
+    reason = report.peak_reason()
     return environment.get_template("report.html").render(
         title=report.title,
         fits=report.fits,
         begin=begin,
         rest=rest,
-        remarks=remarks,
+        remarks=remarks if reason is None else (reason, *remarks),
         amounts=_amounts(report),
         parts=report.budget.parts() or "nothing",
         curve=curve.curve_picture(report, swept),

@@ -72,6 +72,18 @@ class Report:
             )
         return begin, f" {limit} on {self.device}: predicted peak {format_bytes(self.peak_bytes)}, {price}"
 
+    def peak_reason(self) -> str | None:
+        """Where the peak is, in one sentence, if neither forward nor backward reaches it; else None."""
+        running = self.budget.beside_chain(self.sequence) + simulate(self.chain, self.sequence).peak
+        if self.peak_bytes <= running:
+            return None
+        stepping = self.peak_bytes == self.budget.optimizer_peak_bytes
+        return (
+            f"The peak is {'in the optimizer step' if stepping else 'in the layers before the chain'}: "
+            f"{format_bytes(self.peak_bytes)} there, {format_bytes(running)} in forward and backward. No other plan "
+            "needs less there."
+        )
+
     @property
     def chain(self) -> Chain:
         return self.budget.chain

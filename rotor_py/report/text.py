@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
+from shutil import get_terminal_size
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rotor_py.report.prose import Prose
 from rotor_py.report.report import Report
+from rotor_py.report.stage_table import StageTable
+from rotor_py.report.time_text import format_seconds as format_seconds
 from rotor_py.units import format_bytes
 from rotor_solver import Operation, Sequence
 
+_WIDEST = 100
 
-def plain_text(report: Report, width: int = 100) -> str:
-    """The report as text without colours."""
+
+def plain_text(report: Report, width: int | None = None) -> str:
+    """The report as text without colours, as wide as the terminal, and not wider than 100."""
     file = io.StringIO()
+    if width is None:
+        width = min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)
     Console(file=file, width=width, highlight=False, color_system=None).print(Group(*parts(report)))
     return file.getvalue().rstrip()
 
 
 def parts(report: Report) -> list[RenderableType]:
     """The whole report, part by part."""
-    return [verdict(report), "", amounts(report), "", stages(report), "", sequence(report.sequence)]
+    reason = report.peak_reason()
+    why = [] if reason is None else [Prose(reason)]
+    return [Prose(verdict(report)), *why, "", amounts(report), "", StageTable(report), "", sequence(report.sequence)]
 
 
 def verdict(report: Report) -> Text:
@@ -51,9 +61,9 @@ def amounts(report: Report) -> Table:
     gap = report.gap
     if gap is not None:
         time += (("from the optimum", "0 %" if gap < 5e-5 else f"at most {gap:.2%}"),)
-    table.add_row(Text("memory", style="bold"), _pairs(memory))
-    table.add_row(Text("time", style="bold"), _pairs(time))
-    table.add_row(Text("fixed", style="bold"), Text(report.budget.parts() or "nothing"))
+    table.add_row(Text("memory", style="bold"), Prose(_pairs(memory)))
+    table.add_row(Text("time", style="bold"), Prose(_pairs(time)))
+    table.add_row(Text("fixed", style="bold"), Prose(report.budget.parts() or "nothing"))
     return table
 
 
@@ -64,27 +74,6 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:
         text.append(name.replace(" ", "\N{NO-BREAK SPACE}") + "\N{NO-BREAK SPACE}", style="dim")
         text.append(value.replace(" ", "\N{NO-BREAK SPACE}"))
     return text
-
-
-def stages(report: Report) -> Table:
-    """What every stage costs, and what happens to it."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("stage", overflow="fold")
-    for heading in ("forward", "backward", "output", "kept", "scratch"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("what happens", overflow="fold")
-    rows = zip(report.measurement.names, report.measurement.stages, report.actions(), strict=True)
-    for name, cost, action in rows:
-        table.add_row(
-            Text(name),
-            format_seconds(cost.forward_seconds),
-            format_seconds(cost.backward_seconds),
-            format_bytes(cost.activation_bytes),
-            format_bytes(cost.saved_bytes),
-            format_bytes(max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes)),
-            Text(action, style="" if action == "stored" else "yellow"),
-        )
-    return table
 
 
 def sequence(operations: Sequence) -> Text:
@@ -120,12 +109,3 @@ def _fold(run: list[Operation]) -> str:
     if len(run) < 3:
         return ", ".join(map(str, run))
     return f"{run[0]}…{str(run[-1]).rpartition('_')[2]}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Three significant digits and a unit."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        scaled = seconds * factor
-        if scaled >= 0.9995 or unit == "µs":
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {unit}"
-    raise AssertionError

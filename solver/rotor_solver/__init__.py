@@ -21,6 +21,7 @@ from rotor_solver.moments import Moment, moments
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 from rotor_solver.periodic import Periodic, Sqrt
 from rotor_solver.persistent import Persistent
+from rotor_solver.progress import watched
 from rotor_solver.revolve import Revolve, forward_steps
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import Simulation, simulate, unread_outputs
@@ -61,4 +62,5 @@ __all__ = [
     "solve",
     "store_all",
     "unread_outputs",
+    "watched",
 ]

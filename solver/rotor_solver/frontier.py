@@ -17,6 +17,7 @@ from rotor_solver.ends import store_all
 from rotor_solver.errors import InfeasibleError
 from rotor_solver.limits import bytes_of_limit
 from rotor_solver.persistent import THOROUGH, Persistent, check_slots, common_divisor, units
+from rotor_solver.progress import watcher
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 from rotor_solver.table import Problem, Table
@@ -105,7 +106,10 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     wanted = [least, *_steps(tables, slots), whole.peak] if limits is None else map(bytes_of_limit, limits)
     found: list[_Step] = []
     proven: dict[int, float] = {}
-    for limit in sorted(set(wanted)):
+    tried, progress = sorted(set(wanted)), watcher()
+    for position, limit in enumerate(tried):
+        if progress is not None:
+            progress(position, len(tried), "limits")
         if limit < least:
             continue
         if limit >= whole.peak:

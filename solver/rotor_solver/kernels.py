@@ -364,7 +364,7 @@ def checkpoints(
 
 
 @compiled()
-def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> int:
+def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, begin: int, end: int) -> int:
     """Opt(i, l, m), less the time of storing everything, for all intervals and m in slots:
 
         Opt(L, L, m) = 0                                                if m ≥ loss_need
@@ -377,35 +377,36 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> int:
 
     Times above rows.limit count as infinite: `bounds` has taken from the cut what is certain about the context. Where
     l < L, the stages of [i, l] have run forward without a graph before, and those after l take at least later[l+1]
-    longer than stored. Returns how many pairs of slots were looked at.
+    longer than stored.
+
+    This fills the tiles whose blocks of stages are `begin` to `end` - 1 apart, for which those that are less far apart
+    are needed; at last, `fill_tails` does the rest. Returns how many pairs of slots were looked at.
     """
     blocks, pairs = (len(grid.band) + BLOCK - 1) // BLOCK, 0
-    for distance in range(blocks):
+    for distance in range(begin, end):
         for block in range(blocks - distance):
             pairs += tile(flat, rows, costs, grid, block * BLOCK, (block + distance) * BLOCK)
-    fill_tails(flat, rows, costs, grid)
     return pairs
 
 
 @compiled(parallel=True)
-def fill_in_parallel(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> int:
+def fill_in_parallel(flat: np.ndarray, rows: Any, costs: Any, grid: Any, begin: int, end: int) -> int:
     """What `fill` does, on all cores."""
     blocks, pairs = (len(grid.band) + BLOCK - 1) // BLOCK, 0
-    for distance in range(blocks):
+    for distance in range(begin, end):
         for block in prange(blocks - distance):
             pairs += tile(flat, rows, costs, grid, block * BLOCK, (block + distance) * BLOCK)
-    fill_tails(flat, rows, costs, grid)
     return pairs
 
 
 @compiled()
-def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.ndarray) -> int:
+def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.ndarray, begin: int, end: int) -> int:
     """What `fill` does, where few rows are different: each row has the values of the row owner[row].
 
-    Rows are computed in the order of their lengths.
+    Rows are computed in the order of their lengths, here those of intervals [i, l] with begin ≤ l - i < end.
     """
     length, pairs = len(grid.band), 0
-    for distance in range(length):
+    for distance in range(begin, end):
         for s in range(len(grid.place) - 1):
             i = grid.place[s]
             row, last = grid.start[s] + distance, i + distance
@@ -416,7 +417,6 @@ def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.nd
             if i < length and i + distance <= grid.band[i]:
                 row = grid.start[s] + distance
                 rows.begin[row], rows.final[row] = rows.begin[owner[row]], rows.final[owner[row]]
-    fill_tails(flat, rows, costs, grid)
     return pairs
 
 

@@ -5,6 +5,7 @@ Times in a table are what a plan takes longer than storing everything, in units 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
 from rotor_solver.ends import least_sequence, store_all
 from rotor_solver.grid import Grid, Rows, Windows, fastest_options, grid_of, rows_of
+from rotor_solver.progress import watcher
 from rotor_solver.repeats import fitting_unit, kinds_of, owners
 from rotor_solver.sequence import Sequence
 
@@ -27,6 +29,8 @@ _SERIAL = 2e7
 _BLENDS = (0.5, 0.0, 1.0)
 _FEW = 0.25
 """Rows are shared where at most this part of them is different."""
+_PORTIONS = 32
+"""Into which the work is divided for somebody who watches."""
 _LOOKED_AT = 0.25
 """Part of all pairs of slots that a table looks at, roughly."""
 
@@ -134,12 +138,47 @@ class Table:
         self.values = np.empty(self.size, np.float64 if double else np.float32)
         self.rows = self.rows._replace(final=self.rows.final.astype(self.values.dtype))
         arguments = (self.values, self.rows, self.costs, self.grid)
+        self.pairs = 0
+        for begin, end in self._portions(kernels.BLOCK if self.owner is None else 1):
+            if self.owner is not None:
+                self.pairs += int(kernels.fill_shared(*arguments, self.owner, begin, end))
+            elif self.guess < _SERIAL:
+                self.pairs += int(kernels.fill(*arguments, begin, end))
+            else:
+                self.pairs += int(kernels.fill_in_parallel(*arguments, begin, end))
+        kernels.fill_tails(*arguments)
+
+    def _portions(self, block: int) -> Iterator[tuple[int, int]]:
+        """The distances of stages in blocks, in portions of about the same work if somebody watches; else all at once.
+
+        What the rows of intervals to the loss need is not counted.
+        """
+        progress, blocks = watcher(), -(-len(self.grid.band) // block)
+        if progress is None:
+            yield 0, blocks
+            return
+        work = self._work(block)
+        total, what = int(work.sum()), f"{len(self.grid.band)} stages, {self.grid.width} slots"
+        progress(0, total, what)
+        begin = done = told = 0
+        for end, pairs in enumerate(work.tolist(), 1):
+            done += pairs
+            if (done - told) * _PORTIONS >= total or end == blocks:
+                yield begin, end
+                begin, told = end, done
+                progress(done, total, what)
+
+    def _work(self, block: int) -> Ints:
+        """Pairs of slots at every distance, if every checkpoint is of use to every row."""
+        grid, tail = self.grid, self.grid.tail
+        stages = np.repeat(grid.place[: len(grid.start)], np.diff(np.append(grid.start, tail)))
+        between = np.arange(tail) - np.repeat(grid.start, np.diff(np.append(grid.start, tail)))
+        numbers = np.maximum(0, self.rows.high - self.rows.begin)[:tail]
         if self.owner is not None:
-            self.pairs = int(kernels.fill_shared(*arguments, self.owner))
-        elif self.guess < _SERIAL:
-            self.pairs = int(kernels.fill(*arguments))
-        else:
-            self.pairs = int(kernels.fill_in_parallel(*arguments))
+            numbers = np.where(self.owner[:tail] == np.arange(tail), numbers, 0)
+        distance = (stages + between) // block - stages // block
+        blocks = -(-len(grid.band) // block)
+        return np.bincount(distance, numbers * (between + 1.0), minlength=blocks).astype(np.int64)[:blocks]
 
     def lower_bound(self, room: int) -> float:
         """No persistent plan within `room` bytes takes less than this longer; at most `scale`. Seconds."""

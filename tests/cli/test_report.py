@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rotor_py import Checkpointable, parse_bytes
-from rotor_py.report.text import folded, format_seconds
+from rotor_py.report.text import folded
+from rotor_py.report.time_text import format_seconds
 from rotor_solver import Sequence
 
 

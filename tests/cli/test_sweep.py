@@ -63,7 +63,7 @@ def test_a_sweep_needs_no_limit_and_goes_from_the_least_to_storing_everything(pl
     assert found["store-all"]["mem_limit"] == report["store_all"]["peak_bytes"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"snapshot_bytes": 5000}, {"floor_bytes": 1_400_000}])
+@pytest.mark.parametrize("changes", [{}, {"snapshot_bytes": 5000}, {"before_bytes": 1_400_000}])
 def test_every_point_is_the_fastest_plan_of_its_limit_and_the_first_one_as_fast(changes):
     facts = facts_of(**changes)
     found = sweep(facts)

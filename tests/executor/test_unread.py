@@ -129,7 +129,7 @@ def hooked() -> nn.Module:
         nn.Sequential(),
         torch.tanh,
     ],
-    ids=str,
+    ids=lambda stage: type(stage).__name__,
 )
 def test_nothing_is_left_out_where_somebody_may_look_at_it(stage: Any) -> None:
     assert unread_forward(stage) is None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import pickle
+import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 
-from rotor_solver import Chain, InfeasibleError, frontier, limit_for, min_bytes, simulate, solve, store_all
+from rotor_solver import Chain, InfeasibleError, Periodic, frontier, limit_for, min_bytes, simulate, solve, store_all
+from rotor_solver.frontier import _steepest
 from tests.solver.naive import naive_optimum
 from tests.solver.strategies import rich_chains, unit_chain
 from tests.solver.test_scale import random_chain
@@ -111,3 +114,15 @@ def test_a_chain_of_no_stages_and_one_without_times() -> None:
 def test_a_frontier_survives_pickling() -> None:
     found = frontier(unit_chain(5))
     assert pickle.loads(pickle.dumps(found)) == found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_that_others_make_useless_are_left_out_whatever_their_order(seed: int) -> None:
+    """Plans whose times differ in the last digit only may come in an order that is not that of their times."""
+    chain = unit_chain(12)
+    sequences = [*(Periodic(every=every).solve(chain, 10**9) for every in range(1, 13)), store_all(chain)] * 2
+    random.Random(seed).shuffle(sequences)
+    kept = [simulate(chain, sequence) for _, sequence in _steepest(chain, [(0, each) for each in sequences])]
+    assert all(a.peak < b.peak and a.makespan > b.makespan for a, b in pairwise(kept))
+    for each in [simulate(chain, sequence) for sequence in sequences]:
+        assert any(other.peak <= each.peak and other.makespan <= each.makespan for other in kept)

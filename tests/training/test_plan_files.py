@@ -90,14 +90,14 @@ def test_any_character_that_is_changed_or_missing_is_noticed(saved: tuple[Any, s
     make, text = saved
     path.write_text(text)
     whole, made = Plan.load(path), 0
-    for position in range(0, len(text), 29):
+    for position in range(0, len(text), 97):
         for other in ("", "1", "x", "}"):
             path.write_text(text[:position] + other + text[position + 1 :])
             try:
                 assert Plan.load(path) == whole  # a space, or what was there already
             except ValueError:
                 made += 1
-    assert made > len(text) / 29
+    assert made > len(text) / 97
     path.write_text(text.replace("Fe_", "CF_", 1))
     assert "save it again" in refusal(path, make)
 
@@ -106,16 +106,16 @@ def test_any_character_that_is_changed_or_missing_is_noticed(saved: tuple[Any, s
     ("field", "value", "words"),
     [
         ("mem_limit", 10**12, "changed or damaged"),
-        ("peak_bytes", 1, "changed or damaged"),
-        ("fresh_grads", True, "changed or damaged"),
+        ("peak_bytes", 1, "the peak is 1, and the costs make it"),
+        ("fresh_grads", True, "the costs make it"),
         ("digest", "0" * 64, "changed or damaged"),
         ("mem_limit", -1, "above zero"),
         ("mem_limit", True, "'mem_limit' is True"),
         ("mem_limit", 1e9, "'mem_limit' is 1000000000.0"),
-        ("schema", 1, "not a plan of schema 2 but of 1; save it again"),
-        ("schema", 99, "not a plan of schema 2 but of 99; save it again"),
-        ("schema", True, "not a plan of schema 2 but of True"),
-        ("schema", 2.0, "not a plan of schema 2 but of 2.0"),
+        ("schema", 2, "not a plan of schema 3 but of 2; save it again"),
+        ("schema", 99, "not a plan of schema 3 but of 99; save it again"),
+        ("schema", True, "not a plan of schema 3 but of True"),
+        ("schema", 3.0, "not a plan of schema 3 but of 3.0"),
         ("sequence", "__import__('os').system('true')", "operation 0"),
         ("sequence", "Fe_" + "9" * 5000, "5000 digits"),
         ("model", {"layers": {"0": ["Linear"]}, "parameters": {}}, "the layers of the model"),
@@ -127,6 +127,53 @@ def test_a_field_that_is_not_what_it_was_is_named(saved: tuple[Any, str], path: 
     make, text = saved
     path.write_text(json.dumps({**json.loads(text), field: value}))
     assert words in refusal(path, make)
+
+
+def bad_costs(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """The data with one number of its costs replaced."""
+    place = data = json.loads(json.dumps(data))
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("costs", "stages", 1, "saved_bytes"), -1, "saved_bytes is -1; it has to be a number of bytes"),
+        (("costs", "stages", 1, "saved_bytes"), 2**50 + 1, "it has to be a number of bytes"),
+        (("costs", "stages", 1, "saved_bytes"), True, "saved_bytes is True"),
+        (("costs", "stages", 1, "backward_temp_bytes"), -(2**50), "backward_temp of stage 1"),
+        (("costs", "stages", 1, "forward_seconds"), float("nan"), "forward_seconds is nan"),
+        (("costs", "stages", 1, "forward_seconds"), 10**400, "it has to be a number of seconds"),
+        (("costs", "stages", 1), {}, "it has to have forward_seconds, nograd_seconds"),
+        (("costs", "stages"), [], "stages of 0 stages"),
+        (("costs", "gradient_bytes"), [1], "gradient_bytes of 1 stages"),
+        (("costs", "fixed", "optimizer"), "4", "optimizer is '4'"),
+        (("costs", "step_bytes"), 0.5, "step_bytes is 0.5"),
+        (("costs", "before_bytes"), None, "before_bytes is None"),
+        (("costs", "more"), 1, "['more'] is different"),
+        (("costs", "carried"), [{"nbytes": 1, "first": 3, "last": 2, "gradient_bytes": 0}], "from stage 3 to 2"),
+        (("costs", "carried"), [{"nbytes": 1, "first": 1, "last": 999, "gradient_bytes": 0}], "from stage 1 to 999"),
+        (("costs", "fixed", "other"), 10**9, "the costs make it"),
+        (("solver", "lower_bound"), float("inf"), "what is known of its solver"),
+        (("solver",), {}, "what is known of its solver"),
+        (("stages", 0), [1], "lists of texts"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused_though_the_digest_fits(saved, path: Path, place, value, words) -> None:
+    make, text = saved
+    path.write_text(signed(bad_costs(json.loads(text), place, value)))
+    assert words in refusal(path, make)
+
+
+@pytest.mark.usefixtures("_nothing_executed")
+def test_costs_that_would_take_long_to_add_up_are_refused_at_once(saved: tuple[Any, str], path: Path) -> None:
+    make, text = saved
+    carried = [{"nbytes": 1, "first": 1, "last": 2, "gradient_bytes": 0}] * 100_000
+    path.write_text(signed(bad_costs(json.loads(text), ("costs", "carried"), carried)))
+    assert "100000 tensors are carried" in refusal(path, make)
 
 
 def nested(depth: int) -> str:

@@ -1,0 +1,44 @@
+"""What is in memory while the optimizer steps, by owner: after the last operation, and often above all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rotor_py.report.report import Report
+from rotor_py.units import format_bytes
+
+NAME = "optimizer step"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """Bytes. `fixed` has the optimizer's state, and gradients where they are kept; `scratch` is what the step needs."""
+
+    fixed: int
+    input: int
+    output: int
+    gradients: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.input + self.output + self.gradients + self.scratch
+
+    @property
+    def sentence(self) -> str:
+        return f"{NAME}: {format_bytes(self.total)} while it runs"
+
+
+def optimizer_step(report: Report) -> OptimizerStep | None:
+    """The optimizer's step in the plan of `report`; None where no optimizer is known."""
+    budget, measurement = report.budget, report.measurement
+    if budget.step_bytes is None:
+        return None
+    output = measurement.stages[-1].activation_bytes + measurement.held_bytes
+    return OptimizerStep(
+        fixed=budget.fixed.total,
+        input=measurement.input_bytes,
+        output=output,
+        gradients=budget.stepping_bytes - measurement.input_bytes - output,
+        scratch=budget.step_bytes,
+    )

@@ -1,0 +1,90 @@
+"""The table of stages: a line for each, or, where the terminal is too narrow, a few lines for each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from rotor_py.report.report import Report
+from rotor_py.report.time_text import format_seconds
+from rotor_py.units import format_bytes
+
+_HEADINGS = ("forward", "backward", "output", "kept", "scratch")
+_GAP = "  "
+_PIECE = re.compile(r"[^.+_-]*[.+_-]+|[^.+_-]+")
+
+
+class StageTable:
+    """What every stage costs, and what happens to it."""
+
+    def __init__(self, report: Report) -> None:
+        costs = report.measurement.stages
+        self.names, self.actions = report.measurement.names, report.actions()
+        self.numbers = [
+            (
+                format_seconds(cost.forward_seconds),
+                format_seconds(cost.backward_seconds),
+                format_bytes(cost.activation_bytes),
+                format_bytes(cost.saved_bytes),
+                format_bytes(max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes)),
+            )
+            for cost in costs
+        ]
+        self.widths = [max(map(len, column)) for column in zip(_HEADINGS, *self.numbers, strict=True)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width - sum(self.widths) - len(_GAP) * (len(_HEADINGS) + 1)
+        action = max((len(word) for text in ("happens", *self.actions) for word in text.split()), default=0)
+        piece = max(len(part) for name in ("stage", *self.names) for part in _PIECE.findall(name))
+        if piece + action <= room:
+            name = min(max(map(len, ("stage", *self.names))), room - action)
+            yield self._lines(name, room - name)
+        else:
+            yield from self._blocks(options.max_width)
+
+    def _lines(self, name: int, action: int) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
+        table.add_column("stage", max_width=name)
+        for heading in _HEADINGS:
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("what happens", max_width=action)
+        for text, numbers, happens in zip(self.names, self.numbers, self.actions, strict=True):
+            table.add_row(Text("\n".join(broken(text, name))), *numbers, Text(happens, style=_style(happens)))
+        return table
+
+    def _blocks(self, width: int) -> Iterator[Text]:
+        """Name and fate of a stage, and its numbers in a line below."""
+        yield Text("stage, and what happens", style="bold")
+        yield Text(self._columns(_HEADINGS), style="bold", no_wrap=True)
+        for name, numbers, happens in zip(self.names, self.numbers, self.actions, strict=True):
+            *above, last = broken(name, width)
+            yield from map(Text, above)
+            if len(last) + len(_GAP) + len(happens) <= width:
+                yield Text.assemble(last, _GAP if happens else "", (happens, _style(happens)))
+            else:
+                yield Text(last)
+                yield Text(happens, style=_style(happens))
+            yield Text(self._columns(numbers), no_wrap=True)
+
+    def _columns(self, cells: tuple[str, ...]) -> str:
+        return _GAP + _GAP.join(f"{cell:>{width}}" for cell, width in zip(cells, self.widths, strict=True))
+
+
+def _style(action: str) -> str:
+    return "" if action == "stored" else "yellow"
+
+
+def broken(name: str, width: int) -> list[str]:
+    """A name in lines of at most `width` characters, which end where its parts do, if they are not longer than that."""
+    lines, width = [""], max(1, width)
+    for piece in _PIECE.findall(name):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece
+        while len(lines[-1]) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return lines

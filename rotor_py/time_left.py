@@ -1,0 +1,36 @@
+"""How long something still takes, from how long the part of it took that is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+
+
+class TimeLeft:
+    """Seconds left of what is counted. Something else is counted as soon as its name, its total or its begin differ."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._what: Hashable = None
+        self._first = self._done = 0
+        self._begin = 0.0
+
+    def update(self, name: str, done: int, total: int) -> float | None:
+        """Seconds left when `done` of `total` are done; None as long as nothing is known."""
+        now = self._clock()
+        if self._what != (name, total) or done < self._done:
+            self._what, self._first, self._begin = (name, total), done, now
+        self._done = done
+        if done <= self._first:
+            return None
+        return (now - self._begin) * (total - done) / (done - self._first)
+
+
+def in_words(seconds: float | None) -> str:
+    """`about 12 s left`; nothing where nothing is known."""
+    if seconds is None:
+        return ""
+    for most, divisor, unit in ((99.5, 1, "s"), (99.5 * 60, 60, "min")):
+        if seconds < most:
+            return f"about {max(1, round(seconds / divisor))} {unit} left"
+    return f"about {round(seconds / 3600)} h left"

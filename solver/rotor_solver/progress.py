@@ -1,0 +1,30 @@
+"""What a long computation tells whoever watches it: how much is done, of how much, and of what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+Progress = Callable[[int, int, str], None]
+"""Called with what is done, all that there is, and what is worked on now."""
+
+_watching: ContextVar[Progress | None] = ContextVar("watching", default=None)
+
+
+@contextmanager
+def watched(progress: Progress) -> Iterator[None]:
+    """Have `progress(done, total, what)` called now and then while something is solved in this block and thread.
+
+    A table of the solver counts pairs of slots, as far as they are known beforehand; a frontier counts limits.
+    """
+    token = _watching.set(progress)
+    try:
+        yield
+    finally:
+        _watching.reset(token)
+
+
+def watcher() -> Progress | None:
+    """Who watches; None if nobody does."""
+    return _watching.get()

@@ -1,0 +1,140 @@
+"""Where the optimizer's step is the peak, every report says so, and shows what it consists of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_cli.facts import Facts
+from rotor_cli.trace import OPTIMIZER, PREDICTED, WHILE, trace
+from rotor_py import Checkpointable, Report, format_bytes, simulate, store_all
+from rotor_py.report.memory_picture import HEIGHT, TOP, layers_of, memory_picture
+from rotor_py.report.optimizer_step import optimizer_step
+from rotor_py.report.page import page
+from rotor_solver import moments
+from tests.checkpointable.steps import between, square, step_peak
+
+BATCH = torch.randn(32, 600)
+
+
+def network(fresh_grads: bool = True, **changes: Any) -> tuple[Checkpointable, torch.optim.Optimizer]:
+    """Two large layers, few samples, and an optimizer that makes copies of all parameters at once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    given = {"loss": square, "optimizer": optimizer, "fresh_grads": fresh_grads, **changes}
+    planned = Checkpointable(model, BATCH, **given)
+    planned.compute_sequence("1GB")
+    return planned, optimizer
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return network()[0].report()
+
+
+def running(report: Report) -> int:
+    return report.budget.beside_chain(report.sequence) + simulate(report.chain, report.sequence).peak
+
+
+@pytest.mark.parametrize("fresh_grads", [True, False])
+def test_the_parts_of_the_step_add_up_to_the_measured_peak(fresh_grads: bool) -> None:
+    planned, optimizer = network(fresh_grads)
+    step_peak(planned, BATCH, optimizer)
+    measured = step_peak(planned, BATCH, optimizer, fresh_grads=fresh_grads)
+    step = optimizer_step(planned.report())
+    trained = sum(parameter.nbytes for parameter in planned.parameters())
+    assert step.total == planned.report().peak_bytes
+    assert 0.98 * step.total <= measured <= step.total
+    assert step.gradients == (trained if fresh_grads else 0)
+    assert step.input + step.output == 2 * BATCH.nbytes
+    assert step.scratch >= trained
+
+
+def test_the_sentence_is_in_text_and_page_with_both_numbers(report: Report) -> None:
+    reason = report.peak_reason()
+    assert reason == (
+        f"The peak is in the optimizer step: {format_bytes(report.peak_bytes)} there, {format_bytes(running(report))} "
+        "in forward and backward. No other plan needs less there."
+    )
+    assert reason in " ".join(str(report).split())
+    assert f"<p>{reason}</p>" in page(report, remarks=("measured",))
+    assert page(report, remarks=("measured",)).index(reason) < page(report, remarks=("measured",)).index(
+        "<p>measured</p>"
+    )
+
+
+def test_nothing_is_said_where_forward_and_backward_reach_the_peak(report: Report) -> None:
+    lean = replace(report, budget=replace(report.budget, step_bytes=64))
+    assert lean.peak_bytes == running(lean)
+    assert lean.peak_reason() is None
+    assert "The peak is in" not in str(lean) + page(lean)
+
+
+def test_layers_before_the_chain_are_named_where_they_are_the_peak(report: Report) -> None:
+    before = replace(report, budget=replace(report.budget, before_bytes=10**9))
+    assert before.peak_reason().startswith("The peak is in the layers before the chain: 1.0")
+
+
+def test_the_last_column_of_the_picture_is_the_optimizer_step_and_reaches_the_peak(report: Report) -> None:
+    picture, step = memory_picture(report), optimizer_step(report)
+    found = moments(report.chain, report.sequence)
+    layers = list(layers_of(report, found, step))
+    assert all(len(layer.sizes) == len(found) + 1 for layer in layers)
+    assert sum(layer.sizes[-1] for layer in layers) == report.peak_bytes == step.total
+    for at, moment in enumerate(found):
+        beside = report.budget.beside_chain(report.sequence)
+        assert sum(layer.sizes[at] for layer in layers) == beside + moment.during
+    assert len(picture.columns) == len(found) + 1
+    assert picture.columns[-1].title.startswith(
+        f"optimizer step: {format_bytes(report.peak_bytes)} while it runs; most"
+    )
+    assert picture.columns[-1].x + picture.columns[-1].width <= picture.width
+    highest = min(float(y) for y in re.findall(r"V(-?[\d.]+)", " ".join(layer.outline for layer in picture.layers)))
+    assert TOP <= highest < TOP + 0.05 * HEIGHT
+    assert "optimizer step: " in page(report)
+
+
+def test_without_a_known_optimizer_there_is_no_such_column() -> None:
+    report = network(optimizer=None)[0].report()
+    assert optimizer_step(report) is None
+    assert len(memory_picture(report).columns) == len(report.sequence)
+
+
+def test_an_optimizer_that_is_noticed_is_reported_from_then_on() -> None:
+    planned, optimizer = network(optimizer=None)
+    step_peak(planned, BATCH, optimizer)
+    told = network()[0]
+    assert planned.report().peak_reason() == told.report().peak_reason()
+    assert optimizer_step(planned.report()) == optimizer_step(told.report())
+
+
+def test_the_trace_shows_the_step_after_the_last_operation_up_to_the_peak(report: Report) -> None:
+    facts = Facts("net", "cpu", report.peak_bytes, report.budget, report.measurement, report.sequence)
+    events = [event for event in trace(facts)["traceEvents"] if event["pid"] == PREDICTED]
+    operations = [event for event in events if event["ph"] == "X"]
+    assert operations[-1]["name"] == OPTIMIZER
+    assert operations[-1]["args"]["bytes_while_it_runs"] == report.peak_bytes
+    assert operations[-1]["ts"] == pytest.approx(operations[-2]["ts"] + operations[-2]["dur"])
+    assert operations[-1]["dur"] > 0
+    counted = [(event["ts"], event["args"]["bytes"]) for event in events if event["name"] == WHILE]
+    assert counted == sorted(counted, key=lambda each: each[0])
+    assert max(size for _, size in counted) == report.peak_bytes
+    assert dict(counted)[operations[-1]["ts"]] == report.peak_bytes
+    assert counted[-1][0] == pytest.approx(operations[-1]["ts"] + operations[-1]["dur"])
+
+
+def test_the_optimizer_step_is_below_the_peak_where_activations_are_large() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+    planned = Checkpointable(model, torch.randn(512, 64), loss=square, optimizer=torch.optim.Adam(model.parameters()))
+    planned.compute_sequence(between(planned, 0.5))
+    assert planned.sequence != store_all(planned.chain)
+    report = planned.report()
+    assert report.peak_reason() is None
+    assert optimizer_step(report).total < report.peak_bytes
+    assert memory_picture(report).columns[-1].title.startswith("optimizer step: ")

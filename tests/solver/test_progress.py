@@ -1,0 +1,79 @@
+"""What a watcher of the solver is told, and that watching changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rotor_solver import Persistent, frontier, table, watched
+from rotor_solver.table import Problem, Table
+from tests.solver.strategies import unit_chain
+from tests.solver.test_scale import limit_between, repeated_chain
+from tests.solver.test_table import rich_chain
+
+Told = list[tuple[int, int, str]]
+
+
+def filled(chain, watch: bool, told: Told) -> Table:
+    room = limit_between(chain, 0.4) - chain.input_bytes
+    made = Table.of(Problem.of(chain), room, max(1, room // 200), 1e3, np.zeros(len(chain) + 1))
+    if watch:
+        with watched(lambda *state: told.append(state)):
+            made.fill()
+    else:
+        made.fill()
+    return made
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("kind", ["different", "repeated"])
+def test_a_watched_table_is_filled_in_portions_and_is_the_same_table(kind: str, parallel: bool, monkeypatch) -> None:
+    monkeypatch.setattr(table, "_SERIAL", 0 if parallel else np.inf)
+    chain = rich_chain(150, 1, whole=False) if kind == "different" else repeated_chain(100, 2)
+    told: Told = []
+    found, expected = filled(chain, True, told), filled(chain, False, told)
+    assert (found.owner is not None) == (kind == "repeated")
+    assert found.pairs == expected.pairs
+    assert found.lower_bound(found.room) == expected.lower_bound(expected.room)
+    assert np.array_equal(found.later(), expected.later())
+    done = [state[0] for state in told]
+    assert done[0] == 0
+    assert done == sorted(set(done))
+    assert {(total, what) for _, total, what in told} == {(done[-1], f"{len(chain)} stages, {found.grid.width} slots")}
+    assert len(done) > 5
+    assert len(done) <= table._PORTIONS + 2
+
+
+def test_portions_are_of_about_the_same_work() -> None:
+    told: Told = []
+    filled(repeated_chain(200, 2), True, told)
+    done = np.array([state[0] for state in told])
+    assert np.diff(done).max() <= 3 * done[-1] / table._PORTIONS
+
+
+def test_a_frontier_tells_its_limits_after_its_tables() -> None:
+    told: Told = []
+    with watched(lambda *state: told.append(state)):
+        found = frontier(unit_chain(30), slots=40)
+    limits = [state for state in told if state[2] == "limits"]
+    assert [state[0] for state in limits] == list(range(limits[0][1]))
+    assert len(limits) >= len(found)
+    assert told[0][2].endswith("slots")
+
+
+def test_nobody_is_told_after_the_block() -> None:
+    told: Told = []
+    with watched(lambda *state: told.append(state)):
+        pass
+    Persistent().solve(unit_chain(30), 12)
+    assert told == []
+
+
+def test_what_a_watcher_raises_stops_the_solver() -> None:
+    """An interrupt comes through."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), watched(interrupt):
+        Persistent().solve(unit_chain(30), 12)
