@@ -16,7 +16,7 @@ from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
 from rotor_solver.errors import InfeasibleError
 from rotor_solver.limits import bytes_of_limit
-from rotor_solver.persistent import THOROUGH, Persistent, check_slots, common_divisor, units
+from rotor_solver.persistent import BRIEF, THOROUGH, Persistent, check_slots, common_divisor, solved, units
 from rotor_solver.progress import watcher
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
@@ -224,7 +224,8 @@ def _closer(
         gap, limit = max(far, default=(1.0, 0))
         if gap - 1 <= _FAR:
             break
-        sequence = Persistent(slots).solve(chain, limit)
-        proven[limit] = sequence.lower_bound or 0.0
-        steps = _steepest(chain, [*(each for _, each in steps), sequence])
+        best = solved(chain, limit, slots, BRIEF)
+        assert best.sequence is not None
+        proven[limit] = best.bound
+        steps = _steepest(chain, [*(each for _, each in steps), best.sequence])
     return steps

@@ -51,6 +51,7 @@ class Effort:
 
 THOROUGH = Effort(close=0.005, pairs=4e10, nbytes=2**31)
 _HASTY = Effort(close=0.01, pairs=3e9, nbytes=2**29)
+BRIEF = Effort(close=0.01, pairs=2e7, nbytes=2**27)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Persistent:
         stored = store_all(chain)
         if simulate(chain, stored).peak <= mem_limit:
             return Sequence(stored, self.name, stored.lower_bound)
-        best = _solved(chain, mem_limit, self.slots, THOROUGH)
+        best = solved(chain, mem_limit, self.slots, THOROUGH)
         assert best.sequence is not None
         assert simulate(chain, best.sequence).peak <= mem_limit
         return Sequence(best.sequence, self.name, min(best.bound, best.makespan))
@@ -85,7 +86,7 @@ def check_slots(slots: int) -> None:
 
 
 @dataclass(slots=True)
-class _Best:
+class Best:
     """The fastest sequence so far, and the best lower bounds."""
 
     problem: Problem
@@ -122,13 +123,14 @@ class _Best:
         return self.makespan / self.bound - 1 if self.bound else (0.0 if self.makespan == 0 else math.inf)
 
 
-def _solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> _Best:
+def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
+    """What is found with no more than that effort, a sequence in any case; InfeasibleError if there is none."""
     problem, room = Problem.of(chain), mem_limit - chain.input_bytes
     if room < problem.needed:
         least = chain.input_bytes + problem.needed
         message = f"the chain needs at least {least} bytes; the limit is {mem_limit}"
         raise InfeasibleError(message, min_bytes=least, mem_limit=mem_limit)
-    best = _Best(problem)
+    best = Best(problem)
     _begin(best, mem_limit)
     if best.sequence is None:
         best.offer(problem.least_sequence())
@@ -151,13 +153,13 @@ def _solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> _Best:
     return best
 
 
-def _begin(best: _Best, mem_limit: int) -> None:
+def _begin(best: Best, mem_limit: int) -> None:
     """Offer what the same program finds for groups of stages: small groups if large ones do not fit."""
     chain, size = best.problem.chain, _GROUP_OF_REPEATED if best.problem.repeats else _GROUP
     while best.sequence is None and len(chain) > max(4, size) * size and size > 1:
         groups = even_groups(len(chain), -(-len(chain) // size))
         try:
-            coarse = _solved(coarse_chain(chain, groups), mem_limit, 500, _HASTY)
+            coarse = solved(coarse_chain(chain, groups), mem_limit, 500, _HASTY)
             assert coarse.sequence is not None
             best.offer(fine_sequence(chain, groups, coarse.sequence))
         except InfeasibleError:

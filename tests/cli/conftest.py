@@ -25,6 +25,12 @@ def optimizer(parameters):
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the terminal is like in which the tests run."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def model_file(tmp_path: Path) -> Callable[..., str]:
     """Write a model file and return its path."""

@@ -17,10 +17,17 @@ from tests.checkpointable.steps import between, square, step_peak
 from tests.executor.sequences import any_sequence, persistent_sequence
 from tests.executor.training import assert_same, cut_of, replayed, steps
 
+
+def vgg() -> nn.Sequential:
+    """Without the two largest layers, whose 120 million weights say nothing about training."""
+    features: nn.Sequential = models.vgg11_bn(num_classes=10).features
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512 * 4, 10), nn.Dropout(0.5))
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
     "resnet18": (lambda: models.resnet18(num_classes=10), (2, 3, 32, 32)),
     "resnet50": (lambda: models.resnet50(num_classes=10), (2, 3, 32, 32)),
-    "vgg11_bn": (lambda: models.vgg11_bn(num_classes=10), (2, 3, 32, 32)),
+    "vgg11_bn": (lambda: vgg(), (2, 3, 32, 32)),
     "densenet121": (lambda: models.densenet121(num_classes=10), (2, 3, 32, 32)),
     "inception_v3": (lambda: models.inception_v3(num_classes=10, aux_logits=False), (2, 3, 96, 96)),
 }
@@ -70,20 +77,20 @@ def test_random_sequences(name: str, kind: Callable[[int, random.Random], Sequen
     assert_trains_the_same(name, kind(len(planned.names), random.Random(3)))
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_measured_peak_is_inside_the_limit_and_as_predicted(name: str, share: float) -> None:
+def test_the_measured_peak_is_inside_the_limit_and_as_predicted(name: str) -> None:
     original, batch = measured(name)
     planned = Checkpointable(copy.deepcopy(original.model), loss=square, fresh_grads=True)
     planned.measure(batch)
-    limit = between(planned, share)
-    planned.compute_sequence(limit)
-    assert planned.budget is not None
-    assert planned.sequence is not None
-    predicted = planned.budget.peak_bytes(planned.sequence)
-    step_peak(planned, batch)
-    found = step_peak(planned, batch, fresh_grads=True)
-    assert 0.98 * predicted <= found <= limit
+    for share in (0.1, 0.5):
+        limit = between(planned, share)
+        planned.compute_sequence(limit)
+        assert planned.budget is not None
+        assert planned.sequence is not None
+        predicted = planned.budget.peak_bytes(planned.sequence)
+        step_peak(planned, batch)
+        found = step_peak(planned, batch, fresh_grads=True)
+        assert 0.98 * predicted <= found <= limit, share
 
 
 @pytest.mark.gpu

@@ -122,7 +122,7 @@ def test_steps_that_others_make_useless_are_left_out_whatever_their_order(seed: 
     chain = unit_chain(12)
     sequences = [*(Periodic(every=every).solve(chain, 10**9) for every in range(1, 13)), store_all(chain)] * 2
     random.Random(seed).shuffle(sequences)
-    kept = [simulate(chain, sequence) for _, sequence in _steepest(chain, [(0, each) for each in sequences])]
+    kept = [simulate(chain, sequence) for _, sequence in _steepest(chain, sequences)]
     assert all(a.peak < b.peak and a.makespan > b.makespan for a, b in pairwise(kept))
     for each in [simulate(chain, sequence) for sequence in sequences]:
         assert any(other.peak <= each.peak and other.makespan <= each.makespan for other in kept)
