@@ -10,7 +10,7 @@ from rotor_solver.coarse import coarse_chain, even_groups, fine_sequence
 from tests.solver.strategies import rich_chains
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(rich_chains(max_stages=8), st.integers(1, 8), st.integers(0, 60))
 def test_a_coarse_sequence_fits_whenever_it_seems_to(chain: Chain, count: int, more: int) -> None:
     groups = even_groups(len(chain), count)

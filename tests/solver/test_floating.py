@@ -115,7 +115,7 @@ def only_floating_fits() -> Chain:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(rich_chains(), st.data())
 def test_plans_are_as_fast_as_the_recurrence_says(chain: Chain, data: st.DataObject) -> None:
     limit = a_limit(data, chain)
@@ -127,7 +127,7 @@ def test_plans_are_as_fast_as_the_recurrence_says(chain: Chain, data: st.DataObj
 
 
 # Of 3606 random chains, with limits between the least and that of storing everything, 3604 were equal.
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plain_chains(), st.data())
 def test_plans_are_between_the_best_of_all_sequences_and_the_best_persistent_one(
     chain: Chain, data: st.DataObject
@@ -156,7 +156,7 @@ def test_there_are_limits_in_which_only_a_floating_checkpoint_fits() -> None:
     assert min_bytes(chain) == 19
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rich_chains())
 def test_the_least_limit_works_and_one_byte_less_does_not(chain: Chain) -> None:
     with pytest.raises(InfeasibleError) as caught:
@@ -167,7 +167,7 @@ def test_the_least_limit_works_and_one_byte_less_does_not(chain: Chain) -> None:
     assert math.isinf(naive_floating(chain, least - 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rich_chains(), st.integers(1, 9), st.data())
 def test_few_slots_cost_time_but_neither_memory_nor_the_bound(chain: Chain, slots: int, data: st.DataObject) -> None:
     limit = a_limit(data, chain)

@@ -55,7 +55,7 @@ def naive_heterogeneous(chain: Chain, limit: int, attached: bool) -> float:
 
 
 @BOTH
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(chain=rich_chains() | plain_chains(), data=st.data())
 def test_schedules_are_as_fast_as_the_recurrence_says(attached: bool, chain: Chain, data: st.DataObject) -> None:
     limit = data.draw(limits(chain), label="limit")
@@ -65,7 +65,7 @@ def test_schedules_are_as_fast_as_the_recurrence_says(attached: bool, chain: Cha
 
 
 @BOTH
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(chain=rich_chains())
 def test_the_least_limit_is_exact(attached: bool, chain: Chain) -> None:
     least = least_limit(GriewankHeterogeneous(attached=attached), chain)
@@ -74,7 +74,7 @@ def test_the_least_limit_is_exact(attached: bool, chain: Chain) -> None:
 
 
 @BOTH
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(chain=rich_chains(max_stages=7), slots=st.integers(1, 12), data=st.data())
 def test_coarse_slots_never_break_the_limit(attached: bool, chain: Chain, slots: int, data: st.DataObject) -> None:
     limit = data.draw(limits(chain), label="limit")
@@ -121,7 +121,7 @@ def test_sizes_in_real_bytes(attached: bool) -> None:
         assert best <= makespan(GriewankHeterogeneous(attached=attached), chain, limit) <= 1.05 * best
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rich_chains(), st.data())
 def test_only_inputs_are_stored_and_revolve_is_not_better(chain: Chain, data: st.DataObject) -> None:
     limit = data.draw(limits(chain), label="limit")

@@ -66,20 +66,20 @@ def test_steps_beyond_all_snapshots_and_none() -> None:
     assert forwards(Revolve(100).solve(unit_chain(5), PLENTY)) == 9
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rich_chains(), st.none() | st.integers(1, 6), st.data())
 def test_the_limit_is_kept_and_the_optimum_not_beaten(chain: Chain, snapshots: int | None, data: st.DataObject) -> None:
     limit = data.draw(limits(chain), label="limit")
     assert makespan(Revolve(snapshots), chain, limit) >= naive_optimum(chain, limit)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rich_chains(), st.none() | st.integers(1, 6))
 def test_the_least_limit_is_exact(chain: Chain, snapshots: int | None) -> None:
     least_limit(Revolve(snapshots), chain)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rich_chains(), st.data())
 def test_without_a_number_it_is_the_fastest_of_all_numbers_that_fit(chain: Chain, data: st.DataObject) -> None:
     limit = data.draw(limits(chain), label="limit")
