@@ -24,6 +24,7 @@
 # 10. An error ends the forward or the backward pass in which it is raised. What was held for it is let go at once: the
 #     error's traceback would keep it otherwise. What a retained graph holds stays for the next pass, as in plain
 #     training.
+# 11. What a forward right before the backward of its stage puts out is read by nobody; it has no values then (`unread`).
 """
 
 from __future__ import annotations
