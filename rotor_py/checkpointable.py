@@ -18,6 +18,7 @@ from rotor_profiling import tensors_in
 from rotor_py import nested
 from rotor_py.budget import Budget
 from rotor_py.capture.session import CaptureSession
+from rotor_py.capture.stages import in_context
 from rotor_py.chain import Cut, cut, is_chain
 from rotor_py.distributed import size_of
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
@@ -316,7 +317,7 @@ class Checkpointable(Planned):
             self._program = self.sequence, program(len(runnable.stages), self.sequence)
         for _, layer in runnable.prefix:
             value = layer(value)
-        runners = [StageRunner(function, name, self.preserve_rng_state) for name, function in runnable.stages]
+        runners, value = in_context(runnable.stages, value, self.preserve_rng_state)
         return replay(runners, self._program[1], value)
 
     def _adopt(self, plan: Plan) -> None:

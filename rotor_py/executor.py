@@ -24,7 +24,7 @@
 # 10. An error ends the forward or the backward pass in which it is raised. What was held for it is let go at once: the
 #     error's traceback would keep it otherwise. What a retained graph holds stays for the next pass, as in plain
 #     training.
-# 11. What a forward right before the backward of its stage puts out is read by nobody; it has no values then (`unread`).
+# 11. Nobody reads what a forward right before the backward of its stage puts out: it has no values then (`unread`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CheckpointOptim(torch.autograd.Function):
         leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in leaves]
         value = tree_unflatten(leaves, spec)
         del leaves
-        before = [tensor._version for tensor in tensors_in(value)]
+        before = tape.versions(stage, value)
         output, tape.surroundings[stage] = tape.runners[stage].first(value)
         tape.refuse_overwritten(stage, value, before)
         ctx.mark_non_differentiable(*_without_gradient(tape.runners[stage].function, value, output))
@@ -155,7 +155,7 @@ class Tape:
             if stage not in self.program.in_graph:
                 value = self._node(stage, value)  # Rule 2
             elif stage in self.program.runs_again:
-                versions = [tensor._version for tensor in tensors_in(held.inputs.get(stage))]
+                versions = self.versions(stage, held.inputs.get(stage))
                 value, self.surroundings[stage] = self.runners[stage].first(value)
                 self.refuse_overwritten(stage, held.inputs.get(stage), versions)
             else:
@@ -236,7 +236,7 @@ class Tape:
     def _run_again(self, held: _Held, step: Step) -> None:
         stage = step.operation.stage  # type: ignore[union-attr] # a forward
         runner, value, surroundings = self.runners[stage], held.inputs[stage], self.surroundings[stage]  # Rule 4
-        before = [tensor._version for tensor in tensors_in(value)]
+        before = self.versions(stage, value)
         if isinstance(step.operation, ForwardEnable):
             for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
                 tensor.requires_grad_(needed)
@@ -248,9 +248,13 @@ class Tape:
         self.refuse_overwritten(stage, value, before)
         _release(held, step)
 
+    def versions(self, stage: int, value: Any) -> list[int]:
+        """How often each tensor that a stage reads was written to."""
+        return [tensor._version for tensor in self.runners[stage].read(value)]
+
     def refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None:
         """RuntimeError if the run of a stage wrote into its own input, which a later run would read."""
-        if any(tensor._version != version for tensor, version in zip(tensors_in(value), before, strict=True)):
+        if self.versions(stage, value) != before:
             raise RuntimeError(
                 f"stage {self.runners[stage].name!r} overwrites its own input, which is needed again; use the layer "
                 "without inplace=True, or make it one stage with the layer before it"

@@ -25,12 +25,23 @@ class StageRunner:
     """Runs `function`, in the graph around it, without a graph, or with a graph of its own.
 
     Value in and value out may be tensors or nested structures of them. Parameters that a module uses and does not own
-    are looked for, and refused, if it is `open`: if it runs functions of the caller's.
+    are looked for, and refused, if it is `open`: if it runs functions of the caller's. What all stages share is their
+    `context`: a function gets it after its own values, all in one tuple, and if it `hands_on`, returns it likewise.
     """
 
     def __init__(
-        self, function: Callable[..., Any], name: str, preserve_rng_state: bool = True, *, open: bool = False
+        self,
+        function: Callable[..., Any],
+        name: str,
+        preserve_rng_state: bool = True,
+        *,
+        open: bool = False,
+        context: tuple[Any, ...] = (),
+        hands_on: bool = True,
     ) -> None:
+        self.context = context
+        self.hands_on = hands_on
+        self._shared = tensors_in(context)
         self.function = function
         self.name = name
         self.preserve_rng_state = preserve_rng_state
@@ -40,6 +51,10 @@ class StageRunner:
     def leaves_out_output(self) -> bool:
         """Whether a run whose output is `unread` differs from others."""
         return unread_forward(self.function) is not None
+
+    def read(self, value: Any) -> list[torch.Tensor]:
+        """All tensors that the stage may read, its parameters and buffers aside."""
+        return [*tensors_in(value), *self._shared]
 
     def forward(self, value: Any, *, unread: bool = False) -> Any:
         """Run the stage in the graph that is being built around it, as plain training does.
@@ -51,7 +66,7 @@ class StageRunner:
 
     def first(self, value: Any) -> tuple[Any, Surroundings]:
         """Run it as it comes, in a graph or without one; return its output and what surrounded it."""
-        run = self.function if torch.is_grad_enabled() else self._without_graph()
+        run = self._function() if torch.is_grad_enabled() else self._without_graph()
         with (
             During("forward", self.name),
             recorded(self.function, self._devices(value), self.preserve_rng_state, self.name) as surroundings,
@@ -66,10 +81,15 @@ class StageRunner:
 
     def _without_graph(self) -> Callable[[Any], Any]:
         dependent = traits_of(self.function).graph_dependent
-        return partial(without_history, self.function) if dependent else self.function
+        return partial(without_history, self._function()) if dependent else self._function()
 
-    def _function(self, unread: bool) -> Callable[[Any], Any]:
-        return (unread_forward(self.function) if unread else None) or self.function
+    def _function(self, unread: bool = False) -> Callable[[Any], Any]:
+        run = (unread_forward(self.function) if unread else None) or self.function
+        return partial(self._in_context, run) if self.context else run
+
+    def _in_context(self, run: Callable[[Any], Any], value: tuple[Any, ...]) -> tuple[Any, ...]:
+        output: tuple[Any, ...] = run((*value, *self.context))
+        return output[: -len(self.context)] if self.hands_on else output
 
     def attach(self, value: Any, surroundings: Surroundings, *, unread: bool = False) -> tuple[AttachedStage, Any]:
         """Run it once more with a graph of its own, exactly as the first time; return that graph, and the output.
@@ -102,7 +122,7 @@ class StageRunner:
         return trained_parameters(self.function)
 
     def _devices(self, value: Any) -> tuple[torch.device, ...]:
-        tensors = [*tensors_in(value), *self.parameters()]
+        tensors = [*self.read(value), *self.parameters()]
         return tuple(sorted({tensor.device for tensor in tensors if tensor.device.type != "cpu"}, key=str))
 
 

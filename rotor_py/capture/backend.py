@@ -13,13 +13,13 @@ from rotor_profiling import tensors_in
 from rotor_py.budget import make_budget
 from rotor_py.capture.captured import CapturedGraph
 from rotor_py.capture.faults import run_graph
+from rotor_py.capture.stages import in_context
 from rotor_py.chain import Cut, cut_layers
 from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
 from rotor_py.executor import replay
 from rotor_py.input_spec import reaches, spec_of
 from rotor_py.measurement import measure
 from rotor_py.program import Program, program
-from rotor_py.runner import StageRunner
 from rotor_py.turns import planning
 from rotor_py.units import parse_bytes
 from rotor_solver import Persistent
@@ -69,7 +69,7 @@ class _Planner:
         for _, layer in self.cut.prefix:
             value = layer(value)
         preserve = self.options["preserve_rng_state"]
-        runners = [StageRunner(function, name, preserve) for name, function in self.cut.stages]
+        runners, value = in_context(self.cut.stages, value, preserve)
         return graph.leave(replay(runners, self.program, value), values)
 
     def _plan(self, graph: CapturedGraph, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:

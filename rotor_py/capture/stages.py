@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rotor_profiling import tensors_in
 from rotor_py.capture.cuts import Cuts
 from rotor_py.capture.faults import run_graph
 from rotor_py.capture.graph import Facts, Modes, attribute_of, module_path, new_bytes, tensors_of
 from rotor_py.capture.unread import without_output
+from rotor_py.runner import StageRunner
 from rotor_py.unread import Run
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
@@ -69,6 +71,29 @@ class GraphStage(nn.Module):
     def relevant(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The shared values that the stage reads."""
         return tuple(self.divided(values)[1][position] for position in self.reads)
+
+
+def in_context(
+    stages: Sequence[tuple[str, nn.Module]], value: tuple[Any, ...], preserve_rng_state: bool
+) -> tuple[list[StageRunner], tuple[Any, ...]]:
+    """Runners of the stages of a graph, with what they share, and what goes into the first beside that.
+
+    An input of the model that gets a gradient may be among what is shared: then all of it goes from stage to stage.
+    """
+    ends = [_end(stage) for _, stage in stages]
+    own = len(value) - ends[0].shared
+    if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
+        own = len(value)
+    runners = [
+        StageRunner(stage, name, preserve_rng_state, context=value[own:], hands_on=not end.last)
+        for (name, stage), end in zip(stages, ends, strict=True)
+    ]
+    return runners, value[:own]
+
+
+def _end(stage: nn.Module) -> GraphStage:
+    """The last piece of a stage that may be several joined."""
+    return stage if isinstance(stage, GraphStage) else _end(list(stage.children())[-1])
 
 
 class Emitter:
