@@ -7,7 +7,7 @@ memory costs many times as much.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -73,18 +73,23 @@ def curve_picture(report: Report, sweep: Sweep) -> CurvePicture | None:
         return left <= point.mem_limit <= right and y(point.overhead) >= TOP
 
     limit = report.mem_limit
+    limit_x = x(limit) if limit is not None and left <= limit <= right else None
     return CurvePicture(
         line="".join(_line([(x(point.mem_limit), y(point.overhead)) for point in points])),
         columns=tuple(_columns(sweep, [x(point.mem_limit) for point in points])),
         sizes=tuple((x(size), format_bytes(int(size))) for size in round_numbers(left, right, 8)),
         shares=tuple((y(1 + share), f"+{share:.0%}" if share else "0%") for share in _shares(highest)),
         plan=Mark(x(plan.mem_limit), y(plan.overhead), f"this plan: {_cost(sweep, plan)}"),
-        limit_x=x(limit) if limit is not None and left <= limit <= right else None,
+        limit_x=limit_x,
         marks=tuple(
             _placed(
-                (letter, x(point.mem_limit), y(point.overhead), f"{point.name}: {_cost(sweep, point)}")
-                for letter, point in sweep.lettered()
-                if inside(point)
+                [
+                    (letter, x(point.mem_limit), y(point.overhead), f"{point.name}: {_cost(sweep, point)}")
+                    for letter, point in sweep.lettered()
+                    if inside(point)
+                ],
+                [(x(plan.mem_limit), y(plan.overhead))],
+                limit_x,
             )
         ),
         legend=tuple((letter, _named(point, inside(point))) for letter, point in sweep.lettered()),
@@ -133,21 +138,23 @@ def _shares(highest: float) -> list[float]:
     return found
 
 
-def _placed(points: Iterable[tuple[str, float, float, str]]) -> Iterator[Mark]:
-    """The points with letters as near to them as there is room."""
-    points = [*points]
-    taken = [(x, y) for _, x, y, _ in points]
+def _placed(
+    points: list[tuple[str, float, float, str]], others: list[tuple[float, float]], wall: float | None
+) -> Iterator[Mark]:
+    """The points with letters as near to them as there is room beside `others` and the line at `wall`."""
+    taken = [*others, *((x, y) for _, x, y, _ in points)]
     around = product(range(-70, 71, 10), range(-65, 66, 13))
     offsets = sorted(around, key=lambda by: (by[0] - 10) ** 2 + (by[1] + 13) ** 2)
     for letter, x, y, title in points:
         places = ((x + across, y + down) for across, down in offsets if across or down)
-        place = next((place for place in places if _free(place, taken)), (x, y))
+        place = next((place for place in places if _free(place, taken, wall)), (x, y))
         taken.append(place)
         yield Mark(x, y, title, letter, *place)
 
 
-def _free(place: tuple[float, float], taken: list[tuple[float, float]]) -> bool:
-    """Whether a letter can stand here: inside the picture, and upon no other."""
+def _free(place: tuple[float, float], taken: list[tuple[float, float]], wall: float | None) -> bool:
+    """Whether a letter can stand here: inside the picture, and upon nothing else."""
     x, y = place
     inside = LEFT + 6 <= x <= LEFT + WIDTH + RIGHT - 8 and TOP <= y <= TOP + HEIGHT - 6
-    return inside and all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in taken)
+    clear = wall is None or abs(x - wall) >= 8
+    return inside and clear and all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in taken)

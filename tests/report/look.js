@@ -47,7 +47,7 @@ const brightness = (rgb) => {
 const drawn = (element) => {
   const style = getComputedStyle(element);
   if (!(element instanceof SVGElement) || element.tagName === "svg") return parse(style.backgroundColor);
-  if (element.tagName === "text" || style.fill === "none") return {rgb: [0, 0, 0], alpha: 0};
+  if (["text", "line"].includes(element.tagName) || style.fill === "none") return {rgb: [0, 0, 0], alpha: 0};
   const fill = parse(style.fill);
   return {rgb: fill.rgb, alpha: fill.alpha * Number(style.fillOpacity)};
 };

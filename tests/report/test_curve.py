@@ -106,3 +106,14 @@ def test_letters_stand_apart(report: Report) -> None:
     assert len(places) == 12
     for at, (x, y) in enumerate(places):
         assert all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in places[:at])
+
+
+def test_letters_stand_beside_the_plan_and_its_limit(report: Report) -> None:
+    swept = sweep(report)
+    plan = Point("twin", report.peak_bytes, report.step_seconds, report.overhead, report.sequence)
+    picture = curve_picture(report, replace(swept, strategies=(plan,) * 6))
+    assert picture is not None
+    assert picture.limit_x is not None
+    for mark in picture.marks:
+        assert abs(mark.letter_x - picture.limit_x) >= 8
+        assert abs(mark.letter_x - picture.plan.x) >= 10 or abs(mark.letter_y - picture.plan.y) >= 13

@@ -178,6 +178,15 @@ class Interrupt(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.fixture
+def _ctrl_c_is_heard() -> Iterator[None]:
+    """A shell that starts tests in the background may have them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c_is_heard")
 def test_ctrl_c_at_any_operator_of_a_step_leaves_a_model_that_trains_on() -> None:
     network, start = pair(chain)
     kept, modes = slots(network), {k: v for k, v in left_behind(network).items() if k.startswith("mode")}
