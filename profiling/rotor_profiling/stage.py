@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from rotor_profiling.isolate import isolated
 from rotor_profiling.memory import Phase, memory_meter
 from rotor_profiling.storage import storage_bytes, storages, tensors_in
-from rotor_profiling.timing import median_seconds
+from rotor_profiling.timing import lap_seconds
 
 
 class Attached(Protocol):
@@ -235,12 +236,14 @@ def _seconds(runner: Runner, value: Any, device: torch.device) -> list[float]:
             torch.autograd.backward(outputs, gradients)
         lap()
         del outputs
-        if runner.leaves_out_output:
-            runner.forward(leaves_of(value), unread=True)
-        lap()
+        for unread in (True, False) if runner.leaves_out_output else ():  # one like the other: memory is warm by now
+            runner.forward(leaves_of(value), unread=unread)
+            lap()
 
-    nograd, forward, backward, unread = median_seconds(run, device, laps=4)
-    return [nograd, forward, backward, max(0.0, min(forward - unread, nograd)) if runner.leaves_out_output else 0.0]
+    measured = lap_seconds(run, device, laps=5 if runner.leaves_out_output else 3)
+    nograd, forward, backward = (median(each[lap] for each in measured) for lap in range(3))
+    left_out = median(each[4] - each[3] for each in measured) if runner.leaves_out_output else 0.0
+    return [nograd, forward, backward, max(0.0, min(left_out, nograd, forward))]
 
 
 def _step(runner: Runner, value: Any) -> None:

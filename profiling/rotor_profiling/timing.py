@@ -15,9 +15,15 @@ ENOUGH_SECONDS = 0.05
 
 
 def median_seconds(runs: Callable[[Callable[[], None]], None], device: torch.device, laps: int) -> list[float]:
-    """Median seconds of each of `laps` consecutive parts of `runs`, which calls its argument after each part.
+    """Median seconds of each of `laps` consecutive parts of `runs`, which calls its argument after each part."""
+    measured = lap_seconds(runs, device, laps)
+    return [statistics.median(run[lap] for run in measured) for lap in range(laps)]
 
-    `runs` is repeated until the medians rest on enough runs. CUDA work is timed with events on the current stream.
+
+def lap_seconds(runs: Callable[[Callable[[], None]], None], device: torch.device, laps: int) -> list[list[float]]:
+    """Seconds of each of `laps` consecutive parts of `runs`, which calls its argument after each part; run by run.
+
+    `runs` is repeated until medians rest on enough runs. CUDA work is timed with events on the current stream.
     """
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     measured: list[list[float]] = []
@@ -29,7 +35,7 @@ def median_seconds(runs: Callable[[Callable[[], None]], None], device: torch.dev
         measured.append(clock.stop())
         assert len(measured[-1]) == laps
         spent += sum(measured[-1])
-    return [statistics.median(run[lap] for run in measured) for lap in range(laps)]
+    return measured
 
 
 def _together() -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +27,17 @@ class Scratch(nn.Module):
         return value.exp()
 
 
+class Slow(nn.Module):
+    """Takes ten milliseconds, all of them for its output's values."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return value.exp()
+
+    def unread_forward(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return torch.exp
+
+
 def units(found: StageCost) -> dict[str, int]:
     names = ("activation", "saved", "forward_temp", "nograd_temp", "backward_temp", "replay_temp")
     return {name: getattr(found, f"{name}_bytes") // UNIT for name in names}
@@ -34,6 +48,12 @@ def test_a_layer_that_saves_its_output() -> None:
     assert units(cost(Exp(), unit())) == {
         "activation": 1, "saved": 1, "forward_temp": 0, "nograd_temp": 0, "backward_temp": 0, "replay_temp": 0,
     }  # fmt: skip
+
+
+def test_the_time_that_goes_into_the_output_alone_is_a_part_of_the_forward() -> None:
+    found = cost(Slow(), unit())
+    assert 0.005 < found.output_seconds <= min(found.forward_seconds, found.nograd_seconds)
+    assert cost(Exp(), unit()).output_seconds == 0.0
 
 
 def test_a_stage_that_saves_something_in_the_middle() -> None:
