@@ -111,6 +111,10 @@ class Checkpointable(Planned):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
         if not isinstance(model, nn.Module):
             raise UnsupportedModelError(f"the model is {_what(model)}; it has to be a torch.nn.Module")
+        if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
+            raise TypeError(
+                f"optimizer is {_what(optimizer)}; pass the optimizer that will step, made of the model's parameters"
+            )
         super().__init__(model)
         self.mem_limit = mem_limit
         self.mem_slots = mem_slots
@@ -339,7 +343,7 @@ class Checkpointable(Planned):
 
 
 def _what(value: Any) -> str:
-    return f"the class {value.__name__}, not a model made of it" if isinstance(value, type) else type(value).__name__
+    return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__
 
 
 def arguments_of(custom_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

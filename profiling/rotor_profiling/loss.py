@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from rotor_profiling.isolate import RandomState
 from rotor_profiling.memory import memory_meter
@@ -35,8 +37,9 @@ def measure_loss(
 ) -> LossCost:
     """Measure `loss` on `output`, whose tensors that need a gradient have `requires_grad` set.
 
-    UnusableLossError if the loss is not a single number with a gradient.
+    UnusableLossError if the loss is not a single number with a gradient, or wants more than the output.
     """
+    _refuse_other_arguments(loss)
     state = RandomState.now((device,))
     try:
         with torch.enable_grad():
@@ -64,6 +67,19 @@ def measure_loss(
         temp_bytes=max(0, phase.rise - output_bytes),
         kept_bytes=max(0, phase.kept - output_bytes) + start.kept,
     )
+
+
+def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None)
+    except TypeError as error:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise UnusableLossError(
+            f"the loss is called with the model's output and nothing else, which {name} does not take ({error}); "
+            "pass a function of the output, such as lambda output: criterion(output, target)"
+        ) from None
+    except ValueError:  # nothing is known of its arguments
+        pass
 
 
 def _check(value: Any) -> None:

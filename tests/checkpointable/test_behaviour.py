@@ -292,7 +292,7 @@ def test_models_that_cannot_be_cut_are_refused_in_words() -> None:
         Checkpointable(Hand(), mem_limit="1GB")(torch.randn(2, requires_grad=True))
     with pytest.raises(UnsupportedModelError, match="wrap it once"):
         Checkpointable(Checkpointable(blocks(1, 4)))
-    with pytest.raises(UnsupportedModelError, match="the class ReLU, not a model made of it"):
+    with pytest.raises(UnsupportedModelError, match="the model is the class ReLU itself"):
         Checkpointable(nn.ReLU)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match=r"the model is function; it has to be a torch\.nn\.Module"):
         Checkpointable(lambda x: x)  # type: ignore[arg-type]
@@ -471,3 +471,11 @@ def test_under_autocast_with_its_cache_shared_parameters_keep_their_gradients() 
     for a, b in zip(planned.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(a.grad, b.grad, rtol=0.05, atol=1e-3)
         assert b.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"), [(torch.optim.SGD, "the class SGD itself"), ([1], "list")], ids=["class", "list"]
+)
+def test_what_is_no_optimizer_is_refused_in_words(optimizer, said: str) -> None:
+    with pytest.raises(TypeError, match=f"optimizer is {said}; pass the optimizer that will step"):
+        Checkpointable(nn.Sequential(nn.Linear(2, 2)), optimizer=optimizer)

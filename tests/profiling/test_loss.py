@@ -42,3 +42,11 @@ def test_the_random_state_stays() -> None:
 def test_losses_that_cannot_be_trained_with_are_refused(loss, message: str) -> None:
     with pytest.raises(UnusableLossError, match=message):
         loss_cost(loss)
+
+
+@pytest.mark.parametrize(
+    "loss", [torch.nn.CrossEntropyLoss(), lambda output, target: output], ids=["module", "function"]
+)
+def test_a_loss_that_wants_a_target_is_refused_with_the_remedy(loss) -> None:
+    with pytest.raises(UnusableLossError, match=r"nothing else.*'target'.*lambda output: criterion"):
+        loss_cost(loss)
