@@ -43,7 +43,7 @@ class PreActBottleneck(nn.Module):
         out = self.conv2(self.relu(self.bn2(out)))
         out = self.conv3(self.relu(self.bn3(out)))
         out += x if self.shortcut is None else self.shortcut(activated)
-        return out  # type: ignore[no-any-return]
+        return out  # type: ignore[no-any-return]  # calling a module returns Any
 
 
 class PreActResNet(Network):

@@ -52,7 +52,7 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.branch(x)
         out += x if self.downsample is None else self.downsample(x)
-        return self.relu(out)  # type: ignore[no-any-return]
+        return self.relu(out)  # type: ignore[no-any-return]  # calling a module returns Any
 
     def branch(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -95,7 +95,7 @@ class BasicBlock(ResidualBlock):
 
     def branch(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
-        return self.bn2(self.conv2(out))  # type: ignore[no-any-return]
+        return self.bn2(self.conv2(out))  # type: ignore[no-any-return]  # calling a module returns Any
 
     @property
     def last_norm(self) -> nn.Module:
@@ -135,7 +135,7 @@ class Bottleneck(ResidualBlock):
     def branch(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
-        return self.bn3(self.conv3(out))  # type: ignore[no-any-return]
+        return self.bn3(self.conv3(out))  # type: ignore[no-any-return]  # calling a module returns Any
 
     @property
     def last_norm(self) -> nn.Module:

@@ -25,6 +25,20 @@ def optimizer(parameters):
 """
 
 
+FICKLE = """
+import torch
+from torch import nn
+
+class Fickle(nn.Linear):
+    \"\"\"Does something else during a backward: it cannot be computed again.\"\"\"
+    def forward(self, x):
+        return super().forward(x) * (1 if torch._C._current_graph_task_id() < 0 else 2)
+
+model = nn.Sequential(*[Fickle(64, 64) for _ in range(6)])
+sample = torch.randn(8, 64)
+"""
+
+
 @pytest.fixture(autouse=True)
 def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the terminal is like in which the tests run."""

@@ -16,9 +16,8 @@ from rotor_cli.compare import EVERY, at_limit, leanest, named, strategies
 from rotor_cli.verify import verify
 from rotor_py import Checkpointable
 from rotor_solver import InfeasibleError, Periodic, StoreAll, recompute_all, simulate, store_all
+from tests.cli.conftest import FICKLE
 from tests.solver.strategies import unit_chain
-
-HEAD = "import torch\nfrom torch import nn\n"
 
 
 def compared(result) -> tuple[dict, dict[str, dict]]:
@@ -86,14 +85,7 @@ def test_verify_trains_a_step_with_every_strategy_that_fits(plan, model_file, st
 
 def test_a_strategy_that_changes_gradients_ends_with_5_and_is_named(plan, model_file):
     # The plan stores everything, and is right; only what computes again meets a layer that then does something else.
-    text = f"""{HEAD}
-class Fickle(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * (1 if torch._C._current_graph_task_id() < 0 else 2)
-model = nn.Sequential(*[Fickle(64, 64) for _ in range(6)])
-sample = torch.randn(8, 64)
-"""
-    path = model_file(text, "fickle_net.py")
+    path = model_file(FICKLE, "fickle_net.py")
     assert plan(path, "--mem-limit", "1GB", "--verify").exit_code == 0
     result = plan(path, "--mem-limit", "1GB", "--verify", "--compare")
     assert result.exit_code == 5

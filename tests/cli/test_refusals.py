@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from rotor_py import parse_bytes
+from tests.cli.conftest import FICKLE
 
 HEAD = "import torch\nfrom torch import nn\n"
 
@@ -156,16 +157,8 @@ def test_an_unexpected_error_ends_with_1_and_says_how_to_see_more(plan, model_fi
 
 
 def test_a_difference_found_by_verify_ends_with_5(plan, model_file, monkeypatch):
-    # A layer that does something else during a backward cannot be computed again.
-    text = f"""{HEAD}
-class Fickle(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * (1 if torch._C._current_graph_task_id() < 0 else 2)
-model = nn.Sequential(*[Fickle(64, 64) for _ in range(6)])
-sample = torch.randn(8, 64)
-"""
-    report = json.loads(plan(model_file(text), "--mem-limit", "1GB", "--json", "-").stdout)
-    result = plan(model_file(text), "--mem-limit", report["min_bytes"], "--verify")
+    report = json.loads(plan(model_file(FICKLE), "--mem-limit", "1GB", "--json", "-").stdout)
+    result = plan(model_file(FICKLE), "--mem-limit", report["min_bytes"], "--verify")
     assert result.exit_code == 5
     assert "differ from plain training" in result.stderr
     sys.modules.pop("net", None)
