@@ -9,11 +9,16 @@ import contextlib
 import logging
 from types import TracebackType
 
+from rotor_py.watch import tell
+
 _log = logging.getLogger("rotor_py")
 
 
 class During:
-    """A context that notes, on any exception that leaves it, what was being done with which stage."""
+    """A context that notes, on any exception that leaves it, what was being done with which stage.
+
+    Watchers are told that it begins, and that it ends.
+    """
 
     __slots__ = ("doing", "name")
 
@@ -22,11 +27,12 @@ class During:
         self.name = name
 
     def __enter__(self) -> None:
-        pass
+        tell(self.doing, self.name, True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        tell(self.doing, self.name, False)
         if error is not None:
             note(error, f"in the {self.doing} of stage {self.name!r}")
 

@@ -17,6 +17,7 @@ from rotor_py.faults import During
 from rotor_py.surroundings import Surroundings, recorded
 from rotor_py.traits import traits_of, without_history
 from rotor_py.unread import unread_forward
+from rotor_py.watch import tell_of_backward
 
 Edges = list[GradientEdge | None]
 
@@ -62,7 +63,9 @@ class StageRunner:
         If its output is `unread`, only the graph is made that the backward needs, and the output has no values.
         """
         with During("forward", self.name):
-            return self._function(unread)(value)
+            output = self._function(unread)(value)
+        tell_of_backward(output, self.name)
+        return output
 
     def first(self, value: Any) -> tuple[Any, Surroundings]:
         """Run it as it comes, in a graph or without one; return its output and what surrounded it."""
@@ -72,6 +75,7 @@ class StageRunner:
             recorded(self.function, self._devices(value), self.preserve_rng_state, self.name) as surroundings,
         ):
             output = run(value)
+        tell_of_backward(output, self.name)
         return output, surroundings[0]
 
     def again(self, value: Any, surroundings: Surroundings) -> Any:

@@ -9,6 +9,7 @@ from rotor_py.report import Report
 
 if TYPE_CHECKING:
     from rotor_cli.compare import Row
+    from rotor_cli.operations import Ran
 
 SCHEMA = 1
 
@@ -23,6 +24,8 @@ class Verified:
     plain_peak_bytes: int | None
     plain_step_seconds: float | None
     noise: float = 0.0
+    operations: tuple[Ran, ...] = ()
+    """What the step with the plan did one after the other, if that was asked for."""
 
     def problem(self, mem_limit: int) -> str | None:
         """What is wrong, in words, or None. Two plain steps may differ by `noise`; so may the planned one."""

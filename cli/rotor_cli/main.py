@@ -214,6 +214,7 @@ def _verified(
             device,
             fresh_grads=fresh,
             others=others,
+            operations=request.trace_file is not None,
             progress=shown.doing("verifying:"),
         )
     return replace(facts, verified=results[0], compared=with_verified(facts.compared, results))

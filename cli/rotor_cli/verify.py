@@ -6,12 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from rotor_cli.facts import Verified
+from rotor_cli.operations import Ran, measured_operations
 from rotor_profiling import RandomState, measured_peak, tensors_in
 from rotor_py import Checkpointable
 from rotor_py.measurement import Progress
@@ -29,12 +31,14 @@ def verify(
     *,
     fresh_grads: bool,
     others: Iterable[Sequence] = (),
+    operations: bool = False,
     progress: Progress | None = None,
 ) -> list[Verified]:
     """Train with the plan and without it, from the same state; the model is afterwards what it was before.
 
     What two plain steps differ by is noise; of a captured model, one of them runs the graph that TorchDynamo captures.
-    The list goes on with `others`, sequences that are followed instead of the plan. `progress` is called with the
+    The list goes on with `others`, sequences that are followed instead of the plan. With `operations`, two more steps
+    are taken with the plan, for time and memory of each of its operations. `progress` is called with the
     steps that have been compared, all of them, and what the next one is.
     """
     step, others = _Step(planned.model, sample, loss, optimizer, device, fresh_grads), list(others)
@@ -62,6 +66,8 @@ def verify(
 
     results = [verified(first)]
     del first
+    if operations:
+        results[0] = replace(results[0], operations=step.operations(planned))
     with _same_plan_afterwards(planned):
         for number, sequence in enumerate(others):
             tell(3 + number, f"a step with {sequence.algorithm or 'another plan'}")
@@ -109,6 +115,21 @@ class _Step:
                 times.append(self._forward_backward(network))
         return peak, statistics.median(times), results
 
+    def operations(self, planned: Checkpointable) -> tuple[Ran, ...]:
+        """What a step with the plan does, without the optimizer's."""
+        assert planned.sequence is not None
+
+        with self._restored():
+            self._clear()
+            return measured_operations(
+                lambda: self._forward_backward(planned),
+                planned.sequence,
+                planned.names,
+                self._present(),
+                self.device,
+                between=self._clear,
+            )
+
     def _train(self, network: Callable[..., Any]) -> None:
         output = self._call(network)
         value = self.loss(output)
@@ -119,7 +140,8 @@ class _Step:
     def _forward_backward(self, network: Callable[..., Any]) -> float:
         self._synchronize()
         start = time.perf_counter()
-        self.loss(self._call(network)).backward()
+        output = self._call(network)  # held to the end, as a training loop does
+        self.loss(output).backward()
         self._synchronize()
         return time.perf_counter() - start
 

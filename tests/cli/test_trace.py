@@ -100,7 +100,7 @@ def test_names_come_first_and_events_in_the_order_of_time(facts: Facts) -> None:
     assert times[0] == 0
     for event in found:
         if event["ph"] == "M":
-            expected = {"thread_sort_index": ("sort_index", int)}.get(event["name"], ("name", str))
+            expected = ("sort_index", int) if event["name"].endswith("sort_index") else ("name", str)
             assert [(key, type(value)) for key, value in event["args"].items()] == [expected]
     named = {event["pid"] for event in found if event["name"] == "process_name"}
     assert named == {event["pid"] for event in found} == {PREDICTED, MEASURED}
@@ -170,6 +170,11 @@ def test_the_command_writes_trace_and_page(plan, model_file, tmp_path) -> None:
     report, found = json.loads(result.stdout), json.loads(trace_file.read_text())
     assert found["otherData"]["sequence"] == report["plan"]["sequence"]
     (measured,) = (event for event in found["traceEvents"] if event["name"] == "planned step")
+    counted = [e["args"]["bytes"] for e in found["traceEvents"] if (e["name"], e["pid"]) == (WHILE, MEASURED)]
+    assert max(counted) == measured["args"]["peak_bytes"]
+    operations = [e["name"].split()[0] for e in found["traceEvents"] if e["ph"] == "X" and e["pid"] == MEASURED]
+    followed = [name for name in operations if name not in ("before", "planned", "plain")]
+    assert followed == report["plan"]["sequence"].split(", ")
     assert measured["args"]["peak_bytes"] == report["verify"]["measured_peak_bytes"]
     assert "<b>net.py fits</b>" in page.read_text()
     assert "measured peak" in page.read_text()
