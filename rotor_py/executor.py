@@ -156,10 +156,10 @@ class Tape:
                 value = self._node(stage, value)  # Rule 2
             elif stage in self.program.runs_again:
                 versions = self.versions(stage, held.inputs.get(stage))
-                value, self.surroundings[stage] = self.runners[stage].first(value)
+                value, self.surroundings[stage] = self._runner(step).first(value)
                 self.refuse_overwritten(stage, held.inputs.get(stage), versions)
             else:
-                value = self.runners[stage].forward(value)  # Rule 1
+                value = self._runner(step).forward(value)  # Rule 1
             if stage in self.program.awaited:
                 self._await(stage, value)
             frontier += 1
@@ -240,13 +240,17 @@ class Tape:
         if isinstance(step.operation, ForwardEnable):
             for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
                 tensor.requires_grad_(needed)
-            held.attached[stage], output = runner.attach(value, surroundings, unread=step.unread)
+            held.attached[stage], output = self._runner(step).attach(value, surroundings, unread=step.unread)
         else:
             output = runner.again(value, surroundings)
         if stage + 1 in step.live:
             held.inputs.keep_first(stage + 1, output)
         self.refuse_overwritten(stage, value, before)
         _release(held, step)
+
+    def _runner(self, step: Step) -> StageRunner:
+        assert isinstance(step.operation, ForwardEnable)
+        return self.runners[step.operation.stage].by(step.operation.option)
 
     def versions(self, stage: int, value: Any) -> list[int]:
         """How often each tensor that a stage reads was written to."""

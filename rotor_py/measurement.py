@@ -16,7 +16,7 @@ from rotor_profiling import (
     isolated,
     leaves_of,
     measure_loss,
-    measure_stage,
+    measure_options,
     memory_meter,
     stage_kind,
     storage_bytes,
@@ -27,11 +27,12 @@ from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import median_seconds
 from rotor_py.chain import Cut, carried_by
 from rotor_py.faults import During
+from rotor_py.lean import lean_forward
 from rotor_py.runner import StageRunner
 from rotor_py.sharded import gathered
 from rotor_py.surroundings import moving_buffers
 from rotor_py.traits import StageTraits, find_out, remember
-from rotor_solver import Chain
+from rotor_solver import Chain, Option, Stage
 
 Progress = Callable[[int, int, str], None]
 """Called with the number of stages done, the number of all, and the name of the one that is measured now."""
@@ -79,6 +80,8 @@ class Measurement:
     carried: tuple[Carried, ...] = ()
     held_bytes: int = 0
     """of outputs that get no gradient"""
+    lean: tuple[StageCost | None, ...] = ()
+    """what stages cost that keep what is expensive and make the rest again (`rotor_py.lean`); None if they cannot"""
 
     @property
     def returned_bytes(self) -> int:
@@ -87,47 +90,59 @@ class Measurement:
 
     def chain(self, *, fresh_gradients: bool) -> Chain:
         """The chain for the solver; parameter gradients appear in it if they are freed between steps."""
-        stages = self.stages
-        length = len(stages)
-        forward_temp = [stage.forward_temp_bytes for stage in stages]
-        nograd_temp = [stage.nograd_temp_bytes for stage in stages]
-        backward_temp = [*(stage.backward_temp_bytes for stage in stages), self.loss.temp_bytes]
-        replay_temp = [stage.replay_temp_bytes for stage in stages]
+        length = len(self.stages)
+        forward, backward, nograd, loss = [0] * length, [0] * length, [0] * length, self.loss.temp_bytes
         gradient = list(self.gradient_bytes) if fresh_gradients else [0] * length
         for each in self.carried:
             for stage in range(each.first, length):
-                forward_temp[stage] += each.nbytes
-                nograd_temp[stage] += each.nbytes
+                forward[stage] += each.nbytes
+                nograd[stage] += each.nbytes
                 if stage >= each.last:
-                    backward_temp[stage] += each.nbytes
-                    replay_temp[stage] += each.nbytes
-            backward_temp[length] += each.nbytes
+                    backward[stage] += each.nbytes
+            loss += each.nbytes
             gradient[min(each.last, length - 1)] += each.gradient_bytes
             if each.first:
                 gradient[each.first - 1] -= each.gradient_bytes
         if self.held_bytes:  # a last stage that is run again would make them again
-            nograd_temp[length - 1] = _NEVER
-            backward_temp[length - 1] += self.held_bytes
-            replay_temp[length - 1] += self.held_bytes
-            backward_temp[length] += self.held_bytes
+            nograd[length - 1] = _NEVER
+            backward[length - 1] += self.held_bytes
+            loss += self.held_bytes
             gradient[length - 1] += self.held_bytes
-        return Chain.from_arrays(
-            forward_time=[stage.forward_seconds for stage in stages],
-            backward_time=[*(stage.backward_seconds for stage in stages), self.loss.seconds],
-            activation=[self.input_bytes, *(stage.activation_bytes for stage in stages)],
-            saved=[stage.saved_bytes for stage in stages],
-            forward_temp=forward_temp,
-            backward_temp=backward_temp,
-            nograd_time=[stage.nograd_seconds for stage in stages],
-            nograd_temp=nograd_temp,
-            replay_temp=replay_temp,
-            input_released=[stage.input_released_bytes for stage in stages],
-            output_released=[stage.output_released_bytes for stage in stages],
-            gradient=gradient if any(gradient) else None,
-            output_time=[stage.output_seconds for stage in stages],
-            output_held=True,
-            names=self.names,
-        )
+        stages = []
+        for stage, (name, cost) in enumerate(zip(self.names, self.stages, strict=True)):
+            lean = self.lean[stage] if self.lean else None
+            ways = [cost] if lean is None else [cost, lean]
+            options = [_option(way, cost, forward[stage], backward[stage]) for way in ways]
+            stages.append(
+                Stage(
+                    cost.activation_bytes,
+                    tuple(options),
+                    nograd_time=cost.nograd_seconds,
+                    nograd_temp=cost.nograd_temp_bytes + nograd[stage],
+                    gradient=gradient[stage],
+                    name=name,
+                    input_released=cost.input_released_bytes,
+                    output_released=cost.output_released_bytes,
+                    output_time=cost.output_seconds,
+                )
+            )
+        return Chain(tuple(stages), self.input_bytes, self.loss.seconds, loss, output_held=True)
+
+
+def _option(cost: StageCost, first: StageCost, forward: int, backward: int) -> Option:
+    """An option, with what is in memory beside it. What it holds of input and output and the first one lets go of, is
+    counted as saved: the chain lets go of it for every option.
+    """
+    held = max(0, first.input_released_bytes - cost.input_released_bytes)
+    held += max(0, first.output_released_bytes - cost.output_released_bytes)
+    return Option(
+        forward_time=cost.forward_seconds,
+        backward_time=cost.backward_seconds,
+        saved=cost.saved_bytes + held,
+        forward_temp=max(0, cost.forward_temp_bytes + forward - held),
+        backward_temp=cost.backward_temp_bytes + backward,
+        replay_temp=cost.replay_temp_bytes + backward,
+    )
 
 
 def measure(
@@ -153,9 +168,10 @@ def measure(
     input_bytes = held = 0 if cut.input_owned else storage_bytes(tensors_in(value))
     spans: dict[str, Carried] = {}
     carried: dict[str, int] = {}
-    known: dict[Hashable, StageCost] = {}
+    known: dict[Hashable, tuple[StageCost, ...]] = {}
     traits: dict[Hashable, StageTraits] = {}
     costs: list[StageCost] = []
+    leans: list[StageCost | None] = []
     for position, (name, function) in enumerate(cut.stages):
         if progress is not None:
             progress(position, len(cut.stages), name)
@@ -171,8 +187,8 @@ def measure(
                 with During("measuring", name):
                     traits[kind] = find_out(function, value, device)
                 remember(function, traits[kind])
-                known[kind] = measure_stage(
-                    runner,
+                known[kind] = measure_options(
+                    (runner, *([runner.by(1)] if lean_forward(function) is not None else [])),
                     value,
                     device=device,
                     input_bytes=held,
@@ -183,11 +199,13 @@ def measure(
                     silent=silent if last else (),
                 )
             remember(function, traits[kind])
-            costs.append(known[kind])
-            held = known[kind].activation_bytes
+            cost, *others = known[kind]
+            costs.append(cost)
+            leans.append(_worthwhile(cost, others))
+            held = cost.activation_bytes
             value = _next(runner, value, device)
             for node, i in entering.items():
-                size = known[kind].gradient_storage_bytes[i]
+                size = cost.gradient_storage_bytes[i]
                 spans[node] = replace(spans[node], gradient_bytes=max(size, spans[node].gradient_bytes))
             for node, i in carried.items():
                 new = Carried(storage_bytes([tensors_in(value)[i]], [*owned, *beside]), position + 1, position + 1)
@@ -196,20 +214,25 @@ def measure(
         progress(len(cut.stages), len(cut.stages), "loss")
     if done is not None:
         done(value)
-    cost = LossCost(0.0, loss_temp_bytes, _SCALARS[device.type])
+    after = LossCost(0.0, loss_temp_bytes, _SCALARS[device.type])
     if loss is not None:
-        cost = measure_loss(loss, value, device=device, output_bytes=held)
+        after = measure_loss(loss, value, device=device, output_bytes=held)
     return Measurement(
         names=tuple(name for name, _ in cut.stages),
         stages=tuple(costs),
         gradient_bytes=_gradient_bytes(cut),
         input_bytes=input_bytes,
-        loss=cost,
+        loss=after,
         prefix=prefix,
         snapshot_bytes=_snapshot_bytes(cut),
         carried=tuple(spans.values()),
         held_bytes=storage_bytes([tensors_in(value)[i] for i in silent if i not in carried.values()], owned),
+        lean=tuple(leans) if any(leans) else (),
     )
+
+
+def _worthwhile(cost: StageCost, others: list[StageCost]) -> StageCost | None:
+    return next((each for each in others if each.saved_bytes < cost.saved_bytes), None)
 
 
 def _next(runner: StageRunner, value: Any, device: torch.device) -> Any:

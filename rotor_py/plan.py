@@ -22,7 +22,7 @@ from rotor_py.program import program
 from rotor_py.traits import StageTraits, remember
 from rotor_solver import Sequence
 
-SCHEMA = 3
+SCHEMA = 4
 _LARGEST_FILE = 16 * 2**20
 _log = logging.getLogger("rotor_py")
 

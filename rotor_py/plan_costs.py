@@ -49,6 +49,8 @@ class PlanCosts:
         for part in ("stages", "gradient_bytes"):
             if len(found[part]) != len(names):
                 raise ValueError(f"there are {part} of {len(found[part])} stages, and {len(names)} stages")
+        if len(found["lean"]) not in (0, len(names)):
+            raise ValueError(f"there are lean of {len(found['lean'])} stages, and {len(names)} stages")
         _refuse_carried(found["carried"], len(names))
         fixed, around = found.pop("fixed"), {name: found.pop(name) for name in _AROUND}
         measurement = Measurement(names=tuple(names), **found)
@@ -116,6 +118,7 @@ _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "snapshot_bytes": _size,
     "carried": _many(_record(Carried)),
     "held_bytes": _size,
+    "lean": _many(_or_none(_record(StageCost))),
     "fixed": _record(FixedMemory),
     "before_bytes": _size,
     "stepping_bytes": _size,

@@ -15,7 +15,9 @@ from rotor_solver import (
     ForwardNograd,
     Loss,
     Operation,
+    Option,
     Sequence,
+    Stage,
     simulate,
     unread_outputs,
 )
@@ -51,7 +53,8 @@ class Program:
 @lru_cache(maxsize=64)
 def program(stages: int, sequence: Sequence) -> Program:
     """Read `sequence` for a chain of `stages` stages. ValueError if it is not valid."""
-    simulate(_unit_chain(stages), sequence)
+    options = 1 + max((each.option for each in sequence if isinstance(each, ForwardEnable)), default=0)
+    simulate(_unit_chain(stages, options), sequence)
     operations = tuple(sequence)
     in_graph = frozenset(_first_with_graph(operations))
     live = _liveness(operations)
@@ -132,12 +135,6 @@ def _first_runs(operations: Operations[Operation]) -> dict[int, int]:
     return first
 
 
-def _unit_chain(stages: int) -> Chain:
-    return Chain.from_arrays(
-        forward_time=[1.0] * stages,
-        backward_time=[1.0] * (stages + 1),
-        activation=[1] * (stages + 1),
-        saved=[1] * stages,
-        forward_temp=[0] * stages,
-        backward_temp=[0] * (stages + 1),
-    )
+def _unit_chain(stages: int, options: int) -> Chain:
+    stage = Stage(1, (Option(1.0, 1.0, 1),) * options)
+    return Chain((stage,) * stages, input_bytes=1)

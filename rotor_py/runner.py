@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from rotor_profiling.isolate import alias, parameter_slots, substituted, trained_parameters
 from rotor_profiling.storage import tensors_in
 from rotor_py.faults import During
+from rotor_py.lean import lean_forward
 from rotor_py.surroundings import Surroundings, recorded
 from rotor_py.traits import traits_of, without_history
 from rotor_py.unread import unread_forward
@@ -23,7 +25,7 @@ Edges = list[GradientEdge | None]
 
 
 class StageRunner:
-    """Runs `function`, in the graph around it, without a graph, or with a graph of its own.
+    """Runs `function`, in the graph around it, without a graph, or with a graph of its own; with a graph, by `option`.
 
     Value in and value out may be tensors or nested structures of them. Parameters that a module uses and does not own
     are looked for, and refused, if it is `open`: if it runs functions of the caller's. What all stages share is their
@@ -39,7 +41,9 @@ class StageRunner:
         open: bool = False,
         context: tuple[Any, ...] = (),
         hands_on: bool = True,
+        option: int = 0,
     ) -> None:
+        self.option = option
         self.context = context
         self.hands_on = hands_on
         self._shared = tensors_in(context)
@@ -47,6 +51,18 @@ class StageRunner:
         self.name = name
         self.preserve_rng_state = preserve_rng_state
         self.open = open or not isinstance(function, nn.Module)
+
+    def by(self, option: int) -> StageRunner:
+        """The same, which runs by another option. ValueError if the stage has no such option."""
+        if option == self.option:
+            return self
+        if option > 1 or lean_forward(self.function) is None:
+            raise ValueError(
+                f"the plan runs stage {self.name!r} by option {option}, which it does not have here; plan again"
+            )
+        other = copy(self)
+        other.option = option
+        return other
 
     @property
     def leaves_out_output(self) -> bool:
@@ -89,6 +105,8 @@ class StageRunner:
 
     def _function(self, unread: bool = False) -> Callable[[Any], Any]:
         run = (unread_forward(self.function) if unread else None) or self.function
+        if self.option and torch.is_grad_enabled():
+            run = lean_forward(self.function, unread=unread) or run
         return partial(self._in_context, run) if self.context else run
 
     def _in_context(self, run: Callable[[Any], Any], value: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
@@ -87,41 +87,78 @@ def measure_stage(
     memory while the stage runs. `silent` are the positions of those that get no gradient although they could. Nothing
     of the model is changed.
     """
-    with isolated(runner.function, device) as parameters, torch.enable_grad():
-        if not fresh_gradients:
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
-        _step(runner, value)
-        phases, activation, kept_beside, gradient, storage_sizes = _phases(
-            runner,
-            value,
-            parameters,
-            device,
-            owned,
-            fresh_gradients=fresh_gradients,
-            output_held=output_held,
-            carried=carried,
-            silent=silent,
-        )
-        released = _released(runner, value, device, input_bytes, owned)
-        saved = max(0, max(phases["forward"].kept, phases["attach"].kept) - kept_beside)
-        both = activation + input_bytes
-        seconds = _seconds(runner, value, device)
-    return StageCost(
-        nograd_seconds=seconds[0],
-        forward_seconds=seconds[1],
-        backward_seconds=seconds[2],
-        activation_bytes=activation,
-        saved_bytes=saved,
-        forward_temp_bytes=max(phases["forward"].rise, phases["attach"].rise) - saved,
-        nograd_temp_bytes=max(0, phases["first"].rise - activation, phases["again"].rise - activation),
-        # From the end of the forward on: an output that the stage's own backward does not need may be gone by now.
-        backward_temp_bytes=max(-input_bytes, phases["backward"].peak - phases["forward"].end - both),
-        replay_temp_bytes=max(-input_bytes, phases["replay"].rise + gradient - both),
-        input_released_bytes=released[0],
-        output_released_bytes=min(released[1], activation, saved),
-        gradient_storage_bytes=storage_sizes,
-        output_seconds=seconds[3],
+    (cost,) = measure_options(
+        (runner,),
+        value,
+        device=device,
+        input_bytes=input_bytes,
+        owned=owned,
+        fresh_gradients=fresh_gradients,
+        output_held=output_held,
+        carried=carried,
+        silent=silent,
+    )
+    return cost
+
+
+def measure_options(
+    runners: Sequence[Runner],
+    value: Any,
+    *,
+    device: torch.device,
+    input_bytes: int,
+    owned: Sequence[int] = (),
+    fresh_gradients: bool = False,
+    output_held: bool = False,
+    carried: Sequence[int] = (),
+    silent: Sequence[int] = (),
+) -> tuple[StageCost, ...]:
+    """Measure the ways to run one stage, as `measure_stage` does one of them.
+
+    Those after the first are timed by how much longer they take, run by run.
+    """
+    found = []
+    with isolated(runners[0].function, device) as parameters, torch.enable_grad():
+        for runner in runners:
+            if not fresh_gradients:
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+            _step(runner, value)
+            phases, activation, kept_beside, gradient, storage_sizes = _phases(
+                runner,
+                value,
+                parameters,
+                device,
+                owned,
+                fresh_gradients=fresh_gradients,
+                output_held=output_held,
+                carried=carried,
+                silent=silent,
+            )
+            released = _released(runner, value, device, input_bytes, owned)
+            saved = max(0, max(phases["forward"].kept, phases["attach"].kept) - kept_beside)
+            both = activation + input_bytes
+            found.append(
+                StageCost(
+                    forward_seconds=0.0,
+                    nograd_seconds=0.0,
+                    backward_seconds=0.0,
+                    activation_bytes=activation,
+                    saved_bytes=saved,
+                    forward_temp_bytes=max(phases["forward"].rise, phases["attach"].rise) - saved,
+                    nograd_temp_bytes=max(0, phases["first"].rise - activation, phases["again"].rise - activation),
+                    # From the end of the forward on: an output that the stage's own backward does not need may be gone.
+                    backward_temp_bytes=max(-input_bytes, phases["backward"].peak - phases["forward"].end - both),
+                    replay_temp_bytes=max(-input_bytes, phases["replay"].rise + gradient - both),
+                    input_released_bytes=released[0],
+                    output_released_bytes=min(released[1], activation, saved),
+                    gradient_storage_bytes=storage_sizes,
+                )
+            )
+        seconds = _seconds(runners, value, device)
+    return tuple(
+        replace(cost, nograd_seconds=nograd, forward_seconds=forward, backward_seconds=backward, output_seconds=output)
+        for cost, (nograd, forward, backward, output) in zip(found, seconds, strict=True)
     )
 
 
@@ -218,10 +255,11 @@ def _released(
     return max(0, -phases["input"].kept) if whole else 0, max(0, -phases["output"].kept)
 
 
-def _seconds(runner: Runner, value: Any, device: torch.device) -> list[float]:
+def _seconds(runners: Sequence[Runner], value: Any, device: torch.device) -> list[tuple[float, float, float, float]]:
     """Median seconds of the forward without a graph, of the forward with one, and of the backward; and what of the
     forward is left out where nobody reads the output.
     """
+    runner = runners[0]
     with torch.no_grad():
         _, surroundings = runner.first(value)
     gradients = [torch.ones_like(tensor) for tensor in _with_graph(runner.forward(leaves_of(value)))]
@@ -230,20 +268,27 @@ def _seconds(runner: Runner, value: Any, device: torch.device) -> list[float]:
         with torch.no_grad():
             runner.again(value, surroundings)
         lap()
-        outputs = _with_graph(runner.forward(leaves_of(value)))
-        lap()
-        if outputs:
-            torch.autograd.backward(outputs, gradients)
-        lap()
-        del outputs
+        for each in runners:
+            outputs = _with_graph(each.forward(leaves_of(value)))
+            lap()
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+            lap()
+            del outputs
         for unread in (True, False) if runner.leaves_out_output else ():  # one like the other: memory is warm by now
             runner.forward(leaves_of(value), unread=unread)
             lap()
 
-    measured = lap_seconds(run, device, laps=5 if runner.leaves_out_output else 3)
+    laps = 1 + 2 * len(runners)
+    measured = lap_seconds(run, device, laps=laps + (2 if runner.leaves_out_output else 0))
     nograd, forward, backward = (median(each[lap] for each in measured) for lap in range(3))
-    left_out = median(each[4] - each[3] for each in measured) if runner.leaves_out_output else 0.0
-    return [nograd, forward, backward, max(0.0, min(left_out, nograd, forward))]
+    left_out = median(each[laps + 1] - each[laps] for each in measured) if runner.leaves_out_output else 0.0
+    output = max(0.0, min(left_out, nograd, forward))
+    found = []
+    for number in range(len(runners)):
+        longer = [median(each[2 * number + lap] - each[lap] for each in measured) for lap in (1, 2)]
+        found.append((nograd, forward + max(0.0, longer[0]), backward + max(0.0, longer[1]), output))
+    return found
 
 
 def _step(runner: Runner, value: Any) -> None:

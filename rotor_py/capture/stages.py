@@ -15,7 +15,9 @@ from rotor_profiling import tensors_in
 from rotor_py.capture.cuts import Cuts
 from rotor_py.capture.faults import run_graph
 from rotor_py.capture.graph import Facts, Modes, attribute_of, module_path, new_bytes, tensors_of
+from rotor_py.capture.lean import Lean, lean
 from rotor_py.capture.unread import without_output
+from rotor_py.recompute import Recomputation
 from rotor_py.runner import StageRunner
 from rotor_py.unread import Run
 
@@ -47,7 +49,9 @@ class GraphStage(nn.Module):
         self.last = last
         self.carried = carried
         self.signature = signature
-        self._without_output = (without_output(body),)  # no submodule: it runs on the attributes of the body
+        # No submodules: they run on the attributes of the body.
+        self._without_output = (without_output(body),)
+        self._lean: tuple[Lean | None, fx.GraphModule | None, fx.GraphModule | None] | None = None
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
@@ -57,10 +61,33 @@ class GraphStage(nn.Module):
         (graph,) = self._without_output
         return None if graph is None else partial(self._run, graph)
 
-    def _run(self, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def lean_forward(self, *, unread: bool = False) -> Run | None:
+        """See `rotor_py.lean.lean_forward`."""
+        if self._lean is None:
+            self._lean = self._leaner()
+        choice, whole, without = self._lean
+        graph = without if unread else whole
+        return None if choice is None or graph is None else partial(self._run_lean, choice, graph)
+
+    def _leaner(self) -> tuple[Lean | None, fx.GraphModule | None, fx.GraphModule | None]:
+        """What to keep, and the graphs that tell it: of all that the stage computes, and without its output."""
+        found = lean(self.body, len(self.reads))
+        if found is None:
+            return None, None, None
+        (bare,) = self._without_output
+        whole = found.telling(self.body, self.body.graph)
+        return found, whole, whole if bare is None else found.telling(self.body, bare.graph)
+
+    def _run_lean(self, choice: Lean, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        devices = {tensor.device.type for tensor in (*tensors_in(values), *self.parameters())}
+        with Recomputation(choice.recipe, tuple(sorted(devices))) as recomputation:
+            return self._run(graph, values, recomputation)
+
+    def _run(self, graph: fx.GraphModule, values: tuple[Any, ...], *before: Any) -> tuple[Any, ...]:
         live, shared = self.divided(values)
         del values
-        result: tuple[Any, ...] = run_graph(graph, (*live, *(shared[position] for position in self.reads)), self.body)
+        arguments = (*before, *live, *(shared[position] for position in self.reads))
+        result: tuple[Any, ...] = run_graph(graph, arguments, self.body)
         return result if self.last else (*result, *shared)
 
     def divided(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -103,7 +130,7 @@ class Emitter:
         self.facts = facts
         self.graph = fx.Graph()
         self.attributes: dict[str, Any] = {}
-        self.copies: dict[fx.Node, fx.Node] = {node: self.graph.placeholder(node.name) for node in inputs}
+        self.copies: dict[fx.Node, fx.Node] = {node: self._input(node) for node in inputs}
         self.signature: list[Hashable] = []
         self._numbers: dict[fx.Node, int] = {node: number for number, node in enumerate(self.copies)}
         self._open: list[tuple[fx.Node, fx.Node]] = []
@@ -119,6 +146,11 @@ class Emitter:
         self.signature.append((node.op, target, self._plain(node.args), self._plain(node.kwargs)))
         self._numbers[node] = len(self._numbers)
 
+    def _input(self, node: fx.Node) -> fx.Node:
+        made = self.graph.placeholder(node.name)
+        made.meta = dict(node.meta)
+        return made
+
     def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
         """The new graph as a module that returns `outputs`, nodes or constants, as a tuple."""
         self._switch(Modes())
@@ -132,6 +164,7 @@ class Emitter:
             name = node.name
             self.attributes[name] = self.facts.modules.get(node, self.facts.owned.get(node))
             self.copies[node] = self.graph.get_attr(name)
+            self.copies[node].meta = dict(node.meta)
         return self.copies[node]
 
     def _switch(self, modes: Modes) -> None:

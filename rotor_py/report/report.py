@@ -140,10 +140,11 @@ class Report:
             match operation:
                 case Loss():
                     before_loss = False
-                case ForwardEnable(stage):
+                case ForwardEnable(stage, option):
                     runs[stage] += 1
                     if before_loss:
-                        kept[stage] = "stored"
+                        size = format_bytes(self.chain.stages[stage].options[option].saved)
+                        kept[stage] = f"stored in part: {size}" if option else "stored"
                 case ForwardCheck(stage):
                     runs[stage] += 1
                     if before_loss:

@@ -75,7 +75,7 @@ class StageTable:
 
 
 def _style(action: str) -> str:
-    return "" if action == "stored" else "yellow"
+    return "" if action.startswith("stored") else "yellow"
 
 
 def broken(name: str, width: int) -> list[str]:
