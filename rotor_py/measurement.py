@@ -88,6 +88,11 @@ class Measurement:
         """Of carried tensors that are returned: the caller keeps the first ones, whatever is made again."""
         return sum(each.nbytes for each in self.carried if each.last == len(self.stages))
 
+    @property
+    def leans(self) -> tuple[StageCost | None, ...]:
+        """`lean` for every stage."""
+        return self.lean or (None,) * len(self.stages)
+
     def chain(self, *, fresh_gradients: bool) -> Chain:
         """The chain for the solver; parameter gradients appear in it if they are freed between steps."""
         length = len(self.stages)
@@ -109,8 +114,7 @@ class Measurement:
             loss += self.held_bytes
             gradient[length - 1] += self.held_bytes
         stages = []
-        for stage, (name, cost) in enumerate(zip(self.names, self.stages, strict=True)):
-            lean = self.lean[stage] if self.lean else None
+        for stage, (name, cost, lean) in enumerate(zip(self.names, self.stages, self.leans, strict=True)):
             ways = [cost] if lean is None else [cost, lean]
             options = [_option(way, cost, forward[stage], backward[stage]) for way in ways]
             stages.append(

@@ -75,24 +75,7 @@ class Facts(Report):
                 "algorithm": self.sequence.algorithm,
                 "gap": self.gap,
             },
-            "stages": [
-                {
-                    "name": name,
-                    "forward_seconds": cost.forward_seconds,
-                    "nograd_seconds": cost.nograd_seconds,
-                    "backward_seconds": cost.backward_seconds,
-                    "activation_bytes": cost.activation_bytes,
-                    "saved_bytes": cost.saved_bytes,
-                    "forward_temp_bytes": cost.forward_temp_bytes,
-                    "nograd_temp_bytes": cost.nograd_temp_bytes,
-                    "backward_temp_bytes": cost.backward_temp_bytes,
-                    "replay_temp_bytes": cost.replay_temp_bytes,
-                    "action": action,
-                }
-                for name, cost, action in zip(
-                    self.measurement.names, self.measurement.stages, self.actions(), strict=True
-                )
-            ],
+            "stages": self._stages_as_json(),
         }
         if self.verified is not None:
             data["verify"] = {
@@ -109,3 +92,31 @@ class Facts(Report):
         if not self.limited:
             del data["mem_limit"], data["plan"]
         return data
+
+    def _stages_as_json(self) -> list[dict[str, Any]]:
+        measured = self.measurement
+        return [
+            {
+                "name": name,
+                "forward_seconds": cost.forward_seconds,
+                "nograd_seconds": cost.nograd_seconds,
+                "backward_seconds": cost.backward_seconds,
+                "activation_bytes": cost.activation_bytes,
+                "saved_bytes": cost.saved_bytes,
+                "forward_temp_bytes": cost.forward_temp_bytes,
+                "nograd_temp_bytes": cost.nograd_temp_bytes,
+                "backward_temp_bytes": cost.backward_temp_bytes,
+                "replay_temp_bytes": cost.replay_temp_bytes,
+                "in_part": None
+                if lean is None
+                else {
+                    "forward_seconds": lean.forward_seconds,
+                    "backward_seconds": lean.backward_seconds,
+                    "saved_bytes": lean.saved_bytes,
+                },
+                "action": action,
+            }
+            for name, cost, lean, action in zip(
+                measured.names, measured.stages, measured.leans, self.actions(), strict=True
+            )
+        ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -332,3 +334,22 @@ def test_an_option_that_a_stage_does_not_have_is_refused_by_name() -> None:
     assert StageRunner(stage, "a").by(1).option == 1
     with pytest.raises(ValueError, match="option 2"):
         StageRunner(stage, "a").by(2)
+
+
+def test_a_plan_from_a_file_runs_the_options_that_it_names(tmp_path: Path) -> None:
+    planned, batch = captured(Gated(), NewGelu(), Gated(), NewGelu())
+    least, whole = limits(planned)
+    solved = planned.compute_sequence((least + whole) // 2)
+    both = [len(stage.options) == 2 for stage in planned.budget.chain.stages]  # type: ignore[union-attr]
+    planned.sequence = Sequence(
+        tuple(replace(each, option=int(both[each.stage])) if isinstance(each, ForwardEnable) else each for each in solved)
+    )
+    planned.save_plan(tmp_path / "plan.json")
+    other = Stack(*copy.deepcopy(planned.model).layers)
+    loaded = Checkpointable(
+        other.train(), loss=loss, optimizer=adamw(other), fresh_grads=True, granularity=4, plan=tmp_path / "plan.json"
+    )
+    assert loaded.sequence == planned.sequence
+    assert "stored in part: " in str(loaded.report())
+    compare(loaded, Stack(*copy.deepcopy(planned.model).layers), {"x": batch}, loss)
+    assert loaded.sequence == planned.sequence
