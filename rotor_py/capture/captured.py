@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
+from rotor_py.capture.borders import Borders
 from rotor_py.capture.cuts import find_cuts
 from rotor_py.capture.faults import run_graph
 from rotor_py.capture.graph import Facts, carries_gradient, read, tensors_of
@@ -25,8 +26,16 @@ class CapturedGraph:
     It is cut into stages at its first call, when the parameters are at hand. `run` decides how it is run.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, buffers: frozenset[int], granularity: int, run: Run) -> None:
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        buffers: frozenset[int],
+        granularity: int,
+        run: Run,
+        borders: Borders | None = None,
+    ) -> None:
         self.graph_module = graph_module
+        self._borders = borders
         self.layers: list[Layer] = []
         self._buffers = buffers
         self._granularity = granularity
@@ -46,7 +55,10 @@ class CapturedGraph:
         """Cut the graph into stages."""
         if self._facts is not None:
             return
-        facts = self._facts = read(self.graph_module, arguments, self._buffers)
+        facts = read(self.graph_module, arguments, self._buffers, self._borders)
+        if self._borders is not None:
+            self._borders.refuse_lost(facts.body)
+        self._facts = facts
         self._owned = dict(facts.owned)
         if not facts.body:
             return
