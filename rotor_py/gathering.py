@@ -9,36 +9,32 @@ from typing import Any
 from torch import nn
 
 from rotor_py.shard_groups import ShardGroup, groups_of
-from rotor_py.sharded import groups_used
 
 
-class Gathering:
-    """Gathers parameters for stages that are run again in the backward, before the backward of their group begins.
+@contextmanager
+def gathered_again(function: Any) -> Iterator[None]:
+    """Have the parameters of a stage whole that is run again in the backward, before that of its group begins.
 
-    PyTorch lets go of what a forward has gathered, but not while a backward runs: parameters of all stages that are run
-    again one after the other would be there at once.
+    PyTorch lets go of what a forward has gathered, but not of what it gathers while a backward runs: the parameters of
+    all stages that are run again one after the other would be there at once.
     """
+    if not isinstance(function, nn.Module):
+        yield
+        return
+    hooked = groups_of(function)
+    for group in [*hooked, *_begun_before(function)]:
+        group.gather()
+    try:
+        yield
+    finally:
+        for group in hooked:
+            group.let_go()
 
-    def __init__(self) -> None:
-        self._ours: dict[ShardGroup, None] = {}
 
-    @contextmanager
-    def whole(self, function: Any, following: Any) -> Iterator[None]:
-        """Gather what a stage uses, and let go of it after the run, but for what the stage `following` it uses."""
-        for group in groups_used(function):
-            if not group.is_whole:
-                if group.reshards and not group.is_coming:
-                    self._ours[group] = None
-                group.gather()
-        kept: list[ShardGroup] = []
-        try:
-            yield
-            kept = groups_used(following)
-        finally:
-            for group in [each for each in self._ours if each not in kept]:
-                del self._ours[group]
-                if not group.goes_backward:
-                    group.let_go()
+def _begun_before(function: nn.Module) -> list[ShardGroup]:
+    """The groups whose modules have begun before a stage of a captured graph. Where they end, it lets go of them."""
+    found = [group for module in function.modules() for group in getattr(module, "begun", ())]
+    return [group for group in dict.fromkeys(found) if isinstance(group, ShardGroup)]
 
 
 def gathered_bytes(model: nn.Module) -> int:
@@ -46,23 +42,24 @@ def gathered_bytes(model: nn.Module) -> int:
 
     What is received lies in one piece before it is copied into parameters, and gradients likewise while they are sent.
     """
-    throughout, passing, received, made, sent = 0, [0, 0, 0], [0, 0], [0], [0]
-    for group in groups_of(model):
-        size = sum(each.whole_bytes for each in group.parameters)
-        gradients = sum(each.gradient_bytes(None) for each in group.parameters)
-        sent.append(sum(each.gradient_bytes(group.reduce_dtype) for each in group.parameters))
+    groups = groups_of(model)
+    throughout, passing, received, made = 0, [0, 0, 0], [0, 0], [0]
+    sent: dict[ShardGroup, int] = {}
+    for group in groups:
+        outer = [other for other in groups if other.contains(group)]
+        first = outer[0] if outer else group  # it is let go at the end of the step
+        inner = [each for each in (*outer, group) if each is not first]  # all of them are there at once
+        sent[first] = max(sent.get(first, 0), sum(each.sent_bytes for each in (*outer, group)))
+        made.append(sum(each.gradient_bytes for each in inner))
         if group.keeps_gradients:
-            throughout += sent[-1]
-        if model in group.modules:  # it is let go, and its gradients sent, at the end of the step
-            throughout += size + gradients
+            throughout += group.sent_bytes
+        if group is first:
+            throughout += group.whole_bytes + group.gradient_bytes
         elif group.reshards:
-            passing.append(size)
-            made.append(gradients)
+            passing.append(sum(each.whole_bytes for each in inner))
         else:
-            throughout += size
-            received.append(size)
-            made.append(gradients)
+            throughout += group.whole_bytes
+            received.append(group.whole_bytes)
     # One group is used; the next is received already; one is gathered, in two copies, to run a stage again.
-    first, second, third = sorted(passing, reverse=True)[:3]
-    gathered = max(2 * first + second + third, sum(sorted(received)[-2:]))
-    return throughout + gathered + max(made) + max(sent)
+    one, two, three = sorted(passing)[:-4:-1]
+    return throughout + max(2 * one + two + three, sum(sorted(received)[-2:])) + max(made) + sum(sent.values())

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rotor_py.gathering import Gathering
+from rotor_py.gathering import gathered_again
 from rotor_py.runner import StageRunner
 from rotor_py.surroundings import Surroundings
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
@@ -80,7 +79,7 @@ def _stages(items: tuple[int | Region, ...]) -> list[int]:
 def run(runners: list[StageRunner], items: tuple[int | Region, ...], value: Any) -> Any:
     """Run a chain forward; what it returns is part of the caller's graph, and regions are run again in the backward."""
     again = {stage for item in items if isinstance(item, Region) for stage in _stages(item.items)}
-    return _run(runners, items, {}, again, Gathering(), value)
+    return _run(runners, items, {}, again, value)
 
 
 def _run(
@@ -88,28 +87,20 @@ def _run(
     items: tuple[int | Region, ...],
     known: dict[int, Surroundings],
     again: set[int],
-    gathering: Gathering,
     value: Any,
 ) -> Any:
-    for item, following in zip_longest(items, items[1:]):
+    for item in items:
         if isinstance(item, Region):
             # What surrounds a stage is restored for each by itself: buffers move once, randomness is the same.
-            inside = partial(_run, runners, item.items, known, again, gathering)
+            inside = partial(_run, runners, item.items, known, again)
             value = checkpoint(inside, value, use_reentrant=False, preserve_rng_state=False)
         elif item not in again:
             value = runners[item].forward(value)
         elif item not in known:
             value, known[item] = runners[item].first(value)
         else:
-            function, then = runners[item].function, _first(following)
-            with (
-                known[item].restored(function, graph=torch.is_grad_enabled(), alike=True),
-                gathering.whole(function, None if then is None else runners[then].function),
-            ):
+            function = runners[item].function
+            restored = known[item].restored(function, graph=torch.is_grad_enabled(), alike=True)
+            with restored, gathered_again(function):
                 value = runners[item].forward(value)
     return value
-
-
-def _first(item: int | Region | None) -> int | None:
-    """The stage that is run first."""
-    return _first(item.items[0]) if isinstance(item, Region) else item

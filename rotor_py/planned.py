@@ -261,8 +261,8 @@ class Planned(Transparent):
                 refuse_other_plans(str(self.sequence), group)
                 self._agreed = self.sequence
             return
-        if budget is not None and (size_of(group) > 1 or is_sharded(self._core)):
-            needed = communication_bytes(self.model) if self._may_need_more(budget) else 0
+        if budget is not None and self._may_need_more(budget):
+            needed = communication_bytes(self.model)
             if needed > budget.fixed.communication:
                 self.budget, self.sequence = budget.with_communication(needed), None
         if self.sequence is None or (self._agreed is not self.sequence and size_of(group) > 1):
@@ -277,7 +277,8 @@ class Planned(Transparent):
 
     def _may_need_more(self, budget: Budget) -> bool:
         """Whether what processes send to each other is not known yet, or may be more than it was."""
-        return not budget.fixed.communication or keeps_gradients(self._core)
+        unknown = not budget.fixed.communication and size_of(self._processes()) > 1
+        return unknown or keeps_gradients(self._core)
 
     def _processes(self) -> ProcessGroup | None:
         """The processes that train this model together, as far as is known."""
@@ -297,6 +298,8 @@ class Planned(Transparent):
             self.budget = make_budget(
                 self._core, sample, measurement, self.device, fresh_gradients=self._fresh_grads, optimizer=cost
             )
+        if is_sharded(self._core):
+            self.budget = self.budget.with_communication(communication_bytes(self.model))
         self.inspection_values, self.chain, self._cut = measurement, self.budget.chain, found
         self._name_stages()
 

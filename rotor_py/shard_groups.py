@@ -36,15 +36,6 @@ class ShardedParameter:
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the whole parameter, as it is gathered."""
-        return self.sharded.numel() * self.dtype.itemsize
-
-    def gradient_bytes(self, dtype: torch.dtype | None) -> int:
-        """Bytes of its whole gradient, in `dtype` or as it is made."""
-        return self.sharded.numel() * (dtype or self.dtype).itemsize if self.sharded.requires_grad else 0
-
 
 class ShardGroup:
     """The parameters of one call of `fully_shard`, which are gathered before its modules run, and after it let go."""
@@ -55,7 +46,8 @@ class ShardGroup:
         policy = state._mp_policy
         self.input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype: torch.dtype | None = policy.output_dtype
-        self.reduce_dtype: torch.dtype | None = policy.reduce_dtype
+        self._reduce_dtype: torch.dtype | None = policy.reduce_dtype
+        self._passing = False
         self._before = _ids(state._pre_forward_hook_handle)
         self._after = _ids(state._post_forward_hook_handle)
 
@@ -65,24 +57,29 @@ class ShardGroup:
         return [self._described(each) for part in self._parts for each in part.fsdp_params]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the parameters are gathered now."""
-        return all(part.is_unsharded for part in self._parts)
-
-    @property
     def reshards(self) -> bool:
         """Whether the parameters are let go after a forward."""
         return any(part._reshard_after_forward for part in self._parts)
 
     @property
-    def is_coming(self) -> bool:
-        """Whether the parameters are being received for the group's backward, which is the next."""
-        return any(part._all_gather_result is not None for part in self._parts)
+    def whole_bytes(self) -> int:
+        """Bytes of the whole parameters, as they are gathered."""
+        return sum(each.sharded.numel() * each.dtype.itemsize for each in self.parameters)
 
     @property
-    def goes_backward(self) -> bool:
-        """Whether the group's backward has begun and not ended."""
-        return any(part._training_state.name == "PRE_BACKWARD" for part in self._parts)
+    def gradient_bytes(self) -> int:
+        """Bytes of their gradients, as they are made."""
+        return sum(each.sharded.numel() * each.dtype.itemsize for each in self.parameters if each.sharded.requires_grad)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of their gradients, as they are sent and kept."""
+        sizes = [(each.sharded.numel(), each.dtype) for each in self.parameters if each.sharded.requires_grad]
+        return sum(size * (self._reduce_dtype or dtype).itemsize for size, dtype in sizes)
+
+    def contains(self, other: ShardGroup) -> bool:
+        """Whether the modules of another group are inside of those of this one."""
+        return other is not self and any(module in other.modules for own in self.modules for module in own.modules())
 
     @property
     def keeps_gradients(self) -> bool:
@@ -118,12 +115,18 @@ class ShardGroup:
         return tuple(_hook(found._forward_hooks, self._after)(found, (), tensors))
 
     def gather(self) -> None:
-        """Gather the parameters for a run outside a forward."""
-        self.modules[0].unshard()  # type: ignore[operator] # an FSDPModule
+        """Gather the parameters to run something again in the backward, if they are not there."""
+        if not all(part.is_unsharded for part in self._parts):
+            coming = any(part._all_gather_result is not None for part in self._parts)  # for the backward that is next
+            self._passing = self.reshards and not coming
+            self.modules[0].unshard()  # type: ignore[operator] # an FSDPModule
 
     def let_go(self) -> None:
-        """Undo `gather`."""
-        self.modules[0].reshard()  # type: ignore[operator] # an FSDPModule
+        """Undo `gather`, if it did anything."""
+        backward = any(part._training_state.name == "PRE_BACKWARD" for part in self._parts)
+        if self._passing and not backward:
+            self.modules[0].reshard()  # type: ignore[operator] # an FSDPModule
+        self._passing = False
 
     def hook_places(self, module: int) -> tuple[HookPlace, HookPlace]:
         """Where a module keeps the hooks that gather and let go."""

@@ -84,13 +84,6 @@ def gathered(function: Any) -> Iterator[None]:
             table.update(kept)
 
 
-def groups_used(function: Any) -> list[ShardGroup]:
-    """The groups of the parameters that a stage uses, as far as they are gathered for it alone."""
-    if not isinstance(function, nn.Module):
-        return []
-    return [*groups_of(function), *_captured_with(list(function.modules()))]
-
-
 def _captured_with(modules: list[nn.Module]) -> list[ShardGroup]:
     """The groups that the stages of a captured graph say they use."""
     return list(dict.fromkeys(group for module in modules for group in getattr(module, "groups", ())

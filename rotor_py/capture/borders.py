@@ -25,13 +25,17 @@ Place = tuple[Table, str]
 """A module's table of parameters, and a name there."""
 
 
-def enter(group: int, module: int, *tensors: torch.Tensor) -> Tensors:
-    """The mark where a module of a group begins: what of its input needs a gradient passes through it."""
+def enter(place: str, *tensors: torch.Tensor) -> Tensors:
+    """The mark where a module begins: what of its input needs a gradient passes through it.
+
+    `place` has the numbers of its group and of the module there. In a text, since TorchDynamo makes variables of
+    numbers that differ from one model to the next.
+    """
     return tuple(tensor.view_as(tensor) for tensor in tensors) or (torch.empty(0),)
 
 
-def leave(group: int, module: int, *tensors: torch.Tensor) -> Tensors:
-    """The mark where a module of a group ends: what of its output needs a gradient passes through it."""
+def leave(place: str, *tensors: torch.Tensor) -> Tensors:
+    """The mark where a module ends: what of its output needs a gradient passes through it."""
     return tuple(tensor.view_as(tensor) for tensor in tensors) or (torch.empty(0),)
 
 
@@ -107,8 +111,9 @@ class Borders:
                 new += [(module._parameters, name, self._hole(each)) for module, name in each.places]
             for position, module in enumerate(group.modules):
                 if module is not self._model:  # its hooks run around the call
-                    hooks = _before(number, position, group.input_dtype), _after(number, position, group.output_dtype)
-                    new += [(*place, hook) for place, hook in zip(group.hook_places(position), hooks, strict=True)]
+                    place = f"{number} {position}"
+                    hooks = _before(place, group.input_dtype), _after(place, group.output_dtype)
+                    new += [(*kept, hook) for kept, hook in zip(group.hook_places(position), hooks, strict=True)]
         self._kept = [(table, key, table[key]) for table, key, _ in new]
         for table, key, value in new:
             table[key] = value
@@ -129,8 +134,8 @@ class Borders:
     def refuse_lost(self, body: list[fx.Node]) -> None:
         """UnsupportedModelError if a module's output was not understood: nothing would gather for its backward."""
         for node in body:
-            if node.target is leave and len(node.args) == 2:
-                group = self.groups[node.args[0]]  # type: ignore[index] # a number
+            if node.target is leave and len(node.args) == 1:
+                group, _ = self.at(str(node.args[0]))
                 if any(each.sharded.requires_grad for each in group.parameters):
                     raise UnsupportedModelError(
                         f"no tensor with a gradient was found in what {type(group.modules[0]).__name__} returns, to "
@@ -139,39 +144,56 @@ class Borders:
 
     # What runs in the place of the marks
 
-    def enter(self, group: int, module: int, *tensors: torch.Tensor) -> Tensors:
-        """As FSDP's hook before the module's forward. What is run again in the backward is gathered for it."""
-        return tensors if self.measuring or _in_backward() else self.groups[group].enter(module, tensors)
+    def enter(self, place: str, *tensors: torch.Tensor) -> Tensors:
+        """As FSDP's hook before the module's forward; where it is run again in the backward, to gather and no more."""
+        group, module = self.at(place)
+        if self.measuring:
+            return tensors
+        if _in_backward():
+            group.gather()
+            return tensors
+        return group.enter(module, tensors)
 
-    def leave(self, group: int, module: int, *tensors: torch.Tensor) -> Tensors:
+    def leave(self, place: str, *tensors: torch.Tensor) -> Tensors:
         """As FSDP's hook after the module's forward."""
-        return tensors if self.measuring or _in_backward() else self.groups[group].leave(module, tensors)
+        group, module = self.at(place)
+        if self.measuring:
+            return tensors
+        if _in_backward():
+            group.let_go()
+            return tensors
+        return group.leave(module, tensors)
+
+    def at(self, place: str) -> tuple[ShardGroup, int]:
+        """The group and the module there that a mark's `place` says."""
+        number, position = map(int, place.split())
+        return self.groups[number], position
 
 
 @cache
-def _before(group: int, module: int, dtype: torch.dtype | None) -> Callable[..., Any]:
+def _before(place: str, dtype: torch.dtype | None) -> Callable[..., Any]:
     """A hook that leaves the mark `enter`."""
 
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _passed(enter, group, module, cast((args, kwargs), dtype))
+        return _passed(enter, place, cast((args, kwargs), dtype))
 
     return hook
 
 
 @cache
-def _after(group: int, module: int, dtype: torch.dtype | None) -> Callable[..., Any]:
+def _after(place: str, dtype: torch.dtype | None) -> Callable[..., Any]:
     """A hook that leaves the mark `leave`."""
 
     def hook(_: nn.Module, args: Any, output: Any) -> Any:
-        return cast(_passed(leave, group, module, output), dtype)
+        return cast(_passed(leave, place, output), dtype)
 
     return hook
 
 
-def _passed(mark: Callable[..., Tensors], group: int, module: int, value: Any) -> Any:
+def _passed(mark: Callable[..., Tensors], place: str, value: Any) -> Any:
     flat, spec = tree_flatten(value)
     at = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    through = mark(group, module, *[flat[i] for i in at])
+    through = mark(place, *[flat[i] for i in at])
     for i, tensor in zip(at, through, strict=False):
         flat[i] = tensor
     return tree_unflatten(flat, spec)

@@ -30,7 +30,7 @@ class GraphStage(nn.Module):
     Its input and output are tuples of tensors and numbers: what is live there, and then what all stages share, of which
     this one reads those at the positions `reads`; the last stage does not hand it on. `carried` says which of the
     tensors that it returns are carried past cuts: name and position. `signature` is equal for pieces that do the same.
-    `groups` are those of the sharded parameters that it uses.
+    `groups` are those of the sharded parameters that it uses, `begun` those of them whose modules begin before it.
     """
 
     def __init__(
@@ -43,9 +43,11 @@ class GraphStage(nn.Module):
         carried: dict[str, int],
         signature: Hashable,
         groups: tuple[ShardGroup, ...] = (),
+        begun: tuple[ShardGroup, ...] = (),
     ) -> None:
         super().__init__()
         self.groups = groups
+        self.begun = begun
         self.body = body
         self.reads = reads
         self.shared = shared
@@ -111,6 +113,8 @@ class Emitter:
         self.copies: dict[fx.Node, fx.Node] = {node: self.graph.placeholder(node.name) for node in inputs}
         self.signature: list[Hashable] = []
         self.groups: dict[ShardGroup, None] = {}
+        self.begun: dict[ShardGroup, None] = {}
+        self._entered: set[ShardGroup] = set()
         self._tables: dict[str, Table] = {}
         self._numbers: dict[fx.Node, int] = {node: number for number, node in enumerate(self.copies)}
         self._open: list[tuple[fx.Node, fx.Node]] = []
@@ -126,7 +130,9 @@ class Emitter:
         args = node.args
         if node.target in MARKS:
             self.copies[node].target = getattr(self.facts.borders, MARKS[node.target])
-            args = args[2:]  # whichever group it is
+            args = args[1:]  # wherever it is
+            if self.facts.borders is not None:
+                self._entered.add(self.facts.borders.at(str(node.args[0]))[0])
         self.signature.append((node.op, target, self._plain(args), self._plain(node.kwargs)))
         self._numbers[node] = len(self._numbers)
 
@@ -147,6 +153,8 @@ class Emitter:
             if node in self.facts.sharded:  # looked up at every use: it is gathered and let go
                 (self._tables[name], key), group = self.facts.sharded[node]
                 self.groups[group] = None
+                if group not in self._entered:
+                    self.begun[group] = None
                 name = f"{name}.{key}"
             self.attributes[name] = self.facts.modules.get(node, self.facts.owned.get(node))
             self.copies[node] = self.graph.get_attr(name)
@@ -211,6 +219,7 @@ def stages_of(facts: Facts, cuts: Cuts) -> tuple[list[tuple[str, nn.Module]], li
             carried={node.name: tensors.index(node) for node in cuts.carried if node in tensors},
             signature=tuple(emitter.signature),
             groups=tuple(emitter.groups),
+            begun=tuple(emitter.begun),
         )
         result.append((names[number], stage))
         inputs = outputs
