@@ -62,6 +62,11 @@ class ShardGroup:
         return any(part._reshard_after_forward for part in self._parts)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are gathered now."""
+        return all(part.is_unsharded for part in self._parts)
+
+    @property
     def whole_bytes(self) -> int:
         """Bytes of the whole parameters, as they are gathered."""
         return sum(each.sharded.numel() * each.dtype.itemsize for each in self.parameters)
@@ -116,7 +121,7 @@ class ShardGroup:
 
     def gather(self) -> None:
         """Gather the parameters to run something again in the backward, if they are not there."""
-        if not all(part.is_unsharded for part in self._parts):
+        if not self.is_whole:
             coming = any(part._all_gather_result is not None for part in self._parts)  # for the backward that is next
             self._passing = self.reshards and not coming
             self.modules[0].unshard()  # type: ignore[operator] # an FSDPModule

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rotor_py.errors import UnsupportedModelError
@@ -130,17 +130,6 @@ class Borders:
             memory.untyped_storage().resize_(0)
             self._holes[id(sharded)] = nn.Parameter(memory, sharded.requires_grad)
         return self._holes[id(sharded)]
-
-    def refuse_lost(self, body: list[fx.Node]) -> None:
-        """UnsupportedModelError if a module's output was not understood: nothing would gather for its backward."""
-        for node in body:
-            if node.target is leave and len(node.args) == 1:
-                group, _ = self.at(str(node.args[0]))
-                if any(each.sharded.requires_grad for each in group.parameters):
-                    raise UnsupportedModelError(
-                        f"no tensor with a gradient was found in what {type(group.modules[0]).__name__} returns, to "
-                        "which fully_shard was applied; let it return tensors, in tuples, lists or dicts"
-                    )
 
     # What runs in the place of the marks
 

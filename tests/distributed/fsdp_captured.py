@@ -3,169 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Adam, Optimizer
 
 from rotor_profiling import measured_peak, tensors_in
 from rotor_profiling.storage import local
-from rotor_py import Checkpointable
+from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.shard_groups import ShardGroup, groups_of
 from rotor_solver import store_all
+from tests.distributed import fsdp
+from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
 from tests.distributed.processes import device, random_state
 
 Numbers = dict[str, torch.Tensor]
-
-BATCH, LENGTH, WIDTH = 8, 64, 32
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.wide = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
-
-    def forward(self, value: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
-        made = self.narrow(nn.functional.gelu(self.wide(self.norm(value))) * scale)
-        return value + nn.functional.dropout(made, 0.1, self.training)
-
-
-class Skips(nn.Module):
-    """Blocks, the first of which are connected to the last over all in between."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.enter = nn.Linear(WIDTH, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(6))
-        self.head = nn.Linear(width, 4)
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, 4 * width))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        value = self.enter(value)
-        kept = []
-        for block in self.blocks[:1]:
-            value = block(value, scale=self.scale)
-            kept.append(value)
-        for block in self.blocks[1:-1]:
-            value = block(value, scale=self.scale)
-        for block in self.blocks[-1:]:
-            value = block(value + kept.pop(), scale=self.scale)
-        return self.head(value)
-
-
-class Twice(nn.Module):
-    """One block is used twice, and a layer has nothing to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        value, scale = self.first(value), value.new_ones(4 * WIDTH)
-        for number in (0, 1, 2, 1):
-            value = self.blocks[number](value, scale=scale)
-        return self.head(value)
-
-
-def llama(**options: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        attn_implementation="eager",
-        attention_dropout=0.1,
-        use_cache=False,
-        **options,
-    )
-    return LlamaForCausalLM(config)
-
-
-def sharded_alone(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -> nn.Module:
-    """Each layer by itself, and what is left with the model: as most people do it."""
-    for each in getattr(model, "blocks", None) or model.model.layers:
-        fully_shard(each, **layer)
-    return fully_shard(model, **{**layer, **whole})
-
-
-def sharded_together(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -> nn.Module:
-    """As torchtitan does it: the embedding alone, the last norm together with the head."""
-    fully_shard(model.model.embed_tokens, **layer)
-    fully_shard([model.model.norm, model.lm_head], **{**layer, "reshard_after_forward": False})
-    return sharded_alone(model, layer, whole)
-
-
-def sharded_in_parts(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -> nn.Module:
-    """Groups inside of groups, and none for the whole model."""
-    for each in model.blocks:
-        fully_shard(each.wide, **layer)
-        fully_shard(each, **layer)
-    fully_shard(model.head, **layer)
-    fully_shard(model.enter, **layer)
-    return model
-
-
-def adapted() -> nn.Module:
-    """Nothing is trained but a few small layers."""
-    model = Skips().requires_grad_(False)
-    for block in model.blocks[2:]:
-        block.norm.requires_grad_(True)
-    return model
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., nn.Module]]] = {
-    "llama": (llama, sharded_alone),
-    "tied llama": (partial(llama, tie_word_embeddings=True), sharded_alone),
-    "grouped llama": (llama, sharded_together),
-    "skips": (Skips, sharded_alone),
-    "skips in parts": (Skips, sharded_in_parts),
-    "heavy skips": (partial(Skips, 8 * WIDTH), sharded_alone),
-    "adapted": (adapted, sharded_alone),
-    "twice": (Twice, sharded_alone),
-}
-
-
-def mixed(**options: Any) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, **options)
-
-
-OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "kept": ({"reshard_after_forward": False}, {}),
-    "mixed": ({"mp_policy": mixed()}, {}),
-    "mixed, full out": ({"mp_policy": mixed()}, {"mp_policy": mixed(output_dtype=torch.float32)}),
-}
-"""For every layer, and what is different for the whole model."""
-
-
-def made(kind: str, name: str) -> nn.Module:
-    torch.manual_seed(0)
-    make, shard = MODELS[kind]
-    return shard(make().train(), *OPTIONS[name])
-
-
-def batches(kind: str, rank: int, count: int) -> list[dict[str, Any]]:
-    generator = torch.Generator(device()).manual_seed(rank)
-    if "llama" not in kind:
-        size = 1 if "heavy" in kind else BATCH
-        return [{"value": torch.randn(size, LENGTH, WIDTH, generator=generator)} for _ in range(count)]
-    ids = [torch.randint(64, (BATCH, LENGTH), generator=generator) for _ in range(count)]
-    return [{"input_ids": each, "labels": each} for each in ids]
-
-
-def loss(output: Any) -> torch.Tensor:
-    return output.loss if hasattr(output, "loss") else output.float().square().mean()
 
 
 def trained(kind: str, rank: int, model: nn.Module, optimizer: Optimizer, accumulated: int = 1) -> Numbers:
@@ -209,7 +68,15 @@ def same_as_plain(
     model = made(kind, options)
     optimizer = Adam(model.parameters())
     set_sync(model, accumulated == 1)
-    planned = Checkpointable(model, batches(kind, rank, 1)[0], loss=loss, optimizer=optimizer)
+    measured_stages: list[str] = []
+    planned = Checkpointable(
+        model,
+        batches(kind, rank, 1)[0],
+        loss=loss,
+        optimizer=optimizer,
+        progress=lambda done, count, name: measured_stages.append(name),
+    )
+    measured_stages.clear()
     assert planned.budget is not None
     least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
     limit = least + int(share * (most - least))
@@ -217,16 +84,14 @@ def same_as_plain(
     found = trained(kind, rank, planned, optimizer, accumulated)
     different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
     measured = min(measured_peak_of(kind, rank, planned, optimizer, accumulated) for _ in range(3))
-    assert planned.sequence == sequence
+    assert measured_stages == []  # it is not planned again
     return str(sequence), different, limit, planned.budget.peak_bytes(sequence), measured
 
 
-def measured_peak_of(
-    kind: str, rank: int, planned: Checkpointable, optimizer: Optimizer, accumulated: int
-) -> int:
+def measured_peak_of(kind: str, rank: int, planned: Checkpointable, optimizer: Optimizer, accumulated: int) -> int:
     """The peak of a step, or more: what a thread of the backend is the last to let go of is not seen to be freed."""
     batch = batches(kind, rank, 1)[0]
-    state = [[each for each in entry.values()] for entry in optimizer.state.values()]
+    state = [list(entry.values()) for entry in optimizer.state.values()]
     parameters = list(planned.parameters())
     sharded = [*tensors_in(state), *parameters, *(p.grad for p in parameters if p.grad is not None)]
 
@@ -237,3 +102,115 @@ def measured_peak_of(
 
     present = [*map(local, sharded), *planned.buffers(), *tensors_in(batch)]
     return measured_peak(step, present, device())
+
+
+def around_a_step(rank: int) -> None:
+    """A first step that plans, a smaller batch, eval mode and state dicts."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    (batch,) = batches("skips", rank, 1)
+    plain, model = made("skips", "mixed"), made("skips", "mixed")
+    planned = Checkpointable(model, mem_limit="1.2MB", loss=loss)
+    assert list(planned.state_dict()) == list(plain.state_dict())
+    for value in (batch["value"], batch["value"][:3]):
+        for network in (plain, planned):
+            torch.manual_seed(1)
+            network.zero_grad()
+            loss(network(value)).backward()
+        assert "CF_" in str(planned.sequence)
+        for expected, found in zip(plain.parameters(), planned.parameters(), strict=True):
+            assert torch.equal(expected.grad.to_local(), found.grad.to_local())
+    assert torch.equal(plain.eval()(**batch), planned.eval()(**batch))
+
+
+def from_a_file(rank: int, folder: str) -> None:
+    """A plan is saved, and read for another model like it."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    (batch,) = batches("skips", rank, 1)
+    first = Checkpointable(made("skips", "mixed"), batch, mem_limit="1.2MB", loss=loss)
+    file = Path(folder) / f"{rank}.json"
+    first.save_plan(file)
+    second = Checkpointable(made("skips", "mixed"), plan=file)
+    for network in (first, second):
+        torch.manual_seed(1)
+        loss(network(**batch)).backward()
+    assert second.sequence == first.sequence
+    for expected, found in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(expected.grad.to_local(), found.grad.to_local())
+
+
+def whole_at_once(rank: int, kind: str) -> tuple[int, int]:
+    """How many groups are whole at most while a region is run again; how many groups there are."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    model = fsdp.sharded() if kind == "chain" else made(kind, "plain")
+    batch = fsdp.batches(rank)[0] if kind == "chain" else batches(kind, rank, 1)[0]
+    planned = Checkpointable(model, batch, every_n_layers=4)
+    counts, gather = [], ShardGroup.gather
+
+    def counted(group: ShardGroup) -> None:
+        gather(group)
+        counts.append(sum(each.is_whole for each in groups_of(model)))
+
+    try:
+        ShardGroup.gather = counted
+        value = planned(batch) if kind == "chain" else planned(**batch)
+        loss(value).backward()
+    finally:
+        ShardGroup.gather = gather
+    return max(counts), len(groups_of(model))
+
+
+class Broken(nn.Linear):
+    """Makes TorchDynamo break the graph."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(value) + value
+
+
+@dataclass
+class Wrapped:
+    value: torch.Tensor
+
+
+class Wrapping(nn.Linear):
+    """Returns what TorchDynamo cannot look into."""
+
+    def forward(self, value: torch.Tensor) -> Any:
+        return Wrapped(super().forward(value))
+
+
+class Outer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made = self.layer(value)
+        return value + (made.value if isinstance(made, Wrapped) else made)
+
+
+class Still(nn.Linear):
+    """Nothing in it has a gradient."""
+
+    @torch.no_grad()
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value) + value
+
+
+def refusal(rank: int, kind: str) -> str:
+    """What is said of a model that cannot be trained from a plan, at its first step."""
+    model: nn.Module = Outer({"wrapping": Wrapping, "still": Still}.get(kind, Broken)(WIDTH, WIDTH))
+    if kind == "tensor parallel":
+        count = torch.distributed.get_world_size()
+        mesh = init_device_mesh(device().type, (1, count), mesh_dim_names=("data", "tensor"))
+        model = Outer(nn.Linear(WIDTH, WIDTH))
+        parallelize_module(model.layer, mesh["tensor"], ColwiseParallel())
+        fully_shard(model, mesh=mesh["data"])
+    else:
+        fully_shard(model.layer)
+        fully_shard(model)
+    try:
+        Checkpointable(model)(torch.randn(LENGTH, WIDTH))
+    except UnsupportedModelError as error:
+        return str(error)
+    return "nothing"
