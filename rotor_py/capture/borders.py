@@ -75,6 +75,7 @@ class Borders:
         return tuple(
             (tuple(order[id(module)] for module in group.modules), group.input_dtype, group.output_dtype)
             for group in self.groups
+            if self._model not in group.modules
         )
 
     @property

@@ -104,37 +104,29 @@ def measured_peak_of(kind: str, rank: int, planned: Checkpointable, optimizer: O
     return measured_peak(step, present, device())
 
 
-def around_a_step(rank: int) -> None:
-    """A first step that plans, a smaller batch, eval mode and state dicts."""
+def around_a_step(rank: int, folder: str) -> None:
+    """A first step that plans, a smaller batch, a model with the plan from a file, and eval mode."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     (batch,) = batches("skips", rank, 1)
     plain, model = made("skips", "mixed"), made("skips", "mixed")
     planned = Checkpointable(model, mem_limit="1.2MB", loss=loss)
     assert list(planned.state_dict()) == list(plain.state_dict())
     for value in (batch["value"], batch["value"][:3]):
-        for network in (plain, planned):
-            torch.manual_seed(1)
-            network.zero_grad()
-            loss(network(value)).backward()
+        same_gradients([plain, planned], value)
         assert "CF_" in str(planned.sequence)
-        for expected, found in zip(plain.parameters(), planned.parameters(), strict=True):
-            assert torch.equal(expected.grad.to_local(), found.grad.to_local())
+    planned.save_plan(Path(folder) / f"{rank}.json")
+    another = Checkpointable(made("skips", "mixed"), plan=Path(folder) / f"{rank}.json")
+    same_gradients([plain, another], batch["value"])
+    assert another.sequence == planned.sequence
     assert torch.equal(plain.eval()(**batch), planned.eval()(**batch))
 
 
-def from_a_file(rank: int, folder: str) -> None:
-    """A plan is saved, and read for another model like it."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    (batch,) = batches("skips", rank, 1)
-    first = Checkpointable(made("skips", "mixed"), batch, mem_limit="1.2MB", loss=loss)
-    file = Path(folder) / f"{rank}.json"
-    first.save_plan(file)
-    second = Checkpointable(made("skips", "mixed"), plan=file)
-    for network in (first, second):
+def same_gradients(networks: list[nn.Module], value: torch.Tensor) -> None:
+    for network in networks:
         torch.manual_seed(1)
-        loss(network(**batch)).backward()
-    assert second.sequence == first.sequence
-    for expected, found in zip(first.parameters(), second.parameters(), strict=True):
+        network.zero_grad()
+        loss(network(value)).backward()
+    for expected, found in zip(*(network.parameters() for network in networks), strict=True):
         assert torch.equal(expected.grad.to_local(), found.grad.to_local())
 
 

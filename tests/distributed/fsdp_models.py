@@ -93,10 +93,12 @@ def sharded_alone(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -> n
 
 
 def sharded_together(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -> nn.Module:
-    """As torchtitan does it: the embedding alone, the last norm together with the head."""
-    fully_shard(model.model.embed_tokens, **layer)
-    fully_shard([model.model.norm, model.lm_head], **{**layer, "reshard_after_forward": False})
-    return sharded_alone(model, layer, whole)
+    """As torchtitan does it: the first layer alone, the last ones together, and nothing with the model."""
+    fully_shard(model.enter, **layer)
+    fully_shard([model.blocks[-1], model.head], **{**layer, "reshard_after_forward": False})
+    for each in model.blocks[:-1]:
+        fully_shard(each, **layer)
+    return fully_shard(model, **{**layer, **whole})
 
 
 def sharded_in_parts(model: Any, layer: dict[str, Any], _: dict[str, Any]) -> nn.Module:
@@ -112,8 +114,8 @@ def sharded_in_parts(model: Any, layer: dict[str, Any], _: dict[str, Any]) -> nn
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., nn.Module]]] = {
     "llama": (llama, sharded_alone),
     "tied llama": (partial(llama, tie_word_embeddings=True), sharded_alone),
-    "grouped llama": (llama, sharded_together),
     "skips": (Skips, sharded_alone),
+    "skips together": (Skips, sharded_together),
     "skips in parts": (Skips, sharded_in_parts),
     "heavy skips": (partial(Skips, 8 * WIDTH), sharded_alone),
     "adapted": (adapted, sharded_alone),

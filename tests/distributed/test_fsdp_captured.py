@@ -12,10 +12,10 @@ from tests.distributed.processes import Processes
 CASES = [
     ("llama", "plain", 1, 0.4),
     ("tied llama", "mixed", 2, 0.4),
-    ("grouped llama", "mixed", 1, 0.5),
     ("skips", "kept", 1, 0.5),
     ("skips", "mixed, full out", 2, 0.3),
     ("skips in parts", "plain", 1, 0.5),
+    ("skips together", "mixed", 1, 0.5),
     ("heavy skips", "plain", 1, 0.0),
     ("adapted", "plain", 1, 0.5),
     ("twice", "plain", 1, 0.5),
@@ -41,12 +41,10 @@ def test_four_processes(four_processes: Processes) -> None:
     assert [(different, measured <= limit) for _, different, limit, _, measured in found] == [([], True)] * 4
 
 
-def test_the_first_step_plans_and_smaller_batches_and_eval_mode_go_on_from_there(processes: Processes) -> None:
-    processes.run(fsdp_captured.around_a_step)
-
-
-def test_a_plan_from_a_file_serves_a_sharded_model(processes: Processes, tmp_path: Path) -> None:
-    processes.run(fsdp_captured.from_a_file, str(tmp_path))
+def test_the_first_step_plans_and_its_plan_serves_smaller_batches_and_other_models(
+    processes: Processes, tmp_path: Path
+) -> None:
+    processes.run(fsdp_captured.around_a_step, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["skips", "chain"])
