@@ -117,7 +117,8 @@ class ShardGroup:
         Their gradients gather the parameters again.
         """
         found = self.modules[module]
-        return tuple(_hook(found._forward_hooks, self._after)(found, (), tensors))
+        left = _hook(found._forward_hooks, self._after)(found, (), tensors)
+        return tensors if left is None else tuple(left)
 
     def gather(self) -> None:
         """Gather the parameters to run something again in the backward, if they are not there."""

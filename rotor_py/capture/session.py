@@ -177,6 +177,7 @@ class CaptureSession:
         borders = self._borders = Borders.of(self.model)
         if borders is not None:
             borders.measuring = True
+            self._graphs.clear()  # their marks are those of other borders
         try:
             yield
         finally:

@@ -105,29 +105,37 @@ def measured_peak_of(kind: str, rank: int, planned: Checkpointable, optimizer: O
 
 
 def around_a_step(rank: int, folder: str) -> None:
-    """A first step that plans, a smaller batch, a model with the plan from a file, and eval mode."""
+    """A first step that plans, a smaller batch, other plans, a model with a plan from a file, and eval mode."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     (batch,) = batches("skips", rank, 1)
     plain, model = made("skips", "mixed"), made("skips", "mixed")
     planned = Checkpointable(model, mem_limit="1.2MB", loss=loss)
     assert list(planned.state_dict()) == list(plain.state_dict())
     for value in (batch["value"], batch["value"][:3]):
-        same_gradients([plain, planned], value)
+        same_gradients([plain, planned], value=value)
         assert "CF_" in str(planned.sequence)
+    for network in (plain, planned):  # another plan has to be made
+        network.blocks[2].wide.requires_grad_(False)
+    same_gradients([plain, planned], **batch)
+    for network in (plain, planned):
+        network.blocks[2].wide.requires_grad_(True)
+    planned.measure(batch)
+    same_gradients([plain, planned], **batch)
     planned.save_plan(Path(folder) / f"{rank}.json")
     another = Checkpointable(made("skips", "mixed"), plan=Path(folder) / f"{rank}.json")
-    same_gradients([plain, another], batch["value"])
+    same_gradients([plain, another], **batch)
     assert another.sequence == planned.sequence
     assert torch.equal(plain.eval()(**batch), planned.eval()(**batch))
 
 
-def same_gradients(networks: list[nn.Module], value: torch.Tensor) -> None:
+def same_gradients(networks: list[nn.Module], **batch: torch.Tensor) -> None:
     for network in networks:
         torch.manual_seed(1)
         network.zero_grad()
-        loss(network(value)).backward()
+        loss(network(**batch)).backward()
     for expected, found in zip(*(network.parameters() for network in networks), strict=True):
-        assert torch.equal(expected.grad.to_local(), found.grad.to_local())
+        assert (expected.grad is None) == (found.grad is None)
+        assert expected.grad is None or torch.equal(expected.grad.to_local(), found.grad.to_local())
 
 
 def whole_at_once(rank: int, kind: str) -> tuple[int, int]:
@@ -149,6 +157,17 @@ def whole_at_once(rank: int, kind: str) -> tuple[int, int]:
     finally:
         ShardGroup.gather = gather
     return max(counts), len(groups_of(model))
+
+
+def cut_anywhere(rank: int) -> list[str]:
+    """The sequences of plans whose regions begin in the middle of a layer, and end in another one."""
+    plain, (batch,) = made("llama", "plain"), batches("llama", rank, 1)
+    sequences = []
+    for number in (2, 3, 4):
+        planned = Checkpointable(made("llama", "plain"), batch, every_n_layers=number)
+        same_gradients([plain, planned], **batch)
+        sequences.append(str(planned.sequence))
+    return sequences
 
 
 class Broken(nn.Linear):

@@ -41,10 +41,15 @@ def test_four_processes(four_processes: Processes) -> None:
     assert [(different, measured <= limit) for _, different, limit, _, measured in found] == [([], True)] * 4
 
 
-def test_the_first_step_plans_and_its_plan_serves_smaller_batches_and_other_models(
+def test_steps_make_plans_and_use_those_of_larger_batches_and_other_models(
     processes: Processes, tmp_path: Path
 ) -> None:
     processes.run(fsdp_captured.around_a_step, str(tmp_path))
+
+
+def test_what_is_run_again_may_begin_and_end_in_the_middle_of_layers(processes: Processes) -> None:
+    for sequences in processes.run(fsdp_captured.cut_anywhere):
+        assert all("Fn_" in sequence for sequence in sequences)
 
 
 @pytest.mark.parametrize("kind", ["skips", "chain"])
