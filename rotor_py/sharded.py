@@ -86,8 +86,8 @@ def gathered(function: Any) -> Iterator[None]:
 
 def _captured_with(modules: list[nn.Module]) -> list[ShardGroup]:
     """The groups that the stages of a captured graph say they use."""
-    return list(dict.fromkeys(group for module in modules for group in getattr(module, "groups", ())
-                              if isinstance(group, ShardGroup)))  # fmt: skip
+    found = [group for module in modules for group in getattr(module, "groups", ())]
+    return [group for group in dict.fromkeys(found) if isinstance(group, ShardGroup)]
 
 
 def _own_group(model: nn.Module) -> ShardGroup | None:

@@ -20,6 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.shard_groups import ShardedParameter, ShardGroup, Tensors, cast, groups_of
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+_OLDEST = (2, 11)
+"""The oldest version of torch that this was tested with; what PyTorch does in a backward differs before."""
+
 Table = dict[str, nn.Parameter | None]
 Place = tuple[Table, str]
 """A module's table of parameters, and a name there."""
@@ -55,6 +59,11 @@ class Borders:
         self._model = model
         self._holes: dict[int, nn.Parameter] = {}
         self._kept: list[tuple[dict[Any, Any], Any, Any]] = []
+        if self.groups and TORCH < _OLDEST:
+            raise UnsupportedModelError(
+                f"fully_shard was applied to {type(model).__name__}, which is no nn.Sequential; that takes torch "
+                f"{'.'.join(map(str, _OLDEST))} or newer, and this is {torch.__version__}"
+            )
         for group in self.groups:
             if group.unsupported:
                 raise UnsupportedModelError(
@@ -73,8 +82,8 @@ class Borders:
         """What models have to have in common for their graphs to have the same marks."""
         order = {id(module): position for position, module in enumerate(self._model.modules())}
         return tuple(
-            (tuple(order[id(module)] for module in group.modules), group.input_dtype, group.output_dtype)
-            for group in self.groups
+            (number, tuple(order[id(module)] for module in group.modules), group.input_dtype, group.output_dtype)
+            for number, group in enumerate(self.groups)
             if self._model not in group.modules
         )
 

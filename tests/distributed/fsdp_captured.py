@@ -18,6 +18,7 @@ from torch.optim import Adam, Optimizer
 from rotor_profiling import measured_peak, tensors_in
 from rotor_profiling.storage import local
 from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.capture import borders
 from rotor_py.shard_groups import ShardGroup, groups_of
 from rotor_solver import store_all
 from tests.distributed import fsdp
@@ -114,13 +115,10 @@ def around_a_step(rank: int, folder: str) -> None:
     for value in (batch["value"], batch["value"][:3]):
         same_gradients([plain, planned], value=value)
         assert "CF_" in str(planned.sequence)
-    for network in (plain, planned):  # another plan has to be made
-        network.blocks[2].wide.requires_grad_(False)
-    same_gradients([plain, planned], **batch)
-    for network in (plain, planned):
-        network.blocks[2].wide.requires_grad_(True)
-    planned.measure(batch)
-    same_gradients([plain, planned], **batch)
+    for trained in (False, True):  # another plan has to be made for each
+        for network in (plain, planned):
+            network.blocks[2].wide.requires_grad_(trained)
+        same_gradients([plain, planned], **batch)
     planned.save_plan(Path(folder) / f"{rank}.json")
     another = Checkpointable(made("skips", "mixed"), plan=Path(folder) / f"{rank}.json")
     same_gradients([plain, another], **batch)
@@ -220,8 +218,13 @@ def refusal(rank: int, kind: str) -> str:
     else:
         fully_shard(model.layer)
         fully_shard(model)
+    present = borders.TORCH
     try:
+        if kind == "old torch":
+            borders.TORCH = (2, 5)
         Checkpointable(model)(torch.randn(LENGTH, WIDTH))
     except UnsupportedModelError as error:
         return str(error)
+    finally:
+        borders.TORCH = present
     return "nothing"

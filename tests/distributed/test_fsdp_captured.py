@@ -16,7 +16,7 @@ CASES = [
     ("skips", "mixed, full out", 2, 0.3),
     ("skips in parts", "plain", 1, 0.5),
     ("skips together", "mixed", 1, 0.5),
-    ("heavy skips", "plain", 1, 0.0),
+    ("heavy skips", "plain", 2, 0.1),
     ("adapted", "plain", 1, 0.5),
     ("twice", "plain", 1, 0.5),
 ]
@@ -66,6 +66,7 @@ def test_stages_that_are_run_again_are_not_gathered_all_at_once(processes: Proce
         ("wrapping", "no tensor with a gradient was found in what"),
         ("still", "nothing in the graph of"),
         ("tensor parallel", "is split by tensor parallelism"),
+        ("old torch", "that takes torch 2.11 or newer"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_in_one_sentence_by_all_processes(
