@@ -56,6 +56,7 @@ def gathered_bytes(model: nn.Module) -> int:
         if group is first:
             throughout += group.whole_bytes + group.gradient_bytes
         elif group.reshards:
+            throughout += group.kept_bytes
             passing.append(sum(each.whole_bytes for each in inner))
         else:
             throughout += group.whole_bytes

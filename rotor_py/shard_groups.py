@@ -72,6 +72,12 @@ class ShardGroup:
         return sum(each.sharded.numel() * each.dtype.itemsize for each in self.parameters)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes that a forward leaves here, where the parameters are then spread over fewer processes."""
+        fewer = [part.post_forward_mesh_info.shard_mesh_size for part in self._parts if part._use_post_forward_mesh]
+        return self.whole_bytes // min(fewer) if fewer else 0
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of their gradients, as they are made."""
         return sum(each.sharded.numel() * each.dtype.itemsize for each in self.parameters if each.sharded.requires_grad)

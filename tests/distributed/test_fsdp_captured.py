@@ -13,11 +13,9 @@ CASES = [
     ("llama", "plain", 1, 0.4),
     ("tied llama", "mixed", 2, 0.4),
     ("skips", "kept", 1, 0.5),
-    ("skips", "mixed, full out", 2, 0.3),
     ("skips in parts", "plain", 1, 0.5),
-    ("skips together", "mixed", 1, 0.5),
+    ("skips together", "mixed, full out", 2, 0.3),
     ("heavy skips", "plain", 2, 0.1),
-    ("adapted", "plain", 1, 0.5),
     ("twice", "plain", 1, 0.5),
 ]
 """Model, options, how many batches are added up, and the limit between the least and storing everything."""
