@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/distributed.py
     torchrun --nproc-per-node 2 examples/distributed.py --fsdp
+    torchrun --nproc-per-node 2 examples/distributed.py --fsdp --llama
 """
 
 import os
@@ -20,8 +21,21 @@ def block() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
 
 
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
+def blocks() -> nn.Module:
+    return nn.Sequential(*(block() for _ in range(8)))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config)
+
+
+def loss(output) -> torch.Tensor:
+    return output.square().mean() if isinstance(output, torch.Tensor) else output.loss
 
 
 def main() -> None:
@@ -29,19 +43,22 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     torch.manual_seed(0)
-    model = nn.Sequential(*(block() for _ in range(8))).to(device)
+    model = (llama() if "--llama" in sys.argv else blocks()).to(device)
     if "--fsdp" in sys.argv:
-        for each in model:
+        for each in model.model.layers if "--llama" in sys.argv else model:
             fully_shard(each)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     planned = wrapped = Checkpointable(model, mem_limit="130MB", loss=loss, optimizer=optimizer)
     if "--fsdp" not in sys.argv:
         wrapped = DistributedDataParallel(planned)
-    batch = torch.randn(1024, 256, device=device)
+    batch = {"input": torch.randn(1024, 256, device=device)}
+    if "--llama" in sys.argv:
+        ids = torch.randint(256, (8, 128), device=device)
+        batch = {"input_ids": ids, "labels": ids}
     for _ in range(3):
         optimizer.zero_grad()
-        value = loss(wrapped(batch))
+        value = loss(wrapped(**batch))
         value.backward()
         optimizer.step()
     if dist.get_rank() == 0:

@@ -33,7 +33,7 @@ from rotor_py.planned import Planned
 from rotor_py.program import Program, program
 from rotor_py.progress import progress_bar
 from rotor_py.runner import StageRunner
-from rotor_py.sharded import is_sharded
+from rotor_py.sharded import as_entered, is_sharded
 from rotor_py.strategies import ByHand
 from rotor_py.transparent import ModelsSignature, core_of, in_training, instead_of_forward
 from rotor_py.turns import planning
@@ -140,11 +140,6 @@ class Checkpointable(Planned):
         self._agreed: Sequence | None = None
         self._last_resort: Sequence | None = None
         self._core = core_of(model)
-        if is_sharded(self._core) and not is_chain(self._core):
-            raise UnsupportedModelError(
-                f"fully_shard was applied to {type(model).__name__}, and a graph with sharded parameters cannot be "
-                "captured; write the model as an nn.Sequential of its blocks, or use DistributedDataParallel"
-            )
         self._capture = None if is_chain(self._core) else CaptureSession(self._core, self._run_captured, granularity)
         if optimizer is None:
             wait_for_optimizers(self)
@@ -268,6 +263,7 @@ class Checkpointable(Planned):
     def _prepare_captured(self, capture: CaptureSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture the model's graphs, cut and measure them."""
         self._plan = self._cut = self.sequence = self.budget = None
+        args, kwargs = as_entered(self._core, (args, kwargs))
         self._value = spec_of((args, kwargs))
         shown = nullcontext(self.progress) if self.progress else progress_bar()
         with planning, in_training(self), torch.enable_grad(), shown as progress:
@@ -322,6 +318,9 @@ class Checkpointable(Planned):
         for _, layer in runnable.prefix:
             value = layer(value)
         runners, value = in_context(runnable.stages, value, self.preserve_rng_state)
+        if is_sharded(self._core):
+            assert self.sequence is not None
+            return nested.run(runners, nested.regions(self.sequence), value)
         return replay(runners, self._program[1], value)
 
     def _adopt(self, plan: Plan) -> None:

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rotor_profiling import bytes_like
 from rotor_py.budget import Budget
 from rotor_py.errors import PlanMismatchError
-from rotor_py.sharded import gathered_bytes, group_of
+from rotor_py.gathering import gathered_bytes
+from rotor_py.sharded import group_of
 from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, InfeasibleError, Sequence
 

@@ -12,18 +12,20 @@ from torch.utils._pytree import tree_leaves
 from rotor_py.chain import is_chain, layers
 from rotor_py.errors import PlanMismatchError
 from rotor_py.input_spec import TensorSpec
+from rotor_py.shard_groups import at_rest
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     """Layers and parameters of a model, as plain data; of one that is captured, its modules for its layers."""
     found = layers(model) if is_chain(model) else [(name or "(whole)", each) for name, each in model.named_modules()]
-    return {
-        "layers": {name: type(layer).__name__ for name, layer in found},
-        "parameters": {
-            name: f"{list(p.shape)} {_dtype(p)}{'' if p.requires_grad else ' frozen'}"
-            for name, p in model.named_parameters()
-        },
-    }
+    with at_rest(model):
+        return {
+            "layers": {name: type(layer).__name__ for name, layer in found},
+            "parameters": {
+                name: f"{list(p.shape)} {_dtype(p)}{'' if p.requires_grad else ' frozen'}"
+                for name, p in model.named_parameters()
+            },
+        }
 
 
 def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:

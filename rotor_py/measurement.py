@@ -250,7 +250,7 @@ def _through_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, Pr
         return value, None
     modules = torch.nn.Sequential(*(module for _, module in cut.prefix))
     value = tree_map_only(torch.Tensor, torch.clone, value)  # a layer may write into it
-    with isolated(modules, device), torch.no_grad():
+    with gathered(modules), isolated(modules, device), torch.no_grad():
         modules(value)
         with memory_meter(device) as meter:
             output = modules(value)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from rotor_py.shard_groups import at_rest
+
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
@@ -20,6 +22,11 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
+        with at_rest(model):
+            return cls._of(model)
+
+    @classmethod
+    def _of(cls, model: nn.Module) -> ModelState:
         modules: list[object] = []
         found: list[tuple[int, bool, torch.device, torch.dtype]] = []
         pending = [model]

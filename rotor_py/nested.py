@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rotor_py.gathering import gathered_again
 from rotor_py.runner import StageRunner
 from rotor_py.surroundings import Surroundings
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
@@ -98,6 +99,8 @@ def _run(
         elif item not in known:
             value, known[item] = runners[item].first(value)
         else:
-            with known[item].restored(runners[item].function, graph=torch.is_grad_enabled(), alike=True):
+            function = runners[item].function
+            restored = known[item].restored(function, graph=torch.is_grad_enabled(), alike=True)
+            with restored, gathered_again(function):
                 value = runners[item].forward(value)
     return value

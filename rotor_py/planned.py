@@ -28,6 +28,8 @@ from rotor_py.plan import Plan
 from rotor_py.plan_costs import PlanCosts
 from rotor_py.plan_memory import PlanMemory, plan_memory
 from rotor_py.report import Report
+from rotor_py.shard_groups import at_rest
+from rotor_py.sharded import is_sharded, keeps_gradients
 from rotor_py.strategies import ByHand
 from rotor_py.traits import traits_of
 from rotor_py.transparent import Transparent
@@ -259,8 +261,10 @@ class Planned(Transparent):
                 refuse_other_plans(str(self.sequence), group)
                 self._agreed = self.sequence
             return
-        if size_of(group) > 1 and budget is not None and not budget.fixed.communication:
-            self.budget, self.sequence = budget.with_communication(communication_bytes(self.model)), None
+        if budget is not None and self._may_need_more(budget):
+            needed = communication_bytes(self.model)
+            if needed > budget.fixed.communication:
+                self.budget, self.sequence = budget.with_communication(needed), None
         if self.sequence is None or (self._agreed is not self.sequence and size_of(group) > 1):
             try:
                 self.compute_sequence()
@@ -270,6 +274,11 @@ class Planned(Transparent):
                 self._go_beyond_the_limit(error)
                 self.sequence = self._agreed = self._last_resort
             self._last_resort = None
+
+    def _may_need_more(self, budget: Budget) -> bool:
+        """Whether what processes send to each other is not known yet, or may be more than it was."""
+        unknown = not budget.fixed.communication and size_of(self._processes()) > 1
+        return unknown or keeps_gradients(self._core)
 
     def _processes(self) -> ProcessGroup | None:
         """The processes that train this model together, as far as is known."""
@@ -285,9 +294,12 @@ class Planned(Transparent):
     def _account(self, found: Cut, measurement: Measurement, sample: Any) -> None:
         """Take over what was measured; `sample` is all that the caller passes in."""
         cost = optimizer_cost(self._optimizer) if self._optimizer is not None else noticed_cost(self)
-        self.budget = make_budget(
-            self._core, sample, measurement, self.device, fresh_gradients=self._fresh_grads, optimizer=cost
-        )
+        with at_rest(self._core):
+            self.budget = make_budget(
+                self._core, sample, measurement, self.device, fresh_gradients=self._fresh_grads, optimizer=cost
+            )
+        if is_sharded(self._core):
+            self.budget = self.budget.with_communication(communication_bytes(self.model))
         self.inspection_values, self.chain, self._cut = measurement, self.budget.chain, found
         self._name_stages()
 

@@ -10,16 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-try:
-    from torch.distributed.fsdp import FSDPModule
-except ImportError:  # before torch 2.6
-    from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[attr-defined] # not in newer ones
+from rotor_py.shard_groups import FSDPModule, ShardGroup, cast, groups_of
 
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GATHERED_AT_ONCE = 2
-"""Groups of parameters that are there at once: the one in use, and the next, fetched while that is used."""
-_COPIES = 2
-"""What is received lies in one piece before it is copied into parameters; gradients likewise before they are sent."""
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -29,11 +22,28 @@ def is_sharded(model: nn.Module) -> bool:
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The processes over which the parameters are spread."""
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
+    for group in groups_of(model):
+        for parameter in group.parameters:
+            mesh = parameter.sharded.device_mesh  # type: ignore[attr-defined] # a DTensor
             return mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     return None
+
+
+def keeps_gradients(model: nn.Module) -> bool:
+    """Whether whole gradients are kept to be added to, and not sent."""
+    return is_sharded(model) and any(group.keeps_gradients for group in groups_of(model))
+
+
+def as_entered(model: nn.Module, arguments: Any) -> Any:
+    """The arguments of a call of `model` as they come out of the hook of `fully_shard` before it."""
+    own = _own_group(model)
+    return arguments if own is None else cast(arguments, own.input_dtype)
+
+
+def as_left(model: nn.Module, output: Any) -> Any:
+    """The output of a call of `model` as it comes out of the hook of `fully_shard` after it."""
+    own = _own_group(model)
+    return output if own is None else cast(output, own.output_dtype)
 
 
 @contextmanager
@@ -54,11 +64,13 @@ def gathered(function: Any) -> Iterator[None]:
         for name in _TABLES
         if isinstance(module, FSDPModule)
     ]
+    dtypes = {id(each.sharded): each.dtype for group in _captured_with(modules) for each in group.parameters}
     whole: dict[int, nn.Parameter] = {}
     slots = [(module._parameters, name, p) for module in modules for name, p in module._parameters.items()]
     for _, _, parameter in slots:
         if isinstance(parameter, DTensor) and id(parameter) not in whole:
-            whole[id(parameter)] = nn.Parameter(parameter.detach().full_tensor(), parameter.requires_grad)
+            values = parameter.detach().full_tensor().to(dtypes.get(id(parameter), parameter.dtype))
+            whole[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
     try:
         for table, _ in hooks:
             table.clear()
@@ -72,19 +84,11 @@ def gathered(function: Any) -> Iterator[None]:
             table.update(kept)
 
 
-def gathered_bytes(model: nn.Module) -> int:
-    """What gathering parameters, and sending gradients, needs at most at any moment of a step; an estimate."""
-    groups: dict[int, int] = {}
-    owner: dict[int, int] = {}
-    for module in model.modules():  # parents before children: a parameter belongs to the innermost sharded module
-        if isinstance(module, FSDPModule):
-            for parameter in module.parameters():
-                owner[id(parameter)] = id(module)
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            size = parameter.numel() * parameter.element_size()
-            key = owner[id(parameter)]
-            groups[key] = groups.get(key, 0) + size
-    largest = sorted(groups.values(), reverse=True)[:_GATHERED_AT_ONCE]
-    gradients = largest[0] if largest else 0
-    return _COPIES * (sum(largest) + gradients)
+def _captured_with(modules: list[nn.Module]) -> list[ShardGroup]:
+    """The groups that the stages of a captured graph say they use."""
+    found = [group for module in modules for group in getattr(module, "groups", ())]
+    return [group for group in dict.fromkeys(found) if isinstance(group, ShardGroup)]
+
+
+def _own_group(model: nn.Module) -> ShardGroup | None:
+    return next((group for group in groups_of(model) if model in group.modules), None)

@@ -9,11 +9,13 @@ import torch
 from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
+from rotor_py.capture.borders import Borders, enter, leave
 from rotor_py.capture.cuts import find_cuts
 from rotor_py.capture.faults import run_graph
 from rotor_py.capture.graph import Facts, carries_gradient, read, tensors_of
 from rotor_py.capture.stages import context_of, stages_of
 from rotor_py.chain import Layer
+from rotor_py.errors import UnsupportedModelError
 from rotor_py.measurement import PrefixCost
 
 Run = Callable[["CapturedGraph", tuple[Any, ...]], Sequence[Any]]
@@ -25,8 +27,16 @@ class CapturedGraph:
     It is cut into stages at its first call, when the parameters are at hand. `run` decides how it is run.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, buffers: frozenset[int], granularity: int, run: Run) -> None:
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        buffers: frozenset[int],
+        granularity: int,
+        run: Run,
+        borders: Borders | None = None,
+    ) -> None:
         self.graph_module = graph_module
+        self._borders = borders
         self.layers: list[Layer] = []
         self._buffers = buffers
         self._granularity = granularity
@@ -46,7 +56,10 @@ class CapturedGraph:
         """Cut the graph into stages."""
         if self._facts is not None:
             return
-        facts = self._facts = read(self.graph_module, arguments, self._buffers)
+        facts = read(self.graph_module, arguments, self._buffers, self._borders)
+        if self._borders is not None:
+            _refuse_lost(facts, self._borders)
+        self._facts = facts
         self._owned = dict(facts.owned)
         if not facts.body:
             return
@@ -108,3 +121,19 @@ class CapturedGraph:
             for table in (module._parameters, module._buffers):
                 table.update({name: other[id(old)] for name, old in table.items() if id(old) in other})
         self._owned = {node: values[node] for node in self._owned}
+
+
+def _refuse_lost(facts: Facts, borders: Borders) -> None:
+    """UnsupportedModelError if a module returns what was not understood: nothing would gather for its backward."""
+    attached: dict[Any, bool] = {}
+    for node in facts.body:
+        if node.target is enter:
+            attached[node.args[0]] = False
+        elif node.target is leave and len(node.args) == 1 and attached[node.args[0]]:
+            group, module = borders.at(str(node.args[0]))
+            raise UnsupportedModelError(
+                f"no tensor with a gradient was found in what {type(group.modules[module]).__name__} returns, to which "
+                "fully_shard was applied; let it return tensors, in tuples, lists or dicts"
+            )
+        elif carries_gradient(node):
+            attached = dict.fromkeys(attached, True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass
 
 from torch import fx
 
+from rotor_py.capture.borders import enter, leave
 from rotor_py.capture.graph import Facts, carries_gradient, new_bytes, tensors_of
 
 _HUGE = 0.3
@@ -75,6 +77,8 @@ def _possible(facts: Facts, live: list[list[fx.Node]], carried: list[fx.Node]) -
     end = len(facts.body) - 1
     found = []
     for at in range(end):
+        if _begins(facts.body[at]) or facts.body[at + 1].target is leave:
+            continue
         tensors = [node for node in live[at] if tensors_of(node)]
         main = [node for node in tensors if node not in carried]
         if len(main) > 1 or any(node in facts.outputs for node in main):  # what is returned is no checkpoint to drop
@@ -84,6 +88,13 @@ def _possible(facts: Facts, live: list[list[fx.Node]], carried: list[fx.Node]) -
         if all(len(tensors_of(node)) == 1 and not isinstance(node.meta.get("example_value"), tuple) for node in main):
             found.append(at)
     return [*found, end]
+
+
+def _begins(node: fx.Node) -> bool:
+    """Whether parameters have just been gathered: they would be kept for the next stage."""
+    if node.target is operator.getitem:
+        return bool(node.all_input_nodes[0].target is enter)
+    return node.target is enter
 
 
 def _largest(ends: list[int], weights: list[int]) -> tuple[int, int]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
+
+from rotor_py.capture.borders import MARKS, Borders, Place
+from rotor_py.shard_groups import ShardGroup
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
 _IN_PLACE = {operator.setitem, operator.delitem}
@@ -45,10 +48,17 @@ class Facts:
     modules: dict[fx.Node, nn.Module]
     given: list[fx.Node]
     """The other placeholders: what the caller passes in."""
+    borders: Borders | None = None
+    sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
+    """Of the owned ones, those that are holes: where the parameter is, and the group that it is gathered with."""
 
 
-def read(graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset[int]) -> Facts:
+def read(
+    graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset[int], borders: Borders | None = None
+) -> Facts:
     """Read a graph that is to be called with `inputs`; `buffers` are the ids of tensors that are buffers."""
+    places = borders.places if borders else {}
+    sharded: dict[fx.Node, tuple[Place, ShardGroup]] = {}
     owned: dict[fx.Node, torch.Tensor] = {}
     modules: dict[fx.Node, nn.Module] = {}
     given, context, body, outputs = [], [], [], []
@@ -63,7 +73,9 @@ def read(graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset
             value = next(remaining)
             if isinstance(value, nn.Parameter) or id(value) in buffers or _named_buffer(node, value):
                 owned[node] = value
-                if not value.requires_grad and isinstance(value, nn.Parameter):
+                if id(value) in places:
+                    sharded[node] = places[id(value)]
+                elif not value.requires_grad and isinstance(value, nn.Parameter):
                     early.add(node)
             else:
                 given.append(node)
@@ -75,13 +87,13 @@ def read(graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset
             modules[node] = found
         elif node.target in (_GRAD_MODE, _ENTER, _EXIT):
             now = _switched(now, node)
-        elif _is_early(node, early, owned, used_late):
+        elif not any(each in sharded for each in node.all_input_nodes) and _is_early(node, early, owned, used_late):
             early.add(node)
             context.append(node)
         else:
             body.append(node)
             used_late.update(_root(each) for each in node.all_input_nodes)
-    return Facts(context, body, outputs, modes, owned, modules, given)
+    return Facts(context, body, outputs, modes, owned, modules, given, borders, sharded)
 
 
 def carries_gradient(node: fx.Node) -> bool:
@@ -140,7 +152,7 @@ def attribute_of(module: Any, target: Any) -> Any:
 
 
 def _is_early(node: fx.Node, early: set[fx.Node], owned: dict[fx.Node, torch.Tensor], late: set[fx.Node]) -> bool:
-    if carries_gradient(node) or is_random(node) or "_norm" in _name(node):
+    if carries_gradient(node) or is_random(node) or "_norm" in _name(node) or node.target in MARKS:
         return False
     inputs = node.all_input_nodes
     if not all(each in early or (each in owned and not owned[each].requires_grad) for each in inputs):

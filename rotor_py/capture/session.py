@@ -5,17 +5,18 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 from rotor_profiling import LossCost, RandomState, measure_loss, storage_bytes, tensors_in
 from rotor_profiling.storage import storages
+from rotor_py.capture.borders import Borders
 from rotor_py.capture.captured import CapturedGraph
 from rotor_py.capture.faults import raise_its_own, run_graph
 from rotor_py.capture.outside import Outside
@@ -23,6 +24,7 @@ from rotor_py.capture.shared import SharedGraph, compiled_for, handled_by
 from rotor_py.chain import Cut, Layer, cut_layers, joined
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measurement import Measurement, Progress, measure
+from rotor_py.sharded import as_left
 from rotor_py.traits import remember, traits_of
 from rotor_py.units import format_bytes
 from rotor_solver import simulate, store_all
@@ -62,6 +64,7 @@ class CaptureSession:
         self._run_stages = run_stages
         self._granularity = granularity
         self._compiled: Callable[..., Any] | None = None
+        self._borders: Borders | None = None
         self._graphs: dict[SharedGraph, CapturedGraph] = {}
         self._call: Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]] = self._train
         self.cut_like: Callable[[list[Layer]], Cut] | None = None
@@ -74,7 +77,8 @@ class CaptureSession:
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs: they are bound to this model, and a copy captures its own."""
         ours = isinstance(self.cut_like, partial)  # else it is that of a plan from a file
-        empty: dict[str, Any] = {"_compiled": None, "_graphs": {}, "_cuts": {}, "_plain": {}, "_plans": 0}
+        empty: dict[str, Any] = {"_compiled": None, "_borders": None, "_plans": 0}
+        empty |= {"_graphs": {}, "_cuts": {}, "_plain": {}}
         return {**self.__dict__, **empty, "cut_like": None if ours else self.cut_like}
 
     def count_plan(self) -> None:
@@ -90,6 +94,8 @@ class CaptureSession:
         """Run the model's forward by the plan."""
         self._reached = False
         self._call = self._train
+        if self._compiled is None:  # the plan came from a file
+            self._borders = Borders.of(self.model)
         output = self._forward(args, kwargs)
         if not self._reached:
             raise UnsupportedModelError(
@@ -122,7 +128,7 @@ class CaptureSession:
             graph.split(arguments)
             if not graph.trains:
                 with torch.no_grad():
-                    return list(run_graph(graph.graph_module, arguments))
+                    return self._as_it_is(graph, arguments)
             value, values = graph.enter(arguments)
             found = replace(cut_layers(graph.layers, value, device), input_owned=True)
             made: list[Any] = []
@@ -136,10 +142,11 @@ class CaptureSession:
         self._compiled = None  # the model may have been changed
         self._call = run
         state = RandomState.now((device,))
-        with _attributes_kept(self.model):
+        with _attributes_kept(self.model), self._measuring():
             try:
                 with outside:
                     output = self._forward(args, kwargs)
+                output = as_left(self.model, output)
             finally:
                 self._call = self._train
                 state.restore()
@@ -164,6 +171,28 @@ class CaptureSession:
             measurement = replace(measurement, loss=cost)
         return main.cut, measurement, main.shared
 
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Sharded parameters are gathered stage by stage."""
+        borders = self._borders = Borders.of(self.model)
+        if borders is not None:
+            borders.measuring = True
+            self._graphs.clear()  # their marks are those of other borders
+        try:
+            yield
+        finally:
+            if borders is not None:
+                borders.measuring = False
+
+    def _refusal(self, error: Unsupported) -> UnsupportedModelError:
+        """What TorchDynamo says, in a sentence."""
+        said = str(error).partition("\n")[0].rstrip(".: ")
+        return UnsupportedModelError(
+            f"fully_shard was applied to {type(self.model).__name__}, and TorchDynamo does not capture its forward as "
+            f"one graph, which that takes: {said}; take that out of the forward, use DistributedDataParallel, or write "
+            "the model as an nn.Sequential of its blocks"
+        )
+
     def _refuse_outside(self, outside: Outside, captured_bytes: int) -> None:
         """UnsupportedModelError if more than a trifle is kept by what no graph has: it can be neither planned nor
         promised.
@@ -176,13 +205,24 @@ class CaptureSession:
             )
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._compiled is None:
-            self._compiled = compiled_for(self.model)
+        borders = self._borders
         # Inside DistributedDataParallel, Dynamo would cut the graph at the ends of buckets.
-        with handled_by(self._handle), torch._dynamo.config.patch(optimize_ddp=False):
+        with (
+            handled_by(self._handle),
+            torch._dynamo.config.patch(optimize_ddp=False),
+            borders.marked() if borders else nullcontext(),
+        ):
+            if self._compiled is None:
+                self._compiled = compiled_for(self.model, borders.signature if borders else None)
             try:
                 return self._compiled(self.model, args, self._without_cache(kwargs))
+            except Unsupported as error:
+                if borders is None:
+                    raise
+                raise self._refusal(error) from error
             except TorchRuntimeError:
+                if borders is not None:
+                    raise
                 devices = [p.device for p in self.model.parameters()]
                 raise_its_own(self.model, args, kwargs, devices[0] if devices else torch.device("cpu"))
                 raise
@@ -190,8 +230,11 @@ class CaptureSession:
     def _handle(self, shared: SharedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         if shared not in self._graphs:
             buffers = frozenset(id(buffer) for buffer in self.model.buffers())
-            self._graphs[shared] = CapturedGraph(shared.graph_module, buffers, self._granularity, self._run_graph)
-        return self._graphs[shared](*arguments)
+            self._graphs[shared] = CapturedGraph(
+                shared.graph_module, buffers, self._granularity, self._run_graph, self._borders
+            )
+        with self._borders.unmarked() if self._borders else nullcontext():
+            return self._graphs[shared](*arguments)
 
     def _run_graph(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         return self._call(graph, arguments)
@@ -199,15 +242,24 @@ class CaptureSession:
     def _train(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         """Run a graph: by the plan if it is the main one, or the same for other shapes."""
         if id(graph) in self._plain or not torch.is_grad_enabled():
-            return list(run_graph(graph.graph_module, arguments))
+            return self._as_it_is(graph, arguments)
         graph.split(arguments)
         if not graph.trains:
-            return list(run_graph(graph.graph_module, arguments))
+            return self._as_it_is(graph, arguments)
         if id(graph) not in self._cuts and not self._adopt(graph):
-            return list(run_graph(graph.graph_module, arguments))
+            return self._as_it_is(graph, arguments)
         value, values = graph.enter(arguments)
         self._reached = True
         return graph.leave(self._run_stages(self._cuts[id(graph)][1], value), values)
+
+    def _as_it_is(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+        """Run a graph without a plan."""
+        if self._borders is not None:
+            raise UnsupportedModelError(
+                f"nothing in the graph of {type(self.model).__name__} has a gradient, and fully_shard was applied to "
+                "it; train some of its parameters, or call it in eval mode"
+            )
+        return list(run_graph(graph.graph_module, arguments))
 
     def _adopt(self, graph: CapturedGraph) -> bool:
         """Use the plan of the main graph for the same graph of other shapes; False if it is another graph, after it."""

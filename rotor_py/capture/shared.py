@@ -31,11 +31,15 @@ class SharedGraph:
         return _handler.get()(self, arguments)
 
 
-def compiled_for(model: nn.Module) -> Callable[..., Any]:
-    """The function (model, args, kwargs) that runs the forward of `model`, and of models built alike."""
-    key = _structure(model)
+def compiled_for(model: nn.Module, marks: Hashable = None) -> Callable[..., Any]:
+    """The function (model, args, kwargs) that runs the forward of `model`, and of models built alike.
+
+    A model with `marks`, which say where modules of `fully_shard` begin and end, is captured as one graph or not at
+    all: between graphs its parameters would be looked at, which are not there.
+    """
+    key = _structure(model), marks
     if key not in _compiled:
-        _compiled[key] = torch.compile(_own_function(), backend=_backend)
+        _compiled[key] = torch.compile(_own_function(), backend=_backend, fullgraph=marks is not None)
     _compiled.move_to_end(key)
     if len(_compiled) > _MOST:
         _compiled.popitem(last=False)

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from rotor_profiling import tensors_in
+from rotor_py.capture.borders import MARKS, Table
 from rotor_py.capture.cuts import Cuts
 from rotor_py.capture.faults import run_graph
 from rotor_py.capture.graph import Facts, Modes, attribute_of, module_path, new_bytes, tensors_of
@@ -19,6 +20,7 @@ from rotor_py.capture.lean import Lean, lean
 from rotor_py.capture.unread import without_output
 from rotor_py.recompute import Recomputation
 from rotor_py.runner import StageRunner
+from rotor_py.shard_groups import ShardGroup
 from rotor_py.unread import Run
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
@@ -30,6 +32,7 @@ class GraphStage(nn.Module):
     Its input and output are tuples of tensors and numbers: what is live there, and then what all stages share, of which
     this one reads those at the positions `reads`; the last stage does not hand it on. `carried` says which of the
     tensors that it returns are carried past cuts: name and position. `signature` is equal for pieces that do the same.
+    `groups` are those of the sharded parameters that it uses, `begun` those of them whose modules begin before it.
     """
 
     def __init__(
@@ -41,8 +44,12 @@ class GraphStage(nn.Module):
         last: bool,
         carried: dict[str, int],
         signature: Hashable,
+        groups: tuple[ShardGroup, ...] = (),
+        begun: tuple[ShardGroup, ...] = (),
     ) -> None:
         super().__init__()
+        self.groups = groups
+        self.begun = begun
         self.body = body
         self.reads = reads
         self.shared = shared
@@ -132,6 +139,10 @@ class Emitter:
         self.attributes: dict[str, Any] = {}
         self.copies: dict[fx.Node, fx.Node] = {node: self._input(node) for node in inputs}
         self.signature: list[Hashable] = []
+        self.groups: dict[ShardGroup, None] = {}
+        self.begun: dict[ShardGroup, None] = {}
+        self._entered: set[ShardGroup] = set()
+        self._tables: dict[str, Table] = {}
         self._numbers: dict[fx.Node, int] = {node: number for number, node in enumerate(self.copies)}
         self._open: list[tuple[fx.Node, fx.Node]] = []
         self._gradients_off: fx.Node | None = None
@@ -143,7 +154,13 @@ class Emitter:
         if node.op in ("get_attr", "call_module"):
             self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
         target = node.target if node.op in ("call_function", "call_method") else id(node)
-        self.signature.append((node.op, target, self._plain(node.args), self._plain(node.kwargs)))
+        args = node.args
+        if node.target in MARKS:
+            self.copies[node].target = getattr(self.facts.borders, MARKS[node.target])
+            args = args[1:]  # wherever it is
+            if self.facts.borders is not None:
+                self._entered.add(self.facts.borders.at(str(node.args[0]))[0])
+        self.signature.append((node.op, target, self._plain(args), self._plain(node.kwargs)))
         self._numbers[node] = len(self._numbers)
 
     def _input(self, node: fx.Node) -> fx.Node:
@@ -157,11 +174,20 @@ class Emitter:
         made = tuple(self._copied(each) if isinstance(each, fx.Node) else each for each in outputs)
         self.graph.output(made)
         self.signature.append(("output", self._plain(tuple(outputs))))
-        return fx.GraphModule(self.attributes, self.graph, "GraphStage")
+        module = fx.GraphModule(self.attributes, self.graph, "GraphStage")
+        for holder, table in self._tables.items():
+            getattr(module, holder).__dict__["_parameters"] = table
+        return module
 
     def _copied(self, node: fx.Node) -> fx.Node:
         if node not in self.copies:  # a parameter, a buffer, or the body of an operator
             name = node.name
+            if node in self.facts.sharded:  # looked up at every use: it is gathered and let go
+                (self._tables[name], key), group = self.facts.sharded[node]
+                self.groups[group] = None
+                if group not in self._entered:
+                    self.begun[group] = None
+                name = f"{name}.{key}"
             self.attributes[name] = self.facts.modules.get(node, self.facts.owned.get(node))
             self.copies[node] = self.graph.get_attr(name)
             self.copies[node].meta = dict(node.meta)
@@ -225,6 +251,8 @@ def stages_of(facts: Facts, cuts: Cuts) -> tuple[list[tuple[str, nn.Module]], li
             last=last,
             carried={node.name: tensors.index(node) for node in cuts.carried if node in tensors},
             signature=tuple(emitter.signature),
+            groups=tuple(emitter.groups),
+            begun=tuple(emitter.begun),
         )
         result.append((names[number], stage))
         inputs = outputs

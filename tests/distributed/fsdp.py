@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rotor_profiling import measured_peak, tensors_in
-from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py import Checkpointable
 from rotor_solver import store_all
 from tests.distributed.processes import device, random_state
 
@@ -89,20 +89,3 @@ def same_as_plain(rank: int, options: dict[str, Any]) -> tuple[str, list[str], i
     assert planned.budget is not None
     measured += planned.budget.fixed.optimizer  # it is gone
     return str(planned.sequence), different, limit, planned.budget.peak_bytes(planned.sequence), measured
-
-
-class NoChain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.linear(value)
-
-
-def refusal(rank: int) -> str:
-    try:
-        Checkpointable(fully_shard(NoChain()))
-    except UnsupportedModelError as error:
-        return str(error)
-    return "nothing"

@@ -24,8 +24,3 @@ def test_four_processes(four_processes: Processes) -> None:
     found = four_processes.run(fsdp.same_as_plain, {})
     assert len({sequence for sequence, *_ in found}) == 1
     assert [(different, measured <= limit) for _, different, limit, _, measured in found] == [([], True)] * 4
-
-
-def test_a_sharded_model_that_is_no_chain_is_refused_in_one_sentence(processes: Processes) -> None:
-    for said in processes.run(fsdp.refusal):
-        assert said.startswith("fully_shard was applied to ")

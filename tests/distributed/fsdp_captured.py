@@ -1,0 +1,233 @@
+"""What every process does in the tests of `fully_shard` of models that are no chain."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.optim import Adam, Optimizer
+
+from rotor_profiling import measured_peak, tensors_in
+from rotor_profiling.storage import local
+from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.capture import borders
+from rotor_py.shard_groups import ShardGroup, groups_of
+from rotor_solver import store_all
+from tests.distributed import fsdp
+from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
+from tests.distributed.processes import device, random_state
+
+Numbers = dict[str, torch.Tensor]
+
+
+def trained(kind: str, rank: int, model: nn.Module, optimizer: Optimizer, accumulated: int = 1) -> Numbers:
+    """All numbers of three steps."""
+    torch.manual_seed(rank)
+    numbers: Numbers = {}
+    given = batches(kind, rank, 3 * accumulated)
+    for step in range(3):
+        optimizer.zero_grad()
+        for number in range(accumulated):
+            set_sync(model, number == accumulated - 1)
+            value = loss(model(**given[step * accumulated + number]))
+            value.backward()
+            numbers[f"loss {step} {number}"] = value.detach()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert isinstance(parameter.grad, DTensor), name
+                numbers[f"gradient {step} {name}"] = parameter.grad.to_local().clone()
+        optimizer.step()
+    numbers |= {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+    numbers["random"] = random_state()
+    return numbers
+
+
+def set_sync(model: nn.Module, on: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(on)
+
+
+def same_as_plain(
+    rank: int, kind: str, options: str, accumulated: int = 1, share: float = 0.5
+) -> tuple[str, list[str], int, int, int]:
+    """The sequence, the names of numbers that differ; limit, prediction and measured peak of a step with a plan.
+
+    The limit is so much of the way from the least possible to storing everything.
+    """
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    model = made(kind, options)
+    expected = trained(kind, rank, model, Adam(model.parameters()), accumulated)
+    model = made(kind, options)
+    optimizer = Adam(model.parameters())
+    set_sync(model, accumulated == 1)
+    measured_stages: list[str] = []
+    planned = Checkpointable(
+        model,
+        batches(kind, rank, 1)[0],
+        loss=loss,
+        optimizer=optimizer,
+        progress=lambda done, count, name: measured_stages.append(name),
+    )
+    measured_stages.clear()
+    assert planned.budget is not None
+    least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
+    limit = least + int(share * (most - least))
+    sequence = planned.compute_sequence(limit)
+    found = trained(kind, rank, planned, optimizer, accumulated)
+    different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+    predicted = planned.budget.peak_bytes(sequence)
+    measured = min(measured_peak_of(kind, rank, planned, optimizer, accumulated) for _ in range(2))
+    assert measured_stages == []  # it is not planned again
+    return str(sequence), different, limit, predicted, measured
+
+
+def measured_peak_of(kind: str, rank: int, planned: Checkpointable, optimizer: Optimizer, accumulated: int) -> int:
+    """The peak of a step, or more: what a thread of the backend is the last to let go of is not seen to be freed."""
+    batch = batches(kind, rank, 1)[0]
+    state = [list(entry.values()) for entry in optimizer.state.values()]
+    parameters = list(planned.parameters())
+    sharded = [*tensors_in(state), *parameters, *(p.grad for p in parameters if p.grad is not None)]
+
+    def step() -> None:
+        for number in range(accumulated):
+            set_sync(planned, number == accumulated - 1)
+            loss(planned(**batch)).backward()
+
+    present = [*map(local, sharded), *planned.buffers(), *tensors_in(batch)]
+    return measured_peak(step, present, device())
+
+
+def around_a_step(rank: int, folder: str) -> None:
+    """A first step that plans, a smaller batch, other plans, a model with a plan from a file, and eval mode."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    (batch,) = batches("skips", rank, 1)
+    plain, model = made("skips", "mixed"), made("skips", "mixed")
+    planned = Checkpointable(model, mem_limit="1.2MB", loss=loss)
+    assert list(planned.state_dict()) == list(plain.state_dict())
+    for value in (batch["value"], batch["value"][:3]):
+        same_gradients([plain, planned], value=value)
+        assert "CF_" in str(planned.sequence)
+        assert planned.inspection_values is not None
+        assert len(planned.inspection_values.carried) == 1  # the skip connection
+    for trained in (False, True):  # another plan has to be made for each
+        for network in (plain, planned):
+            network.blocks[2].wide.requires_grad_(trained)
+        same_gradients([plain, planned], **batch)
+    planned.save_plan(Path(folder) / f"{rank}.json")
+    another = Checkpointable(made("skips", "mixed"), plan=Path(folder) / f"{rank}.json")
+    same_gradients([plain, another], **batch)
+    assert another.sequence == planned.sequence
+    assert torch.equal(plain.eval()(**batch), planned.eval()(**batch))
+
+
+def same_gradients(networks: list[nn.Module], **batch: torch.Tensor) -> None:
+    for network in networks:
+        torch.manual_seed(1)
+        network.zero_grad()
+        loss(network(**batch)).backward()
+    for expected, found in zip(*(network.parameters() for network in networks), strict=True):
+        assert (expected.grad is None) == (found.grad is None)
+        assert expected.grad is None or torch.equal(expected.grad.to_local(), found.grad.to_local())
+
+
+def whole_at_once(rank: int, kind: str) -> tuple[int, int]:
+    """How many groups are whole at most while a region is run again; how many groups there are."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    model = fsdp.sharded() if kind == "chain" else made(kind, "plain")
+    batch = fsdp.batches(rank)[0] if kind == "chain" else batches(kind, rank, 1)[0]
+    planned = Checkpointable(model, batch, every_n_layers=4)
+    counts, gather = [], ShardGroup.gather
+
+    def counted(group: ShardGroup) -> None:
+        gather(group)
+        counts.append(sum(each.is_whole for each in groups_of(model)))
+
+    try:
+        ShardGroup.gather = counted
+        value = planned(batch) if kind == "chain" else planned(**batch)
+        loss(value).backward()
+    finally:
+        ShardGroup.gather = gather
+    return max(counts), len(groups_of(model))
+
+
+def cut_anywhere(rank: int) -> list[str]:
+    """The sequences of plans whose regions begin in the middle of a layer, and end in another one."""
+    plain, (batch,) = made("llama", "plain"), batches("llama", rank, 1)
+    sequences = []
+    for number in (2, 3, 4):
+        planned = Checkpointable(made("llama", "plain"), batch, every_n_layers=number)
+        same_gradients([plain, planned], **batch)
+        sequences.append(str(planned.sequence))
+    return sequences
+
+
+class Broken(nn.Linear):
+    """Makes TorchDynamo break the graph."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(value) + value
+
+
+@dataclass
+class Wrapped:
+    value: torch.Tensor
+
+
+class Wrapping(nn.Linear):
+    """Returns what TorchDynamo cannot look into."""
+
+    def forward(self, value: torch.Tensor) -> Any:
+        return Wrapped(super().forward(value))
+
+
+class Outer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made = self.layer(value)
+        return value + (made.value if isinstance(made, Wrapped) else made)
+
+
+class Still(nn.Linear):
+    """Nothing in it has a gradient."""
+
+    @torch.no_grad()
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value) + value
+
+
+def refusal(rank: int, kind: str) -> str:
+    """What is said of a model that cannot be trained from a plan, at its first step."""
+    model: nn.Module = Outer({"wrapping": Wrapping, "still": Still}.get(kind, Broken)(WIDTH, WIDTH))
+    if kind == "tensor parallel":
+        count = torch.distributed.get_world_size()
+        mesh = init_device_mesh(device().type, (1, count), mesh_dim_names=("data", "tensor"))
+        model = Outer(nn.Linear(WIDTH, WIDTH))
+        parallelize_module(model.layer, mesh["tensor"], ColwiseParallel())
+        fully_shard(model, mesh=mesh["data"])
+    else:
+        fully_shard(model.layer)
+        fully_shard(model)
+    present = borders.TORCH
+    try:
+        if kind == "old torch":
+            borders.TORCH = (2, 5)
+        Checkpointable(model)(torch.randn(LENGTH, WIDTH))
+    except UnsupportedModelError as error:
+        return str(error)
+    finally:
+        borders.TORCH = present
+    return "nothing"

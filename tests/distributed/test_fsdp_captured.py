@@ -1,0 +1,75 @@
+"""`fully_shard` of models that are no chain: gathered, let go and sent by PyTorch, at marks in the captured graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import fsdp_captured
+from tests.distributed.processes import Processes
+
+CASES = [
+    ("llama", "plain", 1, 0.4),
+    ("tied llama", "mixed", 2, 0.4),
+    ("skips", "kept", 1, 0.5),
+    ("skips in parts", "plain", 1, 0.5),
+    ("skips together", "mixed, full out", 2, 0.3),
+    ("heavy skips", "plain", 2, 0.1),
+    ("twice", "plain", 1, 0.5),
+]
+"""Model, options, how many batches are added up, and the limit between the least and storing everything."""
+
+
+@pytest.mark.parametrize(("kind", "options", "accumulated", "share"), CASES)
+def test_numbers_are_those_of_plain_training_inside_the_limit(
+    processes: Processes, kind: str, options: str, accumulated: int, share: float
+) -> None:
+    found = processes.run(fsdp_captured.same_as_plain, kind, options, accumulated, share)
+    assert len({sequence for sequence, *_ in found}) == 1
+    for sequence, different, limit, predicted, measured in found:
+        assert different == []
+        assert "CF_" in sequence
+        assert measured <= predicted <= limit
+
+
+def test_four_processes(four_processes: Processes) -> None:
+    found = four_processes.run(fsdp_captured.same_as_plain, "skips", "plain")
+    assert len({sequence for sequence, *_ in found}) == 1
+    assert [(different, measured <= limit) for _, different, limit, _, measured in found] == [([], True)] * 4
+
+
+def test_steps_make_plans_and_use_those_of_larger_batches_and_other_models(
+    processes: Processes, tmp_path: Path
+) -> None:
+    processes.run(fsdp_captured.around_a_step, str(tmp_path))
+
+
+def test_what_is_run_again_may_begin_and_end_in_the_middle_of_layers(processes: Processes) -> None:
+    for sequences in processes.run(fsdp_captured.cut_anywhere):
+        assert all("Fn_" in sequence for sequence in sequences)
+
+
+@pytest.mark.parametrize("kind", ["skips", "chain"])
+def test_stages_that_are_run_again_are_not_gathered_all_at_once(processes: Processes, kind: str) -> None:
+    for most, groups in processes.run(fsdp_captured.whole_at_once, kind):
+        assert groups > 4
+        assert most <= 3  # the model's own, the one that goes backward, and one that is run again
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("broken", "does not capture its forward as one graph"),
+        ("wrapping", "no tensor with a gradient was found in what"),
+        ("still", "nothing in the graph of"),
+        ("tensor parallel", "is split by tensor parallelism"),
+        ("old torch", "that takes torch 2.11 or newer"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_in_one_sentence_by_all_processes(
+    processes: Processes, kind: str, cause: str
+) -> None:
+    for said in processes.run(fsdp_captured.refusal, kind):
+        assert cause in said
+        assert "\n" not in said
