@@ -46,6 +46,7 @@ class GraphStage(nn.Module):
         signature: Hashable,
         groups: tuple[ShardGroup, ...] = (),
         begun: tuple[ShardGroup, ...] = (),
+        sharded: bool = False,
     ) -> None:
         super().__init__()
         self.groups = groups
@@ -58,7 +59,10 @@ class GraphStage(nn.Module):
         self.signature = signature
         # No submodules: they run on the attributes of the body.
         self._without_output = (without_output(body),)
-        self._lean: tuple[Lean | None, fx.GraphModule | None, fx.GraphModule | None] | None = None
+        # Of a sharded model, what is kept for cheap operators would be let go of and gathered again.
+        self._lean: tuple[Lean | None, fx.GraphModule | None, fx.GraphModule | None] | None = (
+            (None, None, None) if sharded else None
+        )
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
@@ -253,6 +257,7 @@ def stages_of(facts: Facts, cuts: Cuts) -> tuple[list[tuple[str, nn.Module]], li
             signature=tuple(emitter.signature),
             groups=tuple(emitter.groups),
             begun=tuple(emitter.begun),
+            sharded=facts.borders is not None,
         )
         result.append((names[number], stage))
         inputs = outputs
