@@ -59,7 +59,7 @@ class Rows(NamedTuple):
     final: Any
     """before a row is complete, infinite where it will be the last number"""
     marks: Any
-    """A number for every `kernels.STEP` of the table: at least the first of them while their row is being filled, the
+    """A number for every `kernels.CHUNK` of the table: at least the first of them while their row is being filled, the
     last of them once it is complete. Positions are multiples of that step."""
 
 
@@ -165,7 +165,7 @@ def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) ->
 
 def extents(begin: Ints, high: Ints) -> tuple[Ints, Ints]:
     """By row, the slot of the first of its numbers, those that kernels run over included, and how many there are."""
-    from rotor_solver.kernels import BEYOND, STEP
+    from rotor_solver.kernels import BEYOND, CHUNK
 
-    first = begin // STEP * STEP
-    return first, np.maximum(0, -(-high // STEP) * STEP - first) + BEYOND
+    first = begin // CHUNK * CHUNK
+    return first, np.maximum(0, -(-high // CHUNK) * CHUNK - first) + BEYOND

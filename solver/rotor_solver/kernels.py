@@ -22,12 +22,14 @@ INFINITE = np.int64(2**62)
 BLOCK = 24
 """Stages of a tile."""
 STEP = 16
-"""Slots that are looked at as one. The first slot of a chunk, and of a row's numbers, is a multiple of it."""
+"""Slots of which one is looked at for a window."""
+CHUNK = 32
+"""Slots that are looked at as one while a table is filled. The first of a chunk is a multiple of it."""
 MANY = 300
 """Stages from which the least memory is looked for on all cores."""
 LANES = 32
 """Slots that inner loops take at once."""
-BEYOND = STEP + LANES
+BEYOND = CHUNK + LANES
 """The last chunk of a row is followed by as many copies of its last value, so that inner loops may run past its end:
 what they read there is true, and what they write there is not read before it is mended."""
 
@@ -187,7 +189,7 @@ def whole_lanes(count: int) -> int:
 @compiled()
 def chunks(count: int) -> int:
     """Chunks that it takes for `count` slots."""
-    return (count + STEP - 1) // STEP
+    return (count + CHUNK - 1) // CHUNK
 
 
 @compiled()
@@ -200,9 +202,9 @@ def lower_by_both(
     and `marks` knows both. Chunks of the row `right` begin elsewhere; there, a slot further on stands for the last.
     The row `out` begins at `begin`.
     """
-    chunk = low // STEP
+    chunk = low // CHUNK
     count = chunks(high) - chunk
-    own, first, second = out // STEP + chunk, left // STEP + chunk, chunks(right) + chunk
+    own, first, second = out // CHUNK + chunk, left // CHUNK + chunk, chunks(right) + chunk
     if not any_lower_by_both(marks, own, first, second, count, seconds):
         return
     c = 0
@@ -213,8 +215,8 @@ def lower_by_both(
         while c < count and seconds + (marks[first + c] + marks[second + c]) < marks[own + c]:
             c += 1
         if start < c:
-            at = max(low, (chunk + start) * STEP)
-            lower_slots_by_both(flat, out + at, left + at, right + at, (chunk + c) * STEP - at, seconds)
+            at = max(low, (chunk + start) * CHUNK)
+            lower_slots_by_both(flat, out + at, left + at, right + at, (chunk + c) * CHUNK - at, seconds)
             set_marks(flat, marks, out + begin, own + start, own + c)
 
 
@@ -255,9 +257,9 @@ def lower_by(
 
     As in `lower_by_both`, where there is something to gain; chunks of `source` begin elsewhere.
     """
-    chunk = low // STEP
+    chunk = low // CHUNK
     count = chunks(high) - chunk
-    own, other = out // STEP + chunk, chunks(source) + chunk
+    own, other = out // CHUNK + chunk, chunks(source) + chunk
     c = 0
     while c < count:
         while c < count and not seconds + (final + marks[other + c]) < marks[own + c]:
@@ -266,8 +268,8 @@ def lower_by(
         while c < count and seconds + (final + marks[other + c]) < marks[own + c]:
             c += 1
         if start < c:
-            at = max(low, (chunk + start) * STEP)
-            lower_slots_by(flat, out + at, source + at, (chunk + c) * STEP - at, final, seconds)
+            at = max(low, (chunk + start) * CHUNK)
+            lower_slots_by(flat, out + at, source + at, (chunk + c) * CHUNK - at, final, seconds)
             set_marks(flat, marks, out + begin, own + start, own + c)
 
 
@@ -285,9 +287,9 @@ def lower_slots_by(flat: np.ndarray, out: int, source: int, count: int, final: A
 @compiled()
 def set_marks(flat: np.ndarray, marks: np.ndarray, begin: int, first: int, stop: int) -> None:
     """Note the first number of chunks first … stop-1 of a row that begins at flat[begin], and is not complete."""
-    marks[first] = flat[max(begin, first * STEP)]
+    marks[first] = flat[max(begin, first * CHUNK)]
     for chunk in range(first + 1, stop):
-        marks[chunk] = flat[chunk * STEP]
+        marks[chunk] = flat[chunk * CHUNK]
 
 
 @compiled()
@@ -304,7 +306,7 @@ def begin_row(flat: np.ndarray, rows: Any, row: int) -> None:
     """Nothing is known yet."""
     out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
     flat[out + begin : out + high] = np.inf
-    rows.marks[(out + begin) // STEP : chunks(out + high)] = np.inf
+    rows.marks[(out + begin) // CHUNK : chunks(out + high)] = np.inf
 
 
 @compiled()
@@ -314,10 +316,10 @@ def continue_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
     stored = rows.final[row] == 0
     if not stored and begin < high:
         rows.final[row] = flat[out + high - 1]
-    end = chunks(out + high) * STEP + BEYOND
+    end = chunks(out + high) * CHUNK + BEYOND
     flat[out + high : end] = rows.final[row]
-    for chunk in range((out + begin) // STEP, end // STEP):
-        rows.marks[chunk] = flat[chunk * STEP + STEP - 1]
+    for chunk in range((out + begin) // CHUNK, end // CHUNK):
+        rows.marks[chunk] = flat[chunk * CHUNK + CHUNK - 1]
     begin = first_at_most(flat, out, begin, high, rows.limit[row])
     rows.begin[row] = begin if stored or begin < high else width
 
@@ -472,8 +474,8 @@ def checkpoints(
             low = slot_of(need, grid.unit, offset)
         if begin[left] >= width or begin[right] >= width:
             low = most
-        while most > low and rows.marks[(out + most - 1) // STEP] <= fewest:
-            most = (most - 1) // STEP * STEP
+        while most > low and rows.marks[(out + most - 1) // CHUNK] <= fewest:
+            most = (most - 1) // CHUNK * CHUNK
         if low < most:
             pairs += most - low
             split(flat, rows, row, left, right, shift, low, most, seconds)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rotor_solver import Chain, Option, Stage, simulate, table
-from rotor_solver.kernels import BLOCK, STEP, need_of
+from rotor_solver.kernels import BLOCK, CHUNK, need_of
 from rotor_solver.table import Problem, Table
 from tests.solver.test_scale import limit_between, random_chain
 
@@ -103,7 +103,7 @@ def test_every_number_is_that_of_the_recurrence(seed: int, whole: bool, parallel
 @pytest.mark.parametrize("fraction", [0.1, 0.4])
 def test_every_number_is_that_of_the_recurrence_in_many_tiles_and_chunks(fraction: float) -> None:
     chain = random_chain(BLOCK + BLOCK // 2, 7)
-    filled = filled_table(chain, fraction, 40 * STEP, None)
+    filled = filled_table(chain, fraction, 20 * CHUNK, None)
     assert compare(filled) > len(chain) ** 2 / 2
     assert filled.values.dtype == np.float64
 
