@@ -58,6 +58,9 @@ class Rows(NamedTuple):
     limit: Floats
     final: Any
     """before a row is complete, infinite where it will be the last number"""
+    marks: Any
+    """A number for every `kernels.CHUNK` of the table: at least the first of them while their row is being filled, the
+    last of them once it is complete. Positions are multiples of that step."""
 
 
 class Windows(NamedTuple):
@@ -145,16 +148,24 @@ def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) ->
 
     owner[row] is the row whose numbers a row shares.
     """
-    from rotor_solver.kernels import LANES
-
     low, high, full, limit = bounds
     of_use = limit >= 0
     np.maximum.at(limit, owner, limit.copy())
     least, most = np.full_like(low, width), np.zeros_like(high)
     np.minimum.at(least, owner[of_use], low[of_use])
     np.maximum.at(most, owner[of_use], high[of_use])
-    sizes = np.where((owner == np.arange(len(owner))) & (limit >= 0), np.maximum(0, most - least) + LANES, 0)
+    first, numbers = extents(least, most)
+    sizes = np.where((owner == np.arange(len(owner))) & (limit >= 0), numbers, 0)
     ends = np.cumsum(sizes)
     final = np.where((most >= full) & (full < width), 0.0, np.inf)
     begin = np.where(limit >= 0, least, width)
-    return Rows(begin[owner], most[owner], (ends - sizes - least)[owner], limit[owner], final[owner]), int(ends[-1])
+    position, marks = (ends - sizes - first)[owner], np.empty(0)
+    return Rows(begin[owner], most[owner], position, limit[owner], final[owner], marks), int(ends[-1])
+
+
+def extents(begin: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """By row, the slot of the first of its numbers, those that kernels run over included, and how many there are."""
+    from rotor_solver.kernels import BEYOND, CHUNK
+
+    first = begin // CHUNK * CHUNK
+    return first, np.maximum(0, -(-high // CHUNK) * CHUNK - first) + BEYOND

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit, prange
+from numba.core import options
 
 from rotor_solver.threads import start_threads
 
@@ -21,22 +22,32 @@ INFINITE = np.int64(2**62)
 BLOCK = 24
 """Stages of a tile."""
 STEP = 16
-"""Slots that are looked at as one."""
+"""Slots of which one is looked at for a window."""
+CHUNK = 32
+"""Slots that are looked at as one while a table is filled. The first of a chunk is a multiple of it."""
 MANY = 300
 """Stages from which the least memory is looked for on all cores."""
 LANES = 32
-"""Slots that inner loops take at once. Every row of a table is continued by as many copies of its last value, so that
-they may run past its end: what they read there is true, and what they write there is not read before it is mended."""
+"""Slots that inner loops take at once."""
+BEYOND = CHUNK + LANES
+"""The last chunk of a row is followed by as many copies of its last value, so that inner loops may run past its end:
+what they read there is true, and what they write there is not read before it is mended."""
 
 
-def compiled(parallel: bool = False) -> Callable[[F], F]:
-    """The house decorator: strict arithmetic, cached on disk."""
+def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F], F]:
+    """The house decorator: strict arithmetic, cached on disk.
+
+    Functions that make no arrays do not count references to arrays either. A count is an atomic operation on a number
+    that all cores share, and there were several for every pair of rows: they took longer than some of the sums.
+    """
     if parallel:
         start_threads()
-    return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True))
+    uncounted = hasattr(getattr(options, "DefaultOptions", None), "_nrt")  # Numba does not promise to keep this option
+    more: dict[str, Any] = {"_nrt": parallel or makes_arrays} if uncounted else {}
+    return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True, **more))
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def least_memory(costs: Any) -> np.ndarray:
     """The least m, in bytes, for which Opt(i, l, m) is finite, by (state, i, l).
 
@@ -112,7 +123,7 @@ def slot_of(need: int, unit: int, offset: int) -> int:
     return max(0, -((offset - need) // unit))
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def full_memory(costs: Any, fastest: np.ndarray) -> np.ndarray:
     """The m, in bytes, from which the interval [i, l] can be stored whole, by (state, i, l)."""
     length = len(fastest)
@@ -130,7 +141,7 @@ def full_memory(costs: Any, fastest: np.ndarray) -> np.ndarray:
     return full
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def bounds(
     least: np.ndarray, full: np.ndarray, costs: Any, grid: Any, later: np.ndarray, windows: Any, cut: float
 ) -> Any:
@@ -176,25 +187,126 @@ def whole_lanes(count: int) -> int:
 
 
 @compiled()
-def lower_by_both(flat: np.ndarray, out: int, left: int, right: int, low: int, high: int, seconds: Any) -> None:
-    """flat[out + m] = min(flat[out + m], seconds + flat[left + m] + flat[right + m]) for low ≤ m < high, and beyond."""
-    target, first, second = np.uintp(out + low), np.uintp(left + low), np.uintp(right + low)
-    for each in range(whole_lanes(high - low)):
+def chunks(count: int) -> int:
+    """Chunks that it takes for `count` slots."""
+    return (count + CHUNK - 1) // CHUNK
+
+
+@compiled()
+def lower_by_both(
+    flat: np.ndarray, marks: np.ndarray, out: int, left: int, right: int, begin: int, low: int, high: int, seconds: Any
+) -> None:
+    """flat[out + m] = min(flat[out + m], seconds + (flat[left + m] + flat[right + m])) for low ≤ m < high, and beyond.
+
+    Rows decrease: nothing in a chunk becomes less if what its last slot would get is no less than what its first has,
+    and `marks` knows both. Chunks of the row `right` begin elsewhere; there, a slot further on stands for the last.
+    The row `out` begins at `begin`.
+    """
+    chunk = low // CHUNK
+    count = chunks(high) - chunk
+    own, first, second = out // CHUNK + chunk, left // CHUNK + chunk, chunks(right) + chunk
+    if not any_lower_by_both(marks, own, first, second, count, seconds):
+        return
+    c = 0
+    while c < count:
+        while c < count and not seconds + (marks[first + c] + marks[second + c]) < marks[own + c]:
+            c += 1
+        start = c
+        while c < count and seconds + (marks[first + c] + marks[second + c]) < marks[own + c]:
+            c += 1
+        if start < c:
+            at = max(low, (chunk + start) * CHUNK)
+            lower_slots_by_both(flat, out + at, left + at, right + at, (chunk + c) * CHUNK - at, seconds)
+            set_marks(flat, marks, out + begin, own + start, own + c)
+
+
+@compiled()
+def any_lower_by_both(marks: np.ndarray, own: int, first: int, second: int, count: int, seconds: Any) -> bool:
+    """Whether any chunk of `count` has something to gain."""
+    target, left, right, found = np.uintp(own), np.uintp(first), np.uintp(second), 0
+    for each in range(count):
+        c = np.uintp(each)
+        found |= seconds + (marks[left + c] + marks[right + c]) < marks[target + c]
+    return found != 0
+
+
+@compiled()
+def lower_slots_by_both(flat: np.ndarray, out: int, left: int, right: int, count: int, seconds: Any) -> None:
+    """Slots 0 ≤ m < count of `lower_by_both`, and a few more."""
+    target, first, second = np.uintp(out), np.uintp(left), np.uintp(right)
+    for each in range(whole_lanes(count)):
         m = np.uintp(each)
-        value = seconds + flat[second + m] + flat[first + m]
+        value = seconds + (flat[second + m] + flat[first + m])
         if value < flat[target + m]:
             flat[target + m] = value
 
 
 @compiled()
-def lower_by(flat: np.ndarray, out: int, source: int, low: int, high: int, seconds: Any) -> None:
-    """flat[out + m] = min(flat[out + m], seconds + flat[source + m]) for low ≤ m < high, and beyond."""
-    target, origin = np.uintp(out + low), np.uintp(source + low)
-    for each in range(whole_lanes(high - low)):
+def lower_by(
+    flat: np.ndarray,
+    marks: np.ndarray,
+    out: int,
+    source: int,
+    begin: int,
+    low: int,
+    high: int,
+    final: Any,
+    seconds: Any,
+) -> None:
+    """flat[out + m] = min(flat[out + m], seconds + (final + flat[source + m])) for low ≤ m < high, and beyond.
+
+    As in `lower_by_both`, where there is something to gain; chunks of `source` begin elsewhere.
+    """
+    chunk = low // CHUNK
+    count = chunks(high) - chunk
+    own, other = out // CHUNK + chunk, chunks(source) + chunk
+    c = 0
+    while c < count:
+        while c < count and not seconds + (final + marks[other + c]) < marks[own + c]:
+            c += 1
+        start = c
+        while c < count and seconds + (final + marks[other + c]) < marks[own + c]:
+            c += 1
+        if start < c:
+            at = max(low, (chunk + start) * CHUNK)
+            lower_slots_by(flat, out + at, source + at, (chunk + c) * CHUNK - at, final, seconds)
+            set_marks(flat, marks, out + begin, own + start, own + c)
+
+
+@compiled()
+def lower_slots_by(flat: np.ndarray, out: int, source: int, count: int, final: Any, seconds: Any) -> None:
+    """Slots 0 ≤ m < count of `lower_by`, and a few more."""
+    target, origin = np.uintp(out), np.uintp(source)
+    for each in range(whole_lanes(count)):
         m = np.uintp(each)
-        value = seconds + flat[origin + m]
+        value = seconds + (final + flat[origin + m])
         if value < flat[target + m]:
             flat[target + m] = value
+
+
+@compiled()
+def set_marks(flat: np.ndarray, marks: np.ndarray, begin: int, first: int, stop: int) -> None:
+    """Note the first number of chunks first … stop-1 of a row that begins at flat[begin], and is not complete."""
+    marks[first] = flat[max(begin, first * CHUNK)]
+    for chunk in range(first + 1, stop):
+        marks[chunk] = flat[chunk * CHUNK]
+
+
+@compiled()
+def lower_to(flat: np.ndarray, marks: np.ndarray, out: int, low: int, high: int, value: Any) -> None:
+    """flat[out + m] = min(flat[out + m], value) for low ≤ m < high."""
+    for m in range(low, high):
+        flat[out + m] = min(flat[out + m], value)
+    for chunk in range(chunks(out + low), chunks(out + high)):
+        marks[chunk] = min(marks[chunk], value)
+
+
+@compiled()
+def begin_row(flat: np.ndarray, rows: Any, row: int) -> None:
+    """Nothing is known yet."""
+    out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
+    flat[out + begin : out + high] = np.inf
+    rows.marks[(out + begin) // CHUNK : chunks(out + high)] = np.inf
 
 
 @compiled()
@@ -204,7 +316,10 @@ def continue_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
     stored = rows.final[row] == 0
     if not stored and begin < high:
         rows.final[row] = flat[out + high - 1]
-    flat[out + high : out + high + LANES] = rows.final[row]
+    end = chunks(out + high) * CHUNK + BEYOND
+    flat[out + high : end] = rows.final[row]
+    for chunk in range((out + begin) // CHUNK, end // CHUNK):
+        rows.marks[chunk] = flat[chunk * CHUNK + CHUNK - 1]
     begin = first_at_most(flat, out, begin, high, rows.limit[row])
     rows.begin[row] = begin if stored or begin < high else width
 
@@ -230,17 +345,19 @@ def split(
     The part before the checkpoint is the row `left`.
     """
     out, left_at, right_at = rows.position[row], rows.position[left], rows.position[right] - shift
+    begin = rows.begin[row]
     left_high, right_high = rows.high[left], rows.high[right] + shift
     both = max(low, min(high, left_high, right_high))
     one = max(both, min(high, max(left_high, right_high)))
-    lower_by_both(flat, out, left_at, right_at, low, both, time)
-    if left_high < right_high:
-        lower_by(flat, out, right_at, both, one, time + rows.final[left])
-    else:
-        lower_by(flat, out, left_at, both, one, time + rows.final[right])
-    time += rows.final[left] + rows.final[right]
-    for m in range(one, high):
-        flat[out + m] = min(flat[out + m], time)
+    if low < both:
+        lower_by_both(flat, rows.marks, out, left_at, right_at, begin, low, both, time)
+    if both < one:
+        if left_high < right_high:
+            lower_by(flat, rows.marks, out, right_at, begin, both, one, rows.final[left], time)
+        else:
+            lower_by(flat, rows.marks, out, left_at, begin, both, one, rows.final[right], time)
+    if one < high:
+        lower_to(flat, rows.marks, out, one, high, time + (rows.final[left] + rows.final[right]))
 
 
 @compiled()
@@ -265,10 +382,11 @@ def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int,
             return
         low = max(low, shift + rows.begin[follow])
         stored = max(low, min(high, rows.high[follow] + shift))
-        lower_by(flat, out, rows.position[follow] - shift, low, stored, seconds)
+        nothing, source = flat.dtype.type(0), rows.position[follow] - shift
+        if low < stored:
+            lower_by(flat, rows.marks, out, source, rows.begin[row], low, stored, nothing, seconds)
         seconds += rows.final[follow]
-    for m in range(stored, high):
-        flat[out + m] = min(flat[out + m], seconds)
+    lower_to(flat, rows.marks, out, stored, high, seconds)
 
 
 @compiled()
@@ -287,9 +405,12 @@ def store_up_to(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
     follow = grid.start[node] + last - stop
     if rows.begin[follow] >= grid.width:
         return
-    low = max(low, total + rows.begin[follow])
-    high = min(rows.high[row], total + rows.high[follow])
-    lower_by(flat, rows.position[row], rows.position[follow] - total, low, high, flat.dtype.type(0))
+    low, out, nothing = max(low, total + rows.begin[follow]), rows.position[row], flat.dtype.type(0)
+    high = max(low, min(rows.high[row], total + rows.high[follow]))
+    if low < high:
+        source = rows.position[follow] - total
+        lower_by(flat, rows.marks, out, source, rows.begin[row], low, high, nothing, nothing)
+    lower_to(flat, rows.marks, out, high, rows.high[row], rows.final[follow])
 
 
 @compiled()
@@ -309,7 +430,7 @@ def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int
             row = grid.start[s] + last - i
             if rows.limit[row] < 0:
                 continue
-            flat[rows.position[row] + rows.begin[row] : rows.position[row] + rows.high[row]] = np.inf
+            begin_row(flat, rows, row)
             if side > top and i + 1 < bottom:  # a bound to begin with
                 store_up_to(flat, rows, costs, grid, s, row, last, bottom)
     for first in range(bottom, side + 1, BLOCK):
@@ -353,10 +474,8 @@ def checkpoints(
             low = slot_of(need, grid.unit, offset)
         if begin[left] >= width or begin[right] >= width:
             low = most
-        if j == first:
-            most = first_at_most(flat, out, begin[row], most, fewest)
-        while most > low and flat[out + most - 1] <= fewest:
-            most -= 1
+        while most > low and rows.marks[(out + most - 1) // CHUNK] <= fewest:
+            most = (most - 1) // CHUNK * CHUNK
         if low < most:
             pairs += most - low
             split(flat, rows, row, left, right, shift, low, most, seconds)
@@ -423,8 +542,8 @@ def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.nd
 @compiled()
 def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
     """The whole row (s, last), where all that it needs is complete."""
-    i, out = grid.place[s], rows.position[row]
-    flat[out + rows.begin[row] : out + rows.high[row]] = np.inf
+    i = grid.place[s]
+    begin_row(flat, rows, row)
     for k in range(costs.first[i], costs.first[i + 1]):
         enable(flat, rows, costs, grid, s, row, last, k)
     pairs = checkpoints(flat, rows, costs, grid, s, row, last, i + 1, last)
@@ -439,12 +558,12 @@ def fill_tails(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
     for s in range(len(grid.place) - 1, -1, -1):
         row = grid.tail + s
         if grid.place[s] == length:  # stored whole from the first slot on
-            flat[rows.position[row] + rows.begin[row] :][:LANES] = 0
+            continue_row(flat, rows, grid.width, row)
         elif rows.limit[row] >= 0:
             fill_row(flat, rows, costs, grid, s, row, length)
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid: Any, cut: float) -> Any:
     """(low, high, outside) by row: the slots in which a plan that takes at most `cut` may have its interval.
 
@@ -659,7 +778,7 @@ def estimate(
     return value
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def descend(
     flat: np.ndarray,
     rows: Any,

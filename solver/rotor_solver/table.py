@@ -136,7 +136,8 @@ class Table:
 
         double = self.size * len(self.grid.band) <= _DOUBLE
         self.values = np.empty(self.size, np.float64 if double else np.float32)
-        self.rows = self.rows._replace(final=self.rows.final.astype(self.values.dtype))
+        marks = np.empty(self.size // kernels.CHUNK, self.values.dtype)
+        self.rows = self.rows._replace(final=self.rows.final.astype(self.values.dtype), marks=marks)
         arguments = (self.values, self.rows, self.costs, self.grid)
         self.pairs = 0
         for begin, end in self._portions(kernels.BLOCK if self.owner is None else 1):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rotor_solver import Chain, min_bytes, persistent, simulate, solve, store_all, table
+from rotor_solver.grid import extents
 from rotor_solver.persistent import THOROUGH, Effort
 from rotor_solver.table import Problem, Table
 
@@ -78,8 +79,8 @@ def test_shared_rows_change_no_number(period: int, fraction: float, gradient: in
     shared.fill()
     alone = Table.of(problem, room, room // 300, scale, np.zeros(len(chain) + 1))
     alone.owner = None
-    sizes = np.maximum(0, alone.rows.high - alone.rows.begin) + 32
-    position = np.cumsum(sizes) - sizes - alone.rows.begin
+    first, sizes = extents(alone.rows.begin, alone.rows.high)
+    position = np.cumsum(sizes) - sizes - first
     alone.rows, alone.size = alone.rows._replace(position=position), int(sizes.sum())
     alone.fill()
     assert shared.later() == pytest.approx(alone.later(), rel=1e-9)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rotor_solver import Chain, Option, Stage, simulate, table
-from rotor_solver.kernels import need_of
+from rotor_solver.kernels import BLOCK, CHUNK, need_of
 from rotor_solver.table import Problem, Table
 from tests.solver.test_scale import limit_between, random_chain
 
@@ -96,14 +96,26 @@ def row_values(filled: Table, row: int) -> np.ndarray:
 def test_every_number_is_that_of_the_recurrence(seed: int, whole: bool, parallel: bool, monkeypatch) -> None:
     monkeypatch.setattr(table, "_SERIAL", 0 if parallel else np.inf)
     chain = rich_chain(19 + seed, seed, whole=whole)
-    filled = filled_table(chain, [0.15, 0.4, 0.8][seed % 3], 150, None)
-    grid = filled.grid
-    compared = 0
+    compared = compare(filled_table(chain, [0.15, 0.4, 0.8][seed % 3], 150, None))
+    assert compared > len(chain) ** 2 / 2
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.4])
+def test_every_number_is_that_of_the_recurrence_in_many_tiles_and_chunks(fraction: float) -> None:
+    chain = random_chain(BLOCK + BLOCK // 2, 7)
+    filled = filled_table(chain, fraction, 20 * CHUNK, None)
+    assert compare(filled) > len(chain) ** 2 / 2
+    assert filled.values.dtype == np.float64
+
+
+def compare(filled: Table) -> int:
+    """How many rows are as they should be: all of them."""
+    grid, compared = filled.grid, 0
     for (node, last), expected in plain_rows(filled).items():
-        row = grid.tail + node if last == len(chain) else grid.start[node] + last - grid.place[node]
+        row = grid.tail + node if last == len(grid.band) else grid.start[node] + last - grid.place[node]
         assert row_values(filled, row) == pytest.approx(expected, rel=1e-9), (grid.place[node], grid.state[node], last)
         compared += 1
-    assert compared > len(chain) ** 2 / 2
+    return compared
 
 
 @pytest.mark.parametrize("limit", [0.1, 0.4])
