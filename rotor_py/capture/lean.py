@@ -7,6 +7,7 @@ through. PyTorch's compiler decides likewise what a backward recomputes (torch._
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from typing import Any
 import networkx as nx
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from rotor_py.capture.graph import attribute_of, overwrites, size_of, tensors_of
 from rotor_py.recompute import Call, Recipe, Value
+
+_log = logging.getLogger("rotor_py")
 
 _WORTHWHILE = 0.1
 """The part of what is saved that has to be dropped at least."""
@@ -76,7 +79,11 @@ def lean(body: fx.GraphModule, shared: int) -> Lean | None:
     nodes = list(body.graph.nodes)
     if any(node.op == "call_module" or node.target in _MODES or _writes(node) for node in nodes):
         return None
-    saved, roots = _saved(body)
+    try:
+        saved, roots = _saved(body)
+    except Exception as error:  # an operator may refuse tensors without memory, in ways of its own
+        _log.debug("a stage is stored whole or not at all, since its graph cannot be run without memory: %s", error)
+        return None
     inputs = [node for node in nodes if node.op == "placeholder"]
     free = {*(node for node in nodes if node.op == "get_attr"), *inputs[len(inputs) - shared :]}
     cut = _cut(nodes, saved, roots, free)
@@ -165,13 +172,22 @@ def _saved(body: fx.GraphModule) -> tuple[set[fx.Node], dict[fx.Node, fx.Node]]:
     return found, roots
 
 
+def _refuse_special(tensor: torch.Tensor) -> None:
+    """TypeError for a tensor that lies in memory in a way of its own."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
+        raise TypeError(f"{type(tensor).__name__} of layout {tensor.layout}")
+
+
 def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any:
     if node.op == "placeholder":
         example = node.meta.get("example_value", node.meta.get("val"))
         return fx.node.map_aggregate(example, lambda each: _example(each))
     if node.op == "get_attr":
         found = attribute_of(body, node.target)
-        return mode.from_tensor(found) if isinstance(found, torch.Tensor) else found
+        if not isinstance(found, torch.Tensor):
+            return found
+        _refuse_special(found)
+        return mode.from_tensor(found)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -180,6 +196,7 @@ def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: 
 
 def _example(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
+        _refuse_special(value)
         size, stride = [_number(each) for each in value.shape], [_number(each) for each in value.stride()]
         like = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
         return like.requires_grad_(value.requires_grad)

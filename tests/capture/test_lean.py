@@ -22,7 +22,7 @@ from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.memory import memory_meter
 from rotor_profiling.stage import leaves_of
 from rotor_py import Checkpointable
-from rotor_py.capture.lean import _CHEAP, _cut, _memory_read, _saved, _size
+from rotor_py.capture.lean import _CHEAP, _cut, _memory_read, _saved, _size, lean
 from rotor_py.capture.stages import GraphStage
 from rotor_py.lean import lean_forward
 from rotor_py.runner import StageRunner
@@ -355,3 +355,27 @@ def test_a_plan_from_a_file_runs_the_options_that_it_names(tmp_path: Path) -> No
     assert "stored in part: " in str(loaded.report())
     compare(loaded, Stack(*copy.deepcopy(planned.model).layers), {"x": batch}, loss)
     assert loaded.sequence == planned.sequence
+
+
+def test_finding_out_what_to_keep_draws_no_random_numbers() -> None:
+    planned, _ = captured(nn.Linear(WIDTH, WIDTH), NewGelu(), NewGelu())
+    dropping = [each for each in stages(planned) if any(node.target is F.dropout for node in each.body.graph.nodes)]
+    before = torch.get_rng_state()
+    assert dropping
+    assert all(stage._leaner() is not None for stage in dropping)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@torch.library.custom_op("rotor_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None:
+    """An operator nobody said the shape of."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.randn(4, 4, requires_grad=True)
+    y = graph.call_function(torch.ops.rotor_tests.halved.default, (graph.call_function(torch.tanh, (x,)),))
+    graph.output((y,))
+    assert lean(fx.GraphModule({}, graph), 0) is None
