@@ -11,8 +11,8 @@ from torch import fx
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_py.capture.borders import Borders, enter, leave
 from rotor_py.capture.cuts import find_cuts
-from rotor_py.capture.faults import run_graph
-from rotor_py.capture.graph import Facts, carries_gradient, read, tensors_of
+from rotor_py.capture.faults import line_of, run_graph
+from rotor_py.capture.graph import Facts, carries_gradient, read, tensors_of, written_input
 from rotor_py.capture.stages import context_of, stages_of
 from rotor_py.chain import Layer
 from rotor_py.errors import UnsupportedModelError
@@ -59,6 +59,11 @@ class CapturedGraph:
         facts = read(self.graph_module, arguments, self._buffers, self._borders)
         if self._borders is not None:
             _refuse_lost(facts, self._borders)
+        if (writing := written_input(facts)) is not None:
+            raise UnsupportedModelError(
+                f"the model writes into its own input at {line_of(writing)}, which running a stage again would do "
+                "again; let it make a new tensor there"
+            )
         self._facts = facts
         self._owned = dict(facts.owned)
         if not facts.body:

@@ -33,6 +33,13 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
         raise
 
 
+def line_of(node: fx.Node) -> str:
+    """The line of the model that a node comes from: path:number, and what it says."""
+    frames = [frame for frame in re.split(_FRAME, node.meta.get("stack_trace") or "") if str(_OWN) not in frame]
+    found = re.search(r'File "(.+)", line (\d+)[^\n]*\n\s*([^\n]*)', frames[-1]) if frames else None
+    return "an unknown line" if found is None else f"{found[1]}:{found[2]} ({found[3].strip()})"
+
+
 def raise_its_own(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
     """Raise what the model itself raises for this input, if it does; nothing of the model moves.
 

@@ -20,6 +20,8 @@ _IN_PLACE = {operator.setitem, operator.delitem}
 _IN_PLACE |= {
     getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")
 }
+_NEW = {operator.and_, operator.or_, operator.not_, operator.is_}
+"""Operators whose names look as if they wrote into something."""
 _GRAD_MODE = torch._C._set_grad_enabled
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 
@@ -124,9 +126,21 @@ def size_of(tensor: torch.Tensor) -> int:
 def overwrites(node: fx.Node) -> bool:
     """Whether the node may write into one of its inputs."""
     name = _name(node)
+    if node.target in _NEW:
+        return False
     if node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
         return True
     return bool(node.kwargs.get("inplace") or node.kwargs.get("out") is not None)
+
+
+def written_input(facts: Facts) -> fx.Node | None:
+    """A node that writes into a tensor that the model is called with."""
+    for node in facts.body:
+        if node.op in ("call_function", "call_method") and overwrites(node) and node.all_input_nodes:
+            target = _root(node.all_input_nodes[0])
+            if target in facts.given and target.name.startswith(("l_args_", "l_kwargs_")):
+                return node
+    return None
 
 
 def is_random(node: fx.Node) -> bool:

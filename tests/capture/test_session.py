@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_py import Checkpointable, PlanMismatchError
+from rotor_py import Checkpointable, PlanMismatchError, UnsupportedModelError
 from rotor_py.capture import shared
 from tests.capture.steps import adamw, compare, limits
 from tests.capture.test_graph import Tower, planned_tower, tower_loss
@@ -207,3 +207,50 @@ def test_a_copy_of_a_planned_model_plans_for_itself_and_trains_the_same(
         assert not {id(p) for p in twin.parameters()} & {id(p) for p in original.parameters()}
     train(planned, ids)  # the original still follows its plan
     assert "planning again" not in caplog.text
+
+
+class Writing(nn.Module):
+    """Writes into what it is called with, at its beginning or in the middle."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.at = at
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        hidden = value
+        for number, layer in enumerate(self.layers):
+            if number == self.at:
+                value.mul_(0.5)
+            hidden = hidden + layer(hidden).tanh()
+        return hidden
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_model_that_writes_into_its_input_is_refused_with_the_line_and_writes_nothing(at: int) -> None:
+    value = torch.randn(8, 16)
+    before = value.clone()
+    with pytest.raises(UnsupportedModelError, match=r"its own input at .*test_session\.py:\d+ \(value\.mul_\(0\.5\)\)"):
+        Checkpointable(Writing(at)).measure(value)
+    assert torch.equal(value, before)
+
+
+def test_a_mask_of_two_masks_writes_into_none_of_them() -> None:
+    class Masked(Writing):
+        def forward(self, value: torch.Tensor, first: Any = None, second: Any = None) -> torch.Tensor:
+            for layer in self.layers:
+                value = value + layer(value).tanh() * (first & second)
+            return value
+
+    torch.manual_seed(0)
+    inputs = {"value": torch.randn(8, 16), "first": torch.rand(8, 1) < 0.5, "second": torch.rand(8, 1) < 0.5}
+    model = Masked(-1)
+    plain = copy.deepcopy(model)
+    planned = Checkpointable(model, loss=loss_of, optimizer=adamw(model), fresh_grads=True)
+    planned.measure(inputs)
+    planned.compute_sequence(limits(planned)[0])
+    compare(planned, plain, inputs, loss_of)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
