@@ -49,7 +49,7 @@ class Effort:
         return max(table.guess / self.pairs, 4 * table.size / self.nbytes)
 
 
-THOROUGH = Effort(close=0.005, pairs=4e10, nbytes=2**31)
+THOROUGH = Effort(close=0.005, pairs=2.7e10, nbytes=2**31)
 _HASTY = Effort(close=0.01, pairs=3e9, nbytes=2**29)
 BRIEF = Effort(close=0.01, pairs=2e7, nbytes=2**27)
 
