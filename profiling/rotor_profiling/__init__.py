@@ -5,7 +5,7 @@ from rotor_profiling.kind import stage_kind, value_kind
 from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
-from rotor_profiling.stage import StageCost, leaves_of, measure_options, measure_stage
+from rotor_profiling.stage import StageCost, leaves_of, measure_options
 from rotor_profiling.step import measured_curve, measured_peak, measured_phases
 from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
 
@@ -23,7 +23,6 @@ __all__ = [
     "leaves_of",
     "measure_loss",
     "measure_options",
-    "measure_stage",
     "measured_curve",
     "measured_peak",
     "measured_phases",

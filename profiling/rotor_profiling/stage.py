@@ -65,42 +65,6 @@ class StageCost:
     output_seconds: float = 0.0
 
 
-def measure_stage(
-    runner: Runner,
-    value: Any,
-    *,
-    device: torch.device,
-    input_bytes: int,
-    owned: Sequence[int] = (),
-    fresh_gradients: bool = False,
-    output_held: bool = False,
-    carried: Sequence[int] = (),
-    silent: Sequence[int] = (),
-) -> StageCost:
-    """Measure a stage on the input `value`, whose tensors that need a gradient have `requires_grad` set.
-
-    `input_bytes` is |a_i| as the chain counts it; `owned` holds the addresses of storages that belong to the caller
-    (parameters, the batch) and so are not the stage's. Unless `fresh_gradients`, parameters already have a gradient
-    when the backward runs, as they do where gradients are kept between steps. `output_held` says that the caller keeps
-    the output until the backward is done, as happens to the last stage's. `carried` are the positions, among the
-    output's tensors, of those that are kept beside the chain: they count neither as |a_{i+1}| nor as saved, but as in
-    memory while the stage runs. `silent` are the positions of those that get no gradient although they could. Nothing
-    of the model is changed.
-    """
-    (cost,) = measure_options(
-        (runner,),
-        value,
-        device=device,
-        input_bytes=input_bytes,
-        owned=owned,
-        fresh_gradients=fresh_gradients,
-        output_held=output_held,
-        carried=carried,
-        silent=silent,
-    )
-    return cost
-
-
 def measure_options(
     runners: Sequence[Runner],
     value: Any,
@@ -113,9 +77,15 @@ def measure_options(
     carried: Sequence[int] = (),
     silent: Sequence[int] = (),
 ) -> tuple[StageCost, ...]:
-    """Measure the ways to run one stage, as `measure_stage` does one of them.
+    """Measure the ways to run one stage on the input `value`, whose tensors that need a gradient have `requires_grad`.
 
-    Those after the first are timed by how much longer they take, run by run.
+    Ways after the first are timed by how much longer they take, run by run. `input_bytes` is |a_i| as the chain counts
+    it; `owned` holds the addresses of storages that belong to the caller (parameters, the batch) and so are not the
+    stage's. Unless `fresh_gradients`, parameters already have a gradient when the backward runs, as they do where
+    gradients are kept between steps. `output_held` says that the caller keeps the output until the backward is done,
+    as happens to the last stage's. `carried` are the positions, among the output's tensors, of those that are kept
+    beside the chain: they count neither as |a_{i+1}| nor as saved, but as in memory while the stage runs. `silent` are
+    the positions of those that get no gradient although they could. Nothing of the model is changed.
     """
     found = []
     with isolated(runners[0].function, device) as parameters, torch.enable_grad():

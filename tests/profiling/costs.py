@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling import StageCost, measure_stage, storage_bytes, storages, tensors_in
+from rotor_profiling import StageCost, measure_options, storage_bytes, storages, tensors_in
 from rotor_py.runner import StageRunner
 
 CPU = torch.device("cpu")
@@ -39,4 +39,6 @@ def cost(function: Callable[[Any], Any], value: Any, **options: Any) -> StageCos
     options = {"device": CPU, "input_bytes": storage_bytes(tensors_in(value))} | options
     parameters = function.parameters() if isinstance(function, nn.Module) else ()
     owned = [*storages(parameters), *options.pop("owned", ())]
-    return measure_stage(StageRunner(function, "stage", preserve_rng_state=False), value, owned=owned, **options)
+    runner = StageRunner(function, "stage", preserve_rng_state=False)
+    (cost,) = measure_options((runner,), value, owned=owned, **options)
+    return cost
