@@ -12,16 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rotor_solver.arrays import Costs, Floats, Ints
+from rotor_solver.spacing import Spacing, stops_of
 
-_ANY = 2**62
+ANYTHING = 2**62
 
 
 class Grid(NamedTuple):
     """Node s stands for the stage place[s] and the state[s] of its input; node[state, i] finds it. The two states of a
     stage share a node where they cost the same.
 
-    The interval from node s to stage l < L lies in the row start[s] + l - place[s], for l ≤ band[place[s]]; that to the
-    loss in the row tail + s.
+    The interval from node s to stage l < L lies in the row row[s, l], if l ≤ band[place[s]], and that to the loss in
+    the row tail + s. Not every interval has a row of its own: one that has none takes that of its part up to stage
+    `last` of the row. Without its last stages it is no slower, so the table stays a lower bound.
     """
 
     unit: int
@@ -40,6 +42,14 @@ class Grid(NamedTuple):
     start: Ints
     band: Ints
     """[L] the last l < L whose interval is of use"""
+    row: Ints
+    """[nodes, L+1] -1 where there is none"""
+    last: Ints
+    """[rows] the stage at which the row ends; L for the loss"""
+    stop: Ints
+    """[L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1"""
+    base: Ints
+    """[L+1] the least `costs.base` of those"""
     tail: int
     fastest: Ints
     """[L] the fastest option of every stage, among all options"""
@@ -76,12 +86,7 @@ class Windows(NamedTuple):
     def everything(cls, nodes: int, length: int) -> Windows:
         """The windows of all plans."""
         shape = (nodes, length + 1)
-        return cls(np.zeros(shape, np.int64), np.full(shape, _ANY, np.int64), np.zeros(shape))
-
-    @classmethod
-    def nothing(cls, nodes: int, length: int) -> Windows:
-        """Those of no plan."""
-        return cls.everything(nodes, length)._replace(outside=np.full((nodes, length + 1), np.inf))
+        return cls(np.zeros(shape, np.int64), np.full(shape, ANYTHING, np.int64), np.zeros(shape))
 
 
 def fastest_options(costs: Costs) -> Ints:
@@ -91,7 +96,9 @@ def fastest_options(costs: Costs) -> Ints:
     return np.array([min(each, key=lambda k: (costs.extra[k], costs.taken[1, k])) for each in keys], np.int64)
 
 
-def grid_of(costs: Costs, fastest: Ints, kinds: Ints, room: int, unit: int, later: Floats, cut: float) -> Grid:
+def grid_of(
+    costs: Costs, fastest: Ints, kinds: Ints, room: int, unit: int, spacing: Spacing, later: Floats, cut: float
+) -> Grid:
     """The grid for `room` bytes, for plans that take at most `cut` longer than storing everything.
 
     Of that, stages from i on take at least later[i]. Times are in the unit of `costs.run`.
@@ -105,10 +112,19 @@ def grid_of(costs: Costs, fastest: Ints, kinds: Ints, room: int, unit: int, late
     slots, remainder = np.divmod(costs.activation + offset, unit)
     # Compared as the kernels compare it.
     useful = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
-    ends = [min(length - 1, i + found[-1]) if len(found) else i - 1 for i, found in enumerate(useful)]
-    band = np.array(ends, np.int64)
-    rows = np.concatenate([band - np.arange(length) + 1, [0]])[place]
-    stop = np.cumsum(rows)
+    band = np.array([min(length - 1, i + found[-1]) if len(found) else i - 1 for i, found in enumerate(useful)], np.int64)
+    ended = spacing.ended(length)
+    stop, base = np.append(stops_of(ended), length + 1), costs.base.copy()
+    for last in np.flatnonzero(stop[:-1] > np.arange(length) + 1):
+        base[last] = costs.base[last : stop[last]].min()
+    stages, nodes = np.arange(length), np.arange(len(place))
+    own, useful = np.zeros((len(place), length), np.bool_), np.zeros((len(place), length), np.bool_)
+    inner = place < length
+    useful[inner] = (stages >= place[inner, None]) & (stages <= band[place[inner], None])
+    own[inner] = ended[place[inner]] & useful[inner]
+    rows = own.sum(axis=1)
+    start, tail = np.cumsum(rows) - rows, int(rows.sum())
+    row = np.where(useful, start[:, None] + np.cumsum(own, axis=1) - 1, -1)
     return Grid(
         unit=unit,
         width=room // unit + 2,
@@ -118,11 +134,21 @@ def grid_of(costs: Costs, fastest: Ints, kinds: Ints, room: int, unit: int, late
         offset=offset[place],
         slots=slots,
         remainder=remainder,
-        start=(stop - rows).astype(np.int64),
+        start=start.astype(np.int64),
         band=band,
-        tail=int(stop[-1]),
+        row=np.column_stack([row, tail + nodes]).astype(np.int64),
+        last=np.concatenate([np.nonzero(own)[1], np.full(len(place), length)]).astype(np.int64),
+        stop=stop.astype(np.int64),
+        base=base,
+        tail=tail,
         fastest=fastest,
     )
+
+
+def nodes_of(grid: Grid) -> Ints:
+    """[rows] the node of every row."""
+    nodes = np.arange(len(grid.place))
+    return np.append(np.repeat(nodes, np.diff(np.append(grid.start, grid.tail))), nodes)
 
 
 def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:

@@ -92,11 +92,22 @@ def least_of_interval(costs: Any, least: np.ndarray, kept: np.ndarray, i: int, l
             if last > i:
                 need = max(need, costs.taken[state, k] + least[1, i + 1, last])
             best = min(best, need)
-        checks, rights, lefts = costs.check_need[i], kept[last], least[state, i]
-        for j in range(i + 1, last + 1):
-            best = min(best, max(base + checks[j], max(rights[j], lefts[j - 1])))
-        least[state, i, last] = best
+        least[state, i, last] = min(best, least_of_checkpoints(costs.check_need, kept, least[state], base, i, last))
     kept[last, i] = costs.activation[i] + least[0, i, last]
+
+
+@compiled()
+def least_of_checkpoints(checks: np.ndarray, rights: np.ndarray, lefts: np.ndarray, base: int, i: int, last: int) -> int:
+    """The least memory for [i, last] with any checkpoint: a loop that compilers turn into vector instructions."""
+    begin, end, before, one = np.uintp(i), np.uintp(last), np.uintp(i), np.uintp(1)
+    best = INFINITE
+    for each in range(last - i):
+        before = begin + np.uintp(each)
+        need, right, left = base + checks[begin, before + one], rights[end, before + one], lefts[begin, before]
+        need = right if right > need else need
+        need = left if left > need else need
+        best = need if need < best else best
+    return int(best)
 
 
 @compiled()
@@ -121,6 +132,14 @@ def least_choice(costs: Any, least: np.ndarray, state: int, i: int, last: int) -
 def slot_of(need: int, unit: int, offset: int) -> int:
     """The first slot m for which m · unit + offset ≥ need."""
     return max(0, -((offset - need) // unit))
+
+
+@compiled()
+def first_row(grid: Any, s: int, last: int) -> int:
+    """The first row of node s that ends at stage `last` or later, or the one after all its rows."""
+    i = grid.place[s]
+    before = min(last, grid.band[i] + 1) - 1
+    return int(grid.row[s, before] + 1 if before >= i else grid.start[s])
 
 
 @compiled(makes_arrays=True)
@@ -149,28 +168,32 @@ def bounds(
     everything is stored, if high = full.
 
     `limit` is the longest time that is of use, see `fill`; negative where none is. `later` and `windows.outside` are
-    in the unit of `cut`.
+    in the unit of `cut`. A row takes the best of all the intervals that it
+    stands for.
     """
     length, width = len(grid.band), grid.width
     rows = grid.tail + len(grid.place)
-    low, high, whole = np.full(rows, width, np.int64), np.full(rows, width, np.int64), np.full(rows, width, np.int64)
+    low, high, whole = np.full(rows, width, np.int64), np.zeros(rows, np.int64), np.full(rows, width, np.int64)
     limit = np.full(rows, -1.0, np.float64)
     for s in range(len(grid.place)):
         i, state = grid.place[s], grid.state[s]
-        for last in range(i, length + 1):
-            if last == length:
-                row = grid.tail + s
-                limit[row] = cut
-            elif last <= grid.band[i]:
-                row = grid.start[s] + last - i
-                limit[row] = cut - later[last + 1] - (costs.split[last + 1] - costs.run[i])
-            else:
+        for e in range(i, length + 1):
+            row = grid.row[s, e]
+            if row < 0 or grid.last[row] != e:
                 continue
-            limit[row] = min(limit[row], cut - windows.outside[s, last])
-            whole[row] = min(width, slot_of(full[state, i, last], grid.unit, grid.offset[s]))
-            high[row] = min(whole[row], slot_of(windows.high[s, last], grid.unit, grid.offset[s]) + 1)
-            needed = max(least[state, i, last], windows.low[s, last])
-            low[row] = min(high[row], slot_of(needed, grid.unit, grid.offset[s]))
+            for last in range(e, grid.stop[e]):
+                if length > last > grid.band[i]:
+                    break
+                time = cut
+                if last < length:
+                    time = cut - later[last + 1] - (costs.split[last + 1] - costs.run[i])
+                limit[row] = max(limit[row], min(time, cut - windows.outside[s, last]))
+                whole[row] = min(whole[row], slot_of(full[state, i, last], grid.unit, grid.offset[s]))
+                high[row] = max(high[row], min(width, slot_of(windows.high[s, last], grid.unit, grid.offset[s]) + 1))
+                needed = max(least[state, i, last], windows.low[s, last])
+                low[row] = min(low[row], slot_of(needed, grid.unit, grid.offset[s]))
+    high = np.minimum(high, whole)
+    low = np.minimum(low, high)
     return low, high, whole, limit
 
 
@@ -361,22 +384,22 @@ def split(
 
 
 @compiled()
-def need_of(costs: Any, state: int, i: int, last: int, k: int) -> int:
-    """Bytes that a run of stage i with a graph and its backward need themselves, in the interval [i, last]."""
+def need_of(costs: Any, grid: Any, state: int, i: int, last: int, k: int) -> int:
+    """Bytes that a run of stage i with a graph and its backward need themselves, in the row of [i, last]."""
     row = 0 if last == len(costs.run) - 1 else 1
-    return int(max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i]))
+    return int(max(grid.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i]))
 
 
 @compiled()
 def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, k: int) -> None:
     """Let the row (s, last) profit from running its stage with a graph by option k."""
     i, state, width = grid.place[s], grid.state[s], grid.width
-    low = max(rows.begin[row], slot_of(need_of(costs, state, i, last, k), grid.unit, grid.offset[s]))
+    low = max(rows.begin[row], slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[s]))
     high, out, seconds = rows.high[row], rows.position[row], flat.dtype.type(costs.extra[k])
     stored = low
     if last > i:
         following = grid.node[1, i + 1]
-        follow = grid.tail + following if last == len(grid.band) else grid.start[following] + last - i - 1
+        follow = grid.row[following, last]
         shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[s]) // grid.unit
         if rows.begin[follow] >= width:
             return
@@ -396,13 +419,13 @@ def store_up_to(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
     while grid.place[node] < stop:
         i, state = grid.place[node], grid.state[node]
         k, following = grid.fastest[i], grid.node[1, i + 1]
-        low = max(low, total + slot_of(need_of(costs, state, i, last, k), grid.unit, grid.offset[node]))
+        low = max(low, total + slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[node]))
         shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[node]) // grid.unit
         if shift < 0:  # there would be more memory than in the last slot
             return
         total += shift
         node = following
-    follow = grid.start[node] + last - stop
+    follow = grid.row[node, last]
     if rows.begin[follow] >= grid.width:
         return
     low, out, nothing = max(low, total + rows.begin[follow]), rows.position[row], flat.dtype.type(0)
@@ -420,14 +443,14 @@ def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int
     First the checkpoints at a_j between the two blocks, for which all is complete, a block of them at a time, so that
     rows stay in cache; then the rest in order. Returns how many pairs of slots were looked at.
     """
-    length, width = len(grid.band), grid.width
+    length = len(grid.band)
     bottom, end = min(top + BLOCK, length), min(side + BLOCK, length)
     s0, s1 = grid.node[0, top], grid.node[0, bottom]
     pairs = 0
     for s in range(s1 - 1, s0 - 1, -1):
         i = grid.place[s]
-        for last in range(max(i, side), min(end, grid.band[i] + 1)):
-            row = grid.start[s] + last - i
+        for row in range(first_row(grid, s, side), first_row(grid, s, end)):
+            last = grid.last[row]
             if rows.limit[row] < 0:
                 continue
             begin_row(flat, rows, row)
@@ -435,21 +458,19 @@ def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int
                 store_up_to(flat, rows, costs, grid, s, row, last, bottom)
     for first in range(bottom, side + 1, BLOCK):
         for s in range(s0, s1):
-            for last in range(side, min(end, grid.band[grid.place[s]] + 1)):
-                row = grid.start[s] + last - grid.place[s]
+            for row in range(first_row(grid, s, side), first_row(grid, s, end)):
                 if rows.limit[row] >= 0:
+                    last = grid.last[row]
                     pairs += checkpoints(flat, rows, costs, grid, s, row, last, first, min(first + BLOCK - 1, side))
     for s in range(s1 - 1, s0 - 1, -1):
         i = grid.place[s]
-        for last in range(max(i, side), min(end, grid.band[i] + 1)):
-            row = grid.start[s] + last - i
+        for row in range(first_row(grid, s, side), first_row(grid, s, end)):
+            last = grid.last[row]
             if rows.limit[row] < 0:
                 continue
-            for k in range(costs.first[i], costs.first[i + 1]):
-                enable(flat, rows, costs, grid, s, row, last, k)
-            pairs += checkpoints(flat, rows, costs, grid, s, row, last, i + 1, min(bottom - 1, last))
-            pairs += checkpoints(flat, rows, costs, grid, s, row, last, max(i + 1, side + 1), last)
-            continue_row(flat, rows, width, row)
+            if side > top:
+                pairs += checkpoints(flat, rows, costs, grid, s, row, last, side + 1, last)
+            pairs += complete_row(flat, rows, costs, grid, s, row, last, min(bottom, last + 1))
     return pairs
 
 
@@ -465,11 +486,11 @@ def checkpoints(
         if floor > rows.limit[row]:
             break
         seconds, fewest = flat.dtype.type(costs.split[j] - costs.run[i]), flat.dtype.type(floor)
-        left, node = grid.start[s] + j - 1 - i, grid.node[0, j]
-        right = grid.tail + node if last == len(grid.band) else grid.start[node] + last - j
+        node = grid.node[0, j]
+        left, right = grid.row[s, j - 1], grid.row[node, last]
         shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
         low = max(begin[row], begin[left], begin[right] + shift)
-        need = costs.base[last] + costs.check_need[i, j]
+        need = grid.base[last] + costs.check_need[i, j]
         if low * grid.unit + offset < need:
             low = slot_of(need, grid.unit, offset)
         if begin[left] >= width or begin[right] >= width:
@@ -528,39 +549,87 @@ def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.nd
     for distance in range(begin, end):
         for s in range(len(grid.place) - 1):
             i = grid.place[s]
-            row, last = grid.start[s] + distance, i + distance
-            if i < length and last <= grid.band[i] and owner[row] == row and rows.limit[row] >= 0:
-                pairs += fill_row(flat, rows, costs, grid, s, row, last)
+            last = i + distance
+            row = grid.row[s, last] if i < length and last <= grid.band[i] else -1
+            if row >= 0 and grid.last[row] == last:
+                if owner[row] == row and rows.limit[row] >= 0:
+                    pairs += fill_row(flat, rows, costs, grid, s, row, last)
         for s in range(len(grid.place) - 1):
             i = grid.place[s]
-            if i < length and i + distance <= grid.band[i]:
-                row = grid.start[s] + distance
+            last = i + distance
+            row = grid.row[s, last] if i < length and last <= grid.band[i] else -1
+            if row >= 0 and grid.last[row] == last:
                 rows.begin[row], rows.final[row] = rows.begin[owner[row]], rows.final[owner[row]]
     return pairs
+
+
+@compiled(makes_arrays=True)
+def first_of_equals(grid: Any, starts: np.ndarray, kinds: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """[rows] for every row, the first that is made of the same numbers: those of its start by node, and of all its
+    stages and of its end by stage. Numbers count from zero.
+    """
+    owner = np.arange(len(grid.last))
+    content, length = starts.copy(), len(grid.band)
+    known = np.full((len(starts), max(kinds.max(), ends.max()) + 1, 2), -1, np.int64)
+    for distance in range(length):
+        count = 0
+        for s in range(len(starts)):
+            last = grid.place[s] + distance
+            if last >= length or last > grid.band[grid.place[s]]:
+                continue
+            entry = known[content[s], kinds[last]]
+            if entry[0] != 2 * distance:
+                entry[0], entry[1] = 2 * distance, count
+                count += 1
+            content[s] = entry[1]
+        for s in range(len(starts)):
+            last = grid.place[s] + distance
+            if last >= length or last > grid.band[grid.place[s]]:
+                continue
+            row = grid.row[s, last]
+            if grid.last[row] == last:
+                entry = known[content[s], ends[last]]
+                if entry[0] != 2 * distance + 1:
+                    entry[0], entry[1] = 2 * distance + 1, row
+                owner[row] = entry[1]
+    return owner
 
 
 @compiled()
 def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
     """The whole row (s, last), where all that it needs is complete."""
-    i = grid.place[s]
     begin_row(flat, rows, row)
+    return complete_row(flat, rows, costs, grid, s, row, last, last + 1)
+
+
+@compiled()
+def complete_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, stop: int) -> int:
+    """What is left of the row (s, last) where checkpoints from `stop` on have been looked at."""
+    i = grid.place[s]
     for k in range(costs.first[i], costs.first[i + 1]):
         enable(flat, rows, costs, grid, s, row, last, k)
-    pairs = checkpoints(flat, rows, costs, grid, s, row, last, i + 1, last)
+    pairs = checkpoints(flat, rows, costs, grid, s, row, last, i + 1, stop - 1)
     continue_row(flat, rows, grid.width, row)
     return pairs
 
 
-@compiled()
+@compiled(parallel=True)
 def fill_tails(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
-    """The rows that end at the loss, from the last to the first."""
-    length = len(grid.band)
-    for s in range(len(grid.place) - 1, -1, -1):
-        row = grid.tail + s
-        if grid.place[s] == length:  # stored whole from the first slot on
-            continue_row(flat, rows, grid.width, row)
-        elif rows.limit[row] >= 0:
-            fill_row(flat, rows, costs, grid, s, row, length)
+    """The rows that end at the loss, from the last to the first.
+
+    A block of stages at a time: the checkpoints after it, for which all is complete, on all cores; then the rest.
+    """
+    length, nodes = len(grid.band), len(grid.place)
+    continue_row(flat, rows, grid.width, grid.tail + nodes - 1)  # the loss: stored whole from the first slot on
+    for bottom in range(length, 0, -BLOCK):
+        s0, s1 = grid.node[0, max(0, bottom - BLOCK)], grid.node[0, bottom]
+        for s in prange(s0, s1):
+            if rows.limit[grid.tail + s] >= 0:
+                begin_row(flat, rows, grid.tail + s)
+                checkpoints(flat, rows, costs, grid, s, grid.tail + s, length, bottom, length)
+        for s in range(s1 - 1, s0 - 1, -1):
+            if rows.limit[grid.tail + s] >= 0:
+                complete_row(flat, rows, costs, grid, s, grid.tail + s, length, bottom)
 
 
 @compiled(makes_arrays=True)
@@ -593,11 +662,38 @@ def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid:
             hand_down(flat, out, rows, owner, needed, costs, grid, s, tail + s, length, cut, low, high, least)
     for last in range(length - 1, -1, -1):
         for s in range(grid.node[1, last] + 1):
-            i = grid.place[s]
-            row = grid.start[s] + last - i
-            if last <= grid.band[i] and needed[row]:
+            row = grid.row[s, last]
+            if row >= 0 and grid.last[row] == last and needed[row]:
                 hand_down(flat, out, rows, owner, needed, costs, grid, s, row, last, cut, low, high, least)
     return low[owner], high[owner], least[owner]
+
+
+@compiled(makes_arrays=True)
+def spread(grid: Any, low: np.ndarray, high: np.ndarray, outside: np.ndarray) -> Any:
+    """(low, high, outside) by node and last stage, where they are given by row: those of all the rows that stand for
+    an interval, taken together.
+
+    What a row leaves away at its end may be divided further; of these intervals it is only known that they have no more
+    memory than the whole, and that as much is outside.
+    """
+    length, shape = len(grid.band), grid.row.shape
+    lows, highs, least = np.full(shape, INFINITE), np.zeros(shape, np.int64), np.full(shape, np.inf, np.float64)
+    memory, time = np.zeros(length + 1, np.int64), np.full(length + 1, np.inf, np.float64)
+    for s in range(len(grid.place)):
+        for last in range(grid.place[s], length + 1):
+            row = grid.row[s, last]
+            if row < 0 or grid.last[row] != last or outside[row] == np.inf:
+                continue
+            memory[last], time[last] = max(memory[last], high[row]), min(time[last], outside[row])
+            for stage in range(last, grid.stop[last]):
+                lows[s, stage], highs[s, stage] = min(lows[s, stage], low[row]), max(highs[s, stage], high[row])
+                least[s, stage] = min(least[s, stage], outside[row])
+    for end in range(length):
+        for s in range(grid.node[0, end + 1], grid.node[0, grid.stop[end]] if time[end] < np.inf else 0):
+            for stage in range(grid.place[s], grid.stop[end]):
+                lows[s, stage], highs[s, stage] = 0, max(highs[s, stage], memory[end])
+                least[s, stage] = min(least[s, stage], time[end])
+    return lows, highs, least
 
 
 @compiled()
@@ -636,9 +732,9 @@ def hand_down(
     lows[row], highs[row], outside[row] = low, high, out[at + low]
     for k in range(costs.first[i], costs.first[i + 1] if last > i else costs.first[i]):
         node = grid.node[1, i + 1]
-        part = grid.tail + node if last == length else grid.start[node] + last - i - 1
+        part = grid.row[node, last]
         shift = (costs.taken[state, k] + grid.offset[node] - grid.offset[s]) // grid.unit
-        first = max(low, slot_of(need_of(costs, state, i, last, k), grid.unit, grid.offset[s]))
+        first = max(low, slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[s]))
         if rows.begin[part] < grid.width:
             first = max(first, shift + rows.begin[part])
             stop = max(first, min(high, rows.high[part] + shift))
@@ -653,12 +749,12 @@ def hand_down(
         floor = costs.split_floor[j] - costs.run[i]
         if floor + out[at + low] > cut or floor > rows.limit[row]:
             break
-        node, left = grid.node[0, j], grid.start[s] + j - 1 - i
-        right = grid.tail + node if last == length else grid.start[node] + last - j
+        node = grid.node[0, j]
+        left, right = grid.row[s, j - 1], grid.row[node, last]
         shift = grid.slots[j] - (1 if grid.remainder[j] < grid.offset[s] else 0)
         if rows.begin[left] < grid.width and rows.begin[right] < grid.width:
             first = max(low, rows.begin[left], rows.begin[right] + shift)
-            first = max(first, slot_of(costs.base[last] + costs.check_need[i, j], grid.unit, grid.offset[s]))
+            first = max(first, slot_of(grid.base[last] + costs.check_need[i, j], grid.unit, grid.offset[s]))
             seconds = flat.dtype.type(costs.split[j] - costs.run[i])
             hand_to_both(flat, out, rows, owner, needed, at, left, right, shift, first, high, seconds, cut)
 
@@ -759,15 +855,27 @@ def least_of_three(out: np.ndarray, flat: np.ndarray, whole: int, first: int, se
 def estimate(
     flat: np.ndarray, rows: Any, full: np.ndarray, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
 ) -> float:
-    """Opt for exactly `memory` bytes, read between two slots: the bound itself for blend 0, pessimistic for 1."""
-    i, width = grid.place[s], grid.width
+    """Opt for exactly `memory` bytes, read between two slots and two ends: the bound itself for blend 0."""
+    i, length = grid.place[s], len(grid.band)
     if memory >= full[grid.state[s], i, last]:
         return 0.0
-    if last < len(grid.band) and last > grid.band[i]:
+    if length > last > grid.band[i]:
         return 2 * cut
-    row = grid.tail + s if last == len(grid.band) else grid.start[s] + last - i
+    row = grid.row[s, last]
+    value, start = between_slots(flat, rows, grid, s, row, memory, blend, cut), grid.last[row]
+    if start < last < length and blend > 0.0 and value < cut and row + 1 < grid.start[s + 1]:
+        longer = min(cut, between_slots(flat, rows, grid, s, row + 1, memory, blend, cut))
+        value += (last - start) / (grid.last[row + 1] - start) * max(0.0, longer - value)
+    return value
+
+
+@compiled()
+def between_slots(
+    flat: np.ndarray, rows: Any, grid: Any, s: int, row: int, memory: int, blend: float, cut: float
+) -> float:
+    """A row for exactly `memory` bytes, which is at least rows.begin of it: the slot above for blend 0."""
     beyond = memory - grid.offset[s]
-    m = min(max(0, -(-beyond // grid.unit)), width - 1)
+    m = min(max(0, -(-beyond // grid.unit)), grid.width - 1)
     if m < rows.begin[row]:
         return 2 * cut
     value = value_of(flat, rows, row, m)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +27,13 @@ from rotor_solver.ends import store_all
 from rotor_solver.errors import InfeasibleError
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
+from rotor_solver.spacing import Spacing
 from rotor_solver.table import Problem, Table
 
-_GROUP = 2
+_GROUP = 4
 """Stages in a group of the coarse chain whose plan comes first."""
-_GROUP_OF_REPEATED = 4
-"""The same where tables are cheap."""
+_PARTS = 2
+_SHORT = 64
 _RESOLUTION = 2
 """Slots in a typical checkpoint, at least, to begin with: what is rounded to nothing looks free."""
 
@@ -136,10 +138,11 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
         best.offer(problem.least_sequence())
     windows = None
     costs = problem.costs
-    for unit, exact in units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken)):
+    sizes = units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken))
+    for (unit, exact), spacing in levels(sizes, spacings(len(chain), max(1, problem.period))):
         if best.gap <= effort.close or best.overhead == 0:
             break
-        make = partial(Table.of, problem, room, scale=best.overhead, later=best.later, windows=windows)
+        make = partial(Table.of, problem, room, scale=best.overhead, later=best.later, windows=windows, spacing=spacing)
         table = make(unit=unit, exact=exact)
         excess = effort.excess(table)
         if excess > 1:
@@ -155,7 +158,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
 
 def _begin(best: Best, mem_limit: int) -> None:
     """Offer what the same program finds for groups of stages: small groups if large ones do not fit."""
-    chain, size = best.problem.chain, _GROUP_OF_REPEATED if best.problem.repeats else _GROUP
+    chain, size = best.problem.chain, _GROUP
     while best.sequence is None and len(chain) > max(4, size) * size and size > 1:
         groups = even_groups(len(chain), -(-len(chain) // size))
         try:
@@ -164,6 +167,28 @@ def _begin(best: Best, mem_limit: int) -> None:
             best.offer(fine_sequence(chain, groups, coarse.sequence))
         except InfeasibleError:
             size //= 2
+
+
+def spacings(length: int, period: int) -> Iterator[Spacing]:
+    """More and more rows, until all intervals have one."""
+    parts = _PARTS if length > _SHORT else length
+    while True:
+        spacing = Spacing(parts, period)
+        yield spacing
+        if spacing.dense(length):
+            return
+        parts *= 4
+
+
+def levels(first: Iterator[Any], second: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+    """Pairs of both, where the last of the shorter one goes on."""
+    left, right = next(first, None), next(second, None)
+    while True:
+        yield left, right
+        more, other = next(first, None), next(second, None)
+        if more is None and other is None:
+            return
+        left, right = more or left, right if other is None else other
 
 
 def common_divisor(*sizes: Ints) -> int:

@@ -12,6 +12,9 @@ from rotor_solver.chain import Chain
 from rotor_solver.grid import Grid
 
 _LONGEST_PERIOD = 64
+_REPEATED = 0.87
+"""Part of a chain that has to repeat itself without a break. Of all intervals, its square then lies inside that part:
+three quarters."""
 
 
 def kinds_of(chain: Chain) -> Ints:
@@ -24,45 +27,41 @@ def kinds_of(chain: Chain) -> Ints:
     return np.array([numbers.setdefault(stage, len(numbers)) for stage in bare], np.int64)
 
 
-def fitting_unit(kinds: Ints, taken: Ints, unit: int) -> int:
-    """A unit of at most `unit` bytes into which what a period of the chain keeps, `taken` by stage, divides.
+def period_of(kinds: Ints) -> int:
+    """After how many stages most of the chain repeats itself; 0 if it does not."""
+    length = len(kinds)
+    for period in range(1, min(_LONGEST_PERIOD, length // 2) + 1):
+        breaks = np.flatnonzero(np.append(np.concatenate([[True], kinds[:-period] != kinds[period:]]), True))
+        if np.diff(breaks).max() - 1 + period >= _REPEATED * length:
+            return period
+    return 0
 
-    Rows of later periods then have the slots of earlier ones. `unit` itself where the chain has no period.
+
+def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
+    """A unit of about `unit` bytes into which what a period of the chain keeps, `taken` by stage, divides.
+
+    Rows of later periods then have the slots of earlier ones.
     """
-    for period in range(1, min(_LONGEST_PERIOD, len(kinds) // 2) + 1):
-        same = kinds[:-period] == kinds[period:]
-        if np.mean(same) >= 0.9:
-            sums = np.convolve(taken, np.ones(period, np.int64), "valid")[: len(same)][same]
-            size = Counter(sums.tolist()).most_common(1)[0][0]
-            if size >= unit:
-                return int(size // -(-size // unit))
-            return int(unit // size * size) if size > 0 else unit
-    return unit
+    same = kinds[:-period] == kinds[period:]
+    sums = np.convolve(taken, np.ones(period, np.int64), "valid")[: len(same)][same]
+    size = Counter(sums.tolist()).most_common(1)[0][0]
+    if size >= unit:
+        least = -(-size // unit)
+        fitting = size // np.arange(least, min(size, least + least // 8) + 1)
+        return int(fitting[np.argmin(size % fitting)])
+    return int(unit // size * size) if size > 0 else unit
 
 
 def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
     """[rows] for every row, the first with the same content: its stages, its slots, and what later stages leave."""
-    length = len(kinds)
-    owner = np.arange(grid.tail + len(grid.place))
-    nodes = np.flatnonzero(grid.place < length)
-    start = np.stack(
-        [kinds[grid.place[nodes]], costs.activation[grid.place[nodes]], grid.offset[nodes], grid.state[nodes]]
+    from rotor_solver import kernels
+
+    nodes = np.flatnonzero(grid.place < len(kinds))
+    places = grid.place[nodes]
+    starts = np.stack([kinds[places], costs.activation[places], grid.offset[nodes], grid.state[nodes]])
+    return kernels.first_of_equals(
+        grid,
+        np.unique(starts, axis=1, return_inverse=True)[1].reshape(-1),
+        np.unique(kinds, return_inverse=True)[1],
+        np.unique(grid.base[: len(kinds)], return_inverse=True)[1],
     )
-    content = np.unique(start, axis=1, return_inverse=True)[1].reshape(-1)
-    for distance in range(int((grid.band - np.arange(length)).max(initial=-1)) + 1):
-        last = grid.place[nodes] + distance
-        keep = last <= grid.band[grid.place[nodes]]
-        nodes, content, last = nodes[keep], content[keep], last[keep]
-        if distance:
-            content = _numbered(content, kinds[last])
-        rows = grid.start[nodes] + distance
-        _, index, inverse = np.unique(_numbered(content, costs.base[last]), return_index=True, return_inverse=True)
-        owner[rows] = rows[index[inverse]]
-    return owner
-
-
-def _numbered(first: Ints, second: Ints) -> Ints:
-    """A number for every pair, the same for equal ones."""
-    second = np.unique(second, return_inverse=True)[1]
-    numbers: Ints = np.unique(first * (int(second.max(initial=0)) + 1) + second, return_inverse=True)[1]
-    return numbers

@@ -15,10 +15,11 @@ from rotor_solver.arrays import Costs, Floats, Ints, costs_of
 from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
 from rotor_solver.ends import least_sequence, store_all
-from rotor_solver.grid import Grid, Rows, Windows, fastest_options, grid_of, rows_of
+from rotor_solver.grid import ANYTHING, Grid, Rows, Windows, fastest_options, grid_of, nodes_of, rows_of
 from rotor_solver.progress import watcher
-from rotor_solver.repeats import fitting_unit, kinds_of, owners
+from rotor_solver.repeats import fitting_unit, kinds_of, owners, period_of
 from rotor_solver.sequence import Sequence
+from rotor_solver.spacing import Spacing
 
 _CUT = 1.001
 """Times up to this multiple of the scale are told apart; 1 would leave no room for rounding."""
@@ -46,6 +47,8 @@ class Problem:
     full: Ints
     fastest: Ints
     kinds: Ints
+    period: int
+    """After how many stages most of the chain repeats itself; 0 if it does not."""
 
     @classmethod
     def of(cls, chain: Chain) -> Problem:
@@ -56,17 +59,13 @@ class Problem:
         costs = costs_of(chain)
         fastest = fastest_options(costs)
         least, full = kernels.least_memory(costs), kernels.full_memory(costs, fastest)
-        return cls(chain, stored, costs, least, full, fastest, kinds_of(chain))
+        kinds = kinds_of(chain)
+        return cls(chain, stored, costs, least, full, fastest, kinds, period_of(kinds))
 
     @property
     def needed(self) -> int:
         """The least memory for which there is a plan, in bytes, a_0 not counted."""
         return int(self.least[0, 0, len(self.chain)])
-
-    @property
-    def repeats(self) -> bool:
-        """Whether few stages are different."""
-        return bool(self.kinds.max(initial=0) + 1 <= _FEW * len(self.kinds))
 
     def least_sequence(self) -> Sequence:
         """A sequence for that memory."""
@@ -105,24 +104,26 @@ class Table:
         later: Floats,
         *,
         exact: bool = False,
+        spacing: Spacing | None = None,
         windows: Windows | None = None,
     ) -> Table:
         """`exact` says that all sizes are whole numbers of units; else the unit may be made to fit them better.
 
-        `windows` are those of a table of plans that take longer, or as long.
+        All intervals have rows unless `spacing` says which. `windows` are those of a table of plans that take longer,
+        or as long.
         """
         from rotor_solver import kernels
 
         costs, kinds = problem.costs, problem.kinds
-        repeats = problem.repeats
-        if repeats and not exact:
-            unit = fitting_unit(kinds, costs.taken[1, problem.fastest], unit)
+        if problem.period and not exact:
+            unit = fitting_unit(kinds, problem.period, costs.taken[1, problem.fastest], unit)
         times = {name: getattr(costs, name) / scale for name in ("run", "split", "split_floor", "extra")}
         scaled = costs._replace(**times)
-        grid = grid_of(scaled, problem.fastest, kinds, room, unit, later / scale, _CUT)
-        everyone = np.arange(grid.tail + len(grid.place))
-        owner = owners(kinds, costs, grid) if repeats else everyone
-        different = len(np.unique(owner)) / len(owner) if repeats else 1.0
+        spacing = spacing or Spacing(max(1, len(kinds)))
+        grid = grid_of(scaled, problem.fastest, kinds, room, unit, spacing, later / scale, _CUT)
+        everyone = np.arange(len(grid.last))
+        owner = owners(kinds, costs, grid) if problem.period else everyone
+        different = len(np.unique(owner)) / len(owner) if problem.period else 1.0
         shared = different <= _FEW
         windowed, everywhere = windows is not None, Windows.everything(len(grid.place), len(kinds))
         windows = (windows or everywhere)._replace(outside=(windows or everywhere).outside / scale)
@@ -171,15 +172,12 @@ class Table:
 
     def _work(self, block: int) -> Ints:
         """Pairs of slots at every distance, if every checkpoint is of use to every row."""
-        grid, tail = self.grid, self.grid.tail
-        stages = np.repeat(grid.place[: len(grid.start)], np.diff(np.append(grid.start, tail)))
-        between = np.arange(tail) - np.repeat(grid.start, np.diff(np.append(grid.start, tail)))
-        numbers = np.maximum(0, self.rows.high - self.rows.begin)[:tail]
+        numbers = np.maximum(0, self.rows.high - self.rows.begin)[: self.grid.tail]
         if self.owner is not None:
-            numbers = np.where(self.owner[:tail] == np.arange(tail), numbers, 0)
-        distance = (stages + between) // block - stages // block
-        blocks = -(-len(grid.band) // block)
-        return np.bincount(distance, numbers * (between + 1.0), minlength=blocks).astype(np.int64)[:blocks]
+            numbers = np.where(self.owner[: len(numbers)] == np.arange(len(numbers)), numbers, 0)
+        first, last = self.grid.place[nodes_of(self.grid)[: self.grid.tail]], self.grid.last[: self.grid.tail]
+        distance, blocks = last // block - first // block, -(-len(self.grid.band) // block)
+        return np.bincount(distance, numbers * (last - first + 1.0), minlength=blocks).astype(np.int64)[:blocks]
 
     def lower_bound(self, room: int) -> float:
         """No persistent plan within `room` bytes takes less than this longer; at most `scale`. Seconds."""
@@ -209,16 +207,11 @@ class Table:
         owner = np.arange(len(self.rows.begin)) if self.owner is None else self.owner
         cut = _CUT * min(1.0, overhead / self.scale)
         low, high, outside = kernels.windows_of(self.values, self.rows, owner, self.costs, grid, cut)
-        counts = np.diff(np.append(grid.start, tail))
-        node = np.append(np.repeat(np.arange(len(counts)), counts), np.arange(len(counts)))
-        last = np.arange(tail) - grid.start[node[:tail]] + grid.place[node[:tail]]
-        where = (node, np.append(last, np.full(len(counts), len(grid.band))))
-        found = Windows.nothing(len(grid.place), len(grid.band))
         whole = (high > self.rows.high) & np.isfinite(outside)
-        found.low[where] = np.maximum(0, (low - 1) * grid.unit + grid.offset[node] + 1)
-        found.high[where] = np.where(whole, found.high[where], (high - 1) * grid.unit + grid.offset[node])
-        found.outside[where] = outside * self.scale
-        return found
+        offset = grid.offset[nodes_of(grid)]
+        least = np.maximum(0, (low - 1) * grid.unit + offset + 1)
+        most = np.where(whole, ANYTHING, (high - 1) * grid.unit + offset)
+        return Windows(*kernels.spread(grid, least, most, outside * self.scale))
 
     def sequence(self, room: int, enough: float) -> tuple[Sequence | None, float]:
         """A good sequence within `room` bytes, and the seconds that it takes longer; None if not less than `enough`.
@@ -241,7 +234,6 @@ class Table:
 
 def _pairs(grid: Grid, rows: Rows) -> float:
     """Pairs of slots that there are if every checkpoint is of use to every row."""
-    numbers = np.maximum(0, rows.high - rows.begin)[: grid.tail]
-    before = np.concatenate([[0], np.cumsum(rows.begin[: grid.tail] < grid.width)])
-    first = np.repeat(grid.start, np.diff(np.append(grid.start, grid.tail)))
-    return float(np.sum(numbers * (before[1:] - before[first])))
+    useful = np.cumsum((grid.row >= 0) & (rows.begin[grid.row] < grid.width), axis=1)
+    numbers, checkpoints = np.maximum(0, rows.high - rows.begin), useful[nodes_of(grid), grid.last] - 1
+    return float(np.sum(numbers * checkpoints))

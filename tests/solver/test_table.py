@@ -35,7 +35,7 @@ def plain_rows(filled: Table) -> dict[tuple[int, int], np.ndarray]:
             for k in range(costs.first[i], costs.first[i + 1]) if i < length else ():
                 following = int(grid.node[1, i + 1])
                 rest = after(rows[following, last], costs.taken[state, k], node, following) if last > i else 0.0
-                fits = memory >= need_of(costs, state, i, last, k)
+                fits = memory >= need_of(costs, grid, state, i, last, k)
                 found = np.minimum(found, np.where(fits, costs.extra[k] + rest, np.inf))
             for j in range(i + 1, last + 1):
                 at = int(grid.node[0, j])
