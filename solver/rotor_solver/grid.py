@@ -44,6 +44,8 @@ class Grid(NamedTuple):
     """[L] the last l < L whose interval is of use"""
     row: Ints
     """[nodes, L+1] -1 where there is none"""
+    after: Ints
+    """[L+1, L+1] by (l, j) the row of the interval from a checkpoint at a_j to stage l, as it lies in memory"""
     last: Ints
     """[rows] the stage at which the row ends; L for the loss"""
     stop: Ints
@@ -125,6 +127,7 @@ def grid_of(
     rows = own.sum(axis=1)
     start, tail = np.cumsum(rows) - rows, int(rows.sum())
     row = np.where(useful, start[:, None] + np.cumsum(own, axis=1) - 1, -1)
+    row = np.column_stack([row, tail + nodes]).astype(np.int64)
     return Grid(
         unit=unit,
         width=room // unit + 2,
@@ -136,7 +139,8 @@ def grid_of(
         remainder=remainder,
         start=start.astype(np.int64),
         band=band,
-        row=np.column_stack([row, tail + nodes]).astype(np.int64),
+        row=row,
+        after=row[node[0]].T.copy(),
         last=np.concatenate([np.nonzero(own)[1], np.full(len(place), length)]).astype(np.int64),
         stop=stop.astype(np.int64),
         base=base,

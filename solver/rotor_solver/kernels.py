@@ -480,14 +480,13 @@ def checkpoints(
 ) -> int:
     """Let the row (s, last) profit from checkpoints at a_j for first ≤ j ≤ stop; how many pairs were looked at."""
     i, offset, width, begin = grid.place[s], grid.offset[s], grid.width, rows.begin
-    out, pairs, most = rows.position[row], 0, rows.high[row]
+    out, pairs, most, lefts, rights = rows.position[row], 0, rows.high[row], grid.row[s], grid.after[last]
     for j in range(first, min(stop, grid.band[i] + 1) + 1):
         floor = costs.split_floor[j] - costs.run[i]
         if floor > rows.limit[row]:
             break
         seconds, fewest = flat.dtype.type(costs.split[j] - costs.run[i]), flat.dtype.type(floor)
-        node = grid.node[0, j]
-        left, right = grid.row[s, j - 1], grid.row[node, last]
+        left, right = lefts[j - 1], rights[j]
         shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
         low = max(begin[row], begin[left], begin[right] + shift)
         need = grid.base[last] + costs.check_need[i, j]

@@ -32,8 +32,12 @@ from rotor_solver.table import Problem, Table
 
 _GROUP = 4
 """Stages in a group of the coarse chain whose plan comes first."""
-_PARTS = 2
+_MARGIN = 1.1
+"""By how much slots are made larger still where a table is too large: its size is not quite proportional to theirs."""
 _SHORT = 64
+"""Stages up to which every interval has a row from the beginning."""
+_TIGHT = 128
+"""Stages that fit into memory, for which one row for every doubling of length would do."""
 _RESOLUTION = 2
 """Slots in a typical checkpoint, at least, to begin with: what is rounded to nothing looks free."""
 
@@ -136,21 +140,23 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
     _begin(best, mem_limit)
     if best.sequence is None:
         best.offer(problem.least_sequence())
-    windows = None
-    costs = problem.costs
-    sizes = units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken))
-    for (unit, exact), spacing in levels(sizes, spacings(len(chain), max(1, problem.period))):
+    windows, last = None, 0
+    for unit, exact, spacing in levels(problem, room, slots):
         if best.gap <= effort.close or best.overhead == 0:
             break
-        make = partial(Table.of, problem, room, scale=best.overhead, later=best.later, windows=windows, spacing=spacing)
+        make = partial(
+            Table.of, problem, room, scale=best.overhead, later=best.later, windows=windows, spacing=spacing
+        )
         table = make(unit=unit, exact=exact)
         excess = effort.excess(table)
         if excess > 1:
-            if windows is not None:
+            coarser = math.ceil(unit * excess * _MARGIN)
+            if windows is not None and coarser > last:
                 break
-            table = make(unit=math.ceil(unit * excess))
+            table = make(unit=coarser)
         table.fill()
         best.improve(table)
+        last = table.grid.unit
         if best.gap > effort.close:
             windows = table.windows(best.overhead)
     return best
@@ -169,26 +175,28 @@ def _begin(best: Best, mem_limit: int) -> None:
             size //= 2
 
 
-def spacings(length: int, period: int) -> Iterator[Spacing]:
-    """More and more rows, until all intervals have one."""
-    parts = _PARTS if length > _SHORT else length
+def levels(problem: Problem, room: int, slots: int) -> Iterator[tuple[int, bool, Spacing]]:
+    """Bytes in a slot, whether they are exact, and rows: finer and more of them, as far as that goes."""
+    costs, length = problem.costs, len(problem.chain)
+    sizes = units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken))
+    unit, exact = next(sizes)
+    parts = parts_of(problem, room)
     while True:
-        spacing = Spacing(parts, period)
-        yield spacing
-        if spacing.dense(length):
+        spacing = Spacing(parts, max(1, problem.period))
+        yield unit, exact, spacing
+        if exact and spacing.dense(length):
             return
+        unit, exact = next(sizes, (unit, exact))
         parts *= 4
 
 
-def levels(first: Iterator[Any], second: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-    """Pairs of both, where the last of the shorter one goes on."""
-    left, right = next(first, None), next(second, None)
-    while True:
-        yield left, right
-        more, other = next(first, None), next(second, None)
-        if more is None and other is None:
-            return
-        left, right = more or left, right if other is None else other
+def parts_of(problem: Problem, room: int) -> int:
+    """For the `Spacing` of the first table: the fewer stages fit into `room`, the more their number matters."""
+    length = len(problem.chain)
+    if length <= _SHORT:
+        return max(1, length)
+    stored = room / max(1.0, float(np.median(problem.costs.taken[1, problem.fastest])))
+    return max(2, min(length, int(_TIGHT / max(1.0, stored))))
 
 
 def common_divisor(*sizes: Ints) -> int:
