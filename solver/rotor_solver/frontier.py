@@ -16,10 +16,11 @@ from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
 from rotor_solver.errors import InfeasibleError
 from rotor_solver.limits import bytes_of_limit
-from rotor_solver.persistent import BRIEF, THOROUGH, Persistent, check_slots, common_divisor, solved, units
+from rotor_solver.persistent import BRIEF, THOROUGH, Persistent, check_slots, common_divisor, parts_of, solved, units
 from rotor_solver.progress import watcher
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
+from rotor_solver.spacing import Spacing
 from rotor_solver.table import Problem, Table
 
 
@@ -159,6 +160,10 @@ at most `_SINGLE`, and the fewer, the more pairs of slots the tables looked at: 
 """
 
 
+_CLOSER = 4
+"""Times as many rows as where a finer table follows."""
+
+
 def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:
     """Tables for all of `room` and less and less of it, as far as there are plans; from the smallest on.
 
@@ -168,10 +173,11 @@ def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int)
     while True:
         unit, exact = next(units(problem.costs, room, slots, divisor))
         later = np.zeros(len(problem.chain) + 1)
-        table = Table.of(problem, room, unit, scale or 1.0, later, exact=exact)
+        spacing = Spacing(_CLOSER * parts_of(problem, room), max(1, problem.period))
+        table = Table.of(problem, room, unit, scale or 1.0, later, exact=exact, spacing=spacing)
         excess = THOROUGH.excess(table)
         if excess > 1:
-            table = Table.of(problem, room, math.ceil(unit * excess), scale or 1.0, later)
+            table = Table.of(problem, room, math.ceil(unit * excess), scale or 1.0, later, spacing=spacing)
         table.fill()
         tables.append(table)
         if exact or room // 4 <= problem.needed:

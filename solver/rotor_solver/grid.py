@@ -113,21 +113,19 @@ def grid_of(
     offset = _offsets(costs.taken[1, fastest], kinds, room, unit)
     slots, remainder = np.divmod(costs.activation + offset, unit)
     # Compared as the kernels compare it.
-    useful = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
-    band = np.array([min(length - 1, i + found[-1]) if len(found) else i - 1 for i, found in enumerate(useful)], np.int64)
+    kept = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
+    band = np.array([min(length - 1, i + each[-1]) if len(each) else i - 1 for i, each in enumerate(kept)], np.int64)
     ended = spacing.ended(length)
-    stop, base = np.append(stops_of(ended), length + 1), costs.base.copy()
-    for last in np.flatnonzero(stop[:-1] > np.arange(length) + 1):
+    stop, base, stages = np.append(stops_of(ended), length + 1), costs.base.copy(), np.arange(length)
+    for last in np.flatnonzero(stop[:-1] > stages + 1):
         base[last] = costs.base[last : stop[last]].min()
-    stages, nodes = np.arange(length), np.arange(len(place))
-    own, useful = np.zeros((len(place), length), np.bool_), np.zeros((len(place), length), np.bool_)
-    inner = place < length
-    useful[inner] = (stages >= place[inner, None]) & (stages <= band[place[inner], None])
-    own[inner] = ended[place[inner]] & useful[inner]
+    useful = (stages >= stages[:, None]) & (stages <= band[:, None])
+    none = np.zeros((1, length), np.bool_)  # from the loss
+    own = np.concatenate([ended & useful, none])[place]
     rows = own.sum(axis=1)
     start, tail = np.cumsum(rows) - rows, int(rows.sum())
-    row = np.where(useful, start[:, None] + np.cumsum(own, axis=1) - 1, -1)
-    row = np.column_stack([row, tail + nodes]).astype(np.int64)
+    row = np.where(np.concatenate([useful, none])[place], start[:, None] + np.cumsum(own, axis=1) - 1, -1)
+    row = np.column_stack([row, tail + np.arange(len(place))]).astype(np.int64)
     return Grid(
         unit=unit,
         width=room // unit + 2,

@@ -97,7 +97,9 @@ def least_of_interval(costs: Any, least: np.ndarray, kept: np.ndarray, i: int, l
 
 
 @compiled()
-def least_of_checkpoints(checks: np.ndarray, rights: np.ndarray, lefts: np.ndarray, base: int, i: int, last: int) -> int:
+def least_of_checkpoints(
+    checks: np.ndarray, rights: np.ndarray, lefts: np.ndarray, base: int, i: int, last: int
+) -> int:
     """The least memory for [i, last] with any checkpoint: a loop that compilers turn into vector instructions."""
     begin, end, before, one = np.uintp(i), np.uintp(last), np.uintp(i), np.uintp(1)
     best = INFINITE
@@ -550,9 +552,8 @@ def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.nd
             i = grid.place[s]
             last = i + distance
             row = grid.row[s, last] if i < length and last <= grid.band[i] else -1
-            if row >= 0 and grid.last[row] == last:
-                if owner[row] == row and rows.limit[row] >= 0:
-                    pairs += fill_row(flat, rows, costs, grid, s, row, last)
+            if row >= 0 and grid.last[row] == last and owner[row] == row and rows.limit[row] >= 0:
+                pairs += fill_row(flat, rows, costs, grid, s, row, last)
         for s in range(len(grid.place) - 1):
             i = grid.place[s]
             last = i + distance
@@ -713,7 +714,7 @@ def hand_down(
     outside: np.ndarray,
 ) -> None:
     """Complete out(s, last, ·), note what is of use, and let the parts of the interval profit."""
-    i, state, length = grid.place[s], grid.state[s], len(grid.band)
+    i, state = grid.place[s], grid.state[s]
     begin, end, at = rows.begin[row], rows.high[row], rows.position[row]
     if begin >= grid.width:
         return

@@ -7,7 +7,8 @@ It counts memory in slots, and that would cost something, so:
 * slots are laid out so that only checkpoints are rounded at all (`grid`), and needs are compared in bytes;
 * sequences are read off with memory counted in bytes (`kernels.descend`): they fit, whatever the slots are;
 * what is slower than the best sequence known so far is never computed, so that a plan for groups of stages makes the
-  first table cheap, and the windows of a table the next, finer one.
+  first table cheap, and the windows of a table the next, finer one;
+* the first tables have rows for some of the intervals only, which stand for the others too (`spacing`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -144,9 +144,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
     for unit, exact, spacing in levels(problem, room, slots):
         if best.gap <= effort.close or best.overhead == 0:
             break
-        make = partial(
-            Table.of, problem, room, scale=best.overhead, later=best.later, windows=windows, spacing=spacing
-        )
+        make = partial(Table.of, problem, room, scale=best.overhead, later=best.later, windows=windows, spacing=spacing)
         table = make(unit=unit, exact=exact)
         excess = effort.excess(table)
         if excess > 1:

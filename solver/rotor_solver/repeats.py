@@ -30,7 +30,7 @@ def kinds_of(chain: Chain) -> Ints:
 def period_of(kinds: Ints) -> int:
     """After how many stages most of the chain repeats itself; 0 if it does not."""
     length = len(kinds)
-    for period in range(1, min(_LONGEST_PERIOD, length // 2) + 1):
+    for period in range(1, min(_LONGEST_PERIOD, length // 8) + 1):
         breaks = np.flatnonzero(np.append(np.concatenate([[True], kinds[:-period] != kinds[period:]]), True))
         if np.diff(breaks).max() - 1 + period >= _REPEATED * length:
             return period

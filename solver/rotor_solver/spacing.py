@@ -11,8 +11,9 @@ from rotor_solver.arrays import Ints
 
 
 class Spacing(NamedTuple):
-    """Intervals [i, i + d] end at every stage as long as d < 2 · parts · period, then at every second period, from
-    4 · parts · period on at every fourth, and so on: about `parts` rows for every doubling of d.
+    """Intervals [i, i + d] end at every stage as long as d < parts · period, then at every period, from
+    2 · parts · period on at every second, from 4 · parts · period on at every fourth, and so on: about `parts` rows for
+    every doubling of d.
 
     Ends are counted from stage L-1, which is always one. Where one interval ends, those do too that begin later.
     """
@@ -26,7 +27,8 @@ class Spacing(NamedTuple):
         distance = stages - stages[:, None]
         periods = distance // (self.parts * self.period)
         step = np.where(periods < 1, 1, self.period * 2 ** np.log2(np.maximum(periods, 1)).astype(np.int64))
-        return (distance >= 0) & ((length - 1 - stages) % step == 0)
+        ended: NDArray[np.bool_] = (distance >= 0) & ((length - 1 - stages) % step == 0)
+        return ended
 
     def dense(self, length: int) -> bool:
         """Whether all intervals of a chain have rows."""

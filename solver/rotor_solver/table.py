@@ -203,7 +203,7 @@ class Table:
         """Where the intervals of plans lie that take up to `overhead` seconds longer than storing everything."""
         from rotor_solver import kernels
 
-        grid, tail = self.grid, self.grid.tail
+        grid = self.grid
         owner = np.arange(len(self.rows.begin)) if self.owner is None else self.owner
         cut = _CUT * min(1.0, overhead / self.scale)
         low, high, outside = kernels.windows_of(self.values, self.rows, owner, self.costs, grid, cut)
