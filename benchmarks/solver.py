@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import solver_report as report
 from chains import FAMILIES, gap, limit_at, overhead, random_chain, reference_chains
 from numba.core.dispatcher import Dispatcher
@@ -35,11 +36,14 @@ from published import published_plan, table_bytes
 from solver_report import Row
 
 from rotor_solver import Chain, Sequence, simulate, solve
+from rotor_solver.spacing import Spacing
+from rotor_solver.table import Problem, Table
 
 T = TypeVar("T")
 
 SLOTS = 500
-SHARES = (0.05, 0.1, 0.3, 0.6, 0.9)
+SHARES = (0.01, 0.05, 0.1, 0.3, 0.6, 0.9)
+ROW_SHARES, PARTS = (0.01, 0.1), (2, 8, 32)
 REPEATS, ENOUGH_SECONDS = 7, 2.0
 MOST_SECONDS, MOST_BYTES = 60.0, 4e9
 """The published loop is not run where it would need more."""
@@ -55,12 +59,21 @@ class Extent:
     speed_shares: tuple[float, ...] = (0.1, 0.3, 0.6)
     slots: tuple[int, ...] = (100, 500, 2000)
     slots_stages: int = 200
+    rows_stages: int = 500
     random: tuple[int, ...] = (50, 100, 200, 339, 1000)
     repeated: int = 1000
     transformers: tuple[int, ...] = (98, 1000)
 
 
-QUICK = Extent(stages=(50, 100), slots=(100, 500), slots_stages=100, random=(50, 100), repeated=100, transformers=(98,))
+QUICK = Extent(
+    stages=(50, 100),
+    slots=(100, 500),
+    slots_stages=100,
+    rows_stages=100,
+    random=(50, 100),
+    repeated=100,
+    transformers=(98,),
+)
 
 
 def compiled_versions() -> int:
@@ -129,6 +142,26 @@ def compared(chain: Chain, limit: int, ours: Sequence, other: Sequence | None) -
     return {"published_plan": fate, "makespan_ratio": ratio, "published_peak_bytes": result.peak}
 
 
+def few_rows(extent: Extent) -> Iterator[Row]:
+    """Tables with rows for some of the intervals against one with all of them."""
+    stages = extent.rows_stages
+    for name in ("random", "three blocks, random order", "three blocks, in runs"):
+        chain = FAMILIES[name](stages)
+        for share in ROW_SHARES:
+            limit = limit_at(chain, share)
+            problem, room = Problem.of(chain), limit - chain.input_bytes
+            more = simulate(chain, solve(chain, limit)).makespan - problem.stored
+            bounds, numbers = [], []
+            for parts in (*PARTS, stages):
+                table = Table.of(problem, room, room // SLOTS, more, np.zeros(stages + 1), spacing=Spacing(parts))
+                table.fill()
+                bounds.append(problem.stored + table.lower_bound(room))
+                numbers.append(table.size)
+            for parts, bound, size in zip(PARTS, bounds, numbers, strict=False):
+                row = {"chain": name, "stages": stages, "share": share, "parts": parts}
+                yield {**row, "numbers": size / numbers[-1], "lower": 1 - bound / bounds[-1]}
+
+
 def memory(extent: Extent) -> Iterator[Row]:
     """The resident size of a process that solves the longest random chain."""
     stages, share = max(extent.stages), 0.3
@@ -181,6 +214,7 @@ def main() -> None:
     results = {
         "memory": show("Memory of a process of its own", memory(extent), report.MEMORY),
         "slots": show("More slots", slots, report.GROWTH),
+        "rows": show("Rows for some of the intervals, against one for each", few_rows(extent), report.ROWS),
         "speed": show("Against the published loop, and growth with stages", speed(extent), report.SPEED),
         "chains": show("Chains", chains(extent), report.CHAINS),
     }

@@ -55,6 +55,14 @@ MEMORY: Columns = {
     "peak of the process, small chain": lambda row: mebibytes(row["before_bytes"]),
     "and with this chain": lambda row: mebibytes(row["peak_bytes"]),
 }
+ROWS: Columns = {
+    "chain": lambda row: str(row["chain"]),
+    "stages": lambda row: str(row["stages"]),
+    "limit": lambda row: f"{row['share']:g}",
+    "rows for every doubling of length": lambda row: str(row["parts"]),
+    "size of the table": lambda row: percent(row["numbers"]),
+    "bound lower by": lambda row: percent(row["lower"]),
+}
 CHAINS: Columns = {
     "chain": lambda row: str(row["chain"]),
     "stages": lambda row: str(row["stages"]),
