@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from rotor_solver import Chain, min_bytes, simulate, solve, table
-from rotor_solver.grid import nodes_of
+from rotor_solver.grid import Grid, Windows, nodes_of
+from rotor_solver.kernels import first_of_equals
 from rotor_solver.persistent import levels, parts_of
-from rotor_solver.repeats import fitting_unit, period_of
+from rotor_solver.repeats import fitting_unit, owners, period_of
 from rotor_solver.spacing import Spacing, stops_of
 from rotor_solver.table import Problem, Table
 from tests.solver.test_scale import limit_between, random_chain, repeated_chain
@@ -101,14 +102,67 @@ def test_the_optimum_lies_inside_their_windows(seed: int, spacing: Spacing, slot
     assert bounds[-1] == pytest.approx(good, rel=1e-6)
 
 
+@pytest.mark.parametrize("spacing", SPACINGS)
+def test_a_row_has_room_for_all_that_it_stands_for(spacing: Spacing) -> None:
+    """Its time limit and its slots are those of the interval that needs most."""
+    rng = np.random.default_rng(0)
+    chain = rich_chain(40, 1, whole=False)
+    problem, room = Problem.of(chain), limit_between(chain, 0.3) - chain.input_bytes
+    cut = 0.3 * problem.stored
+    later = np.sort(rng.uniform(0, cut / 3, len(chain) + 1))[::-1].copy()
+    nodes = len(grid_of_all(problem, room).place)
+    low = rng.integers(0, room // 2, (nodes, len(chain) + 1))
+    windows = Windows(low, low + rng.integers(0, room, low.shape), rng.uniform(0, cut / 3, low.shape))
+    few = Table.of(problem, room, room // 100, cut, later, spacing=spacing, windows=windows)
+    grid, rows, costs = few.grid, few.rows, few.costs
+    for node, last in zip(*np.nonzero(grid.row[:, :-1] >= 0), strict=True):
+        i, row, offset = grid.place[node], grid.row[node, last], grid.offset[node]
+        limit = 1 - (later / cut)[last + 1] - (costs.split[last + 1] - costs.run[i])
+        limit = min(limit, 1 - windows.outside[node, last] / cut)
+        if limit < 0:
+            continue
+        assert rows.limit[row] >= limit
+        least = max(problem.least[grid.state[node], i, last], windows.low[node, last])
+        assert rows.begin[row] * grid.unit + offset < least + grid.unit or rows.begin[row] == rows.high[row]
+        most = min(windows.high[node, last], problem.full[grid.state[node], i, last], room)
+        assert rows.high[row] * grid.unit + offset >= most or rows.final[row] == 0
+
+
+def grid_of_all(problem: Problem, room: int) -> Grid:
+    return Table.of(problem, room, room // 100, problem.stored, np.zeros(len(problem.chain) + 1)).grid
+
+
+def test_rows_have_an_owner_if_all_their_numbers_are_equal() -> None:
+    rng = np.random.default_rng(0)
+    chain = rich_chain(50, 2, whole=False)
+    problem = Problem.of(chain)
+    few = Table.of(problem, 10**9, 10**7, 10.0, np.zeros(51), spacing=Spacing(2))
+    grid, seen, shared = few.grid, {}, 0
+    starts = rng.integers(0, 2, len(grid.place) - 1)
+    kinds, ends = rng.integers(0, 2, 50), rng.integers(0, 2, 50)
+    kinds[:30], starts[:40] = 0, 0
+    found = first_of_equals(grid, starts, kinds, ends)
+    content = [
+        (last - grid.place[node], starts[node], *kinds[grid.place[node] : last + 1], ends[last])
+        for node, last in zip(nodes_of(grid)[: grid.tail], grid.last, strict=False)
+    ]
+    order = sorted(range(grid.tail), key=lambda row: (grid.last[row] - grid.place[nodes_of(grid)[row]], row))
+    for row in order:
+        assert found[row] == seen.setdefault(content[row], row)
+        shared += int(found[row] != row)
+    assert 100 < shared < grid.tail - 100
+
+
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("fraction", [0.05, 0.4])
-def test_rows_are_shared_among_repeated_blocks_all_the_same(fraction: float) -> None:
+def test_rows_are_shared_among_repeated_blocks_all_the_same(fraction: float, exact: bool) -> None:
+    """Where slots do not fit the blocks, as some that are exact may not, only rows with the same slots are."""
     chain = repeated_chain(150, 3)
-    few = table_of(chain, fraction, 300, Spacing(4, 3))
-    assert few.owner is not None
-    assert len(np.unique(few.owner)) < 0.25 * len(few.owner)
-    kinds, nodes = few.problem.kinds, nodes_of(few.grid)
-    for row, owner in enumerate(few.owner[: few.grid.tail].tolist()):
+    problem, room = Problem.of(chain), limit_between(chain, fraction) - chain.input_bytes
+    few = Table.of(problem, room, room // 300, 1e3, np.zeros(len(chain) + 1), spacing=Spacing(4, 3), exact=exact)
+    found, kinds, nodes = owners(problem.kinds, problem.costs, few.grid), problem.kinds, nodes_of(few.grid)
+    assert exact or (len(np.unique(found)) < 0.25 * len(found) and few.owner is not None)
+    for row, owner in enumerate(found[: few.grid.tail].tolist()):
         first, same = int(nodes[row]), int(nodes[owner])
         stages = [kinds[few.grid.place[s] : few.grid.last[r] + 1].tolist() for s, r in ((first, row), (same, owner))]
         assert stages[0] == stages[1]
