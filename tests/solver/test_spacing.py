@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from rotor_solver import Chain, min_bytes, simulate, solve, table
 from rotor_solver.grid import Grid, Windows, nodes_of
-from rotor_solver.kernels import first_of_equals
+from rotor_solver.kernels import first_of_equals, spread
 from rotor_solver.persistent import levels, parts_of
 from rotor_solver.repeats import fitting_unit, owners, period_of
 from rotor_solver.spacing import Spacing, stops_of
@@ -103,6 +105,28 @@ def test_the_optimum_lies_inside_their_windows(seed: int, spacing: Spacing, slot
 
 
 @pytest.mark.parametrize("spacing", SPACINGS)
+def test_an_interval_has_the_windows_of_all_rows_that_may_stand_for_it(spacing: Spacing) -> None:
+    """Those of which it may be the whole, and those that leave it away at their end."""
+    rng = np.random.default_rng(1)
+    chain = rich_chain(30, 1, whole=False)
+    few = Table.of(Problem.of(chain), 10**9, 10**7, 10.0, np.zeros(31), spacing=spacing)
+    grid, nodes = few.grid, nodes_of(few.grid)
+    low = rng.integers(0, 100, len(nodes))
+    high, outside = low + rng.integers(0, 100, len(nodes)), rng.uniform(0, 1, len(nodes))
+    outside[rng.uniform(0, 1, len(nodes)) < 0.4] = np.inf
+    lows, highs, least = spread(grid, low, high, outside)
+    for node, i in enumerate(grid.place.tolist()):
+        for last in range(i, 31):
+            ends = [row for row in range(len(nodes)) if grid.last[row] <= last < grid.stop[grid.last[row]]]
+            whole = [row for row in ends if nodes[row] == node and outside[row] < np.inf]
+            parts = [row for row in ends if grid.last[row] < i and outside[row] < np.inf]
+            assert least[node, last] == min([outside[row] for row in whole + parts], default=np.inf)
+            if whole or parts:
+                assert lows[node, last] == (0 if parts else min(low[row] for row in whole))
+                assert highs[node, last] == max(high[row] for row in whole + parts)
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
 def test_a_row_has_room_for_all_that_it_stands_for(spacing: Spacing) -> None:
     """Its time limit and its slots are those of the interval that needs most."""
     rng = np.random.default_rng(0)
@@ -157,7 +181,9 @@ def test_rows_have_an_owner_if_all_their_numbers_are_equal() -> None:
 @pytest.mark.parametrize("fraction", [0.05, 0.4])
 def test_rows_are_shared_among_repeated_blocks_all_the_same(fraction: float, exact: bool) -> None:
     """Where slots do not fit the blocks, as some that are exact may not, only rows with the same slots are."""
-    chain = repeated_chain(150, 3)
+    plain = repeated_chain(150, 3)
+    slower = replace(plain.stages[12], nograd_time=7.0)  # another kind, of the same sizes
+    chain = replace(plain, stages=(*plain.stages[:12], slower, *plain.stages[13:]))
     problem, room = Problem.of(chain), limit_between(chain, fraction) - chain.input_bytes
     few = Table.of(problem, room, room // 300, 1e3, np.zeros(len(chain) + 1), spacing=Spacing(4, 3), exact=exact)
     found, kinds, nodes = owners(problem.kinds, problem.costs, few.grid), problem.kinds, nodes_of(few.grid)
