@@ -613,14 +613,24 @@ def complete_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row
     return pairs
 
 
-@compiled(parallel=True)
+@compiled()
 def fill_tails(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
-    """The rows that end at the loss, from the last to the first.
-
-    A block of stages at a time: the checkpoints after it, for which all is complete, on all cores; then the rest.
-    """
+    """The rows that end at the loss, from the last to the first."""
     length, nodes = len(grid.band), len(grid.place)
     continue_row(flat, rows, grid.width, grid.tail + nodes - 1)  # the loss: stored whole from the first slot on
+    for s in range(nodes - 2, -1, -1):
+        if rows.limit[grid.tail + s] >= 0:
+            fill_row(flat, rows, costs, grid, s, grid.tail + s, length)
+
+
+@compiled(parallel=True)
+def fill_tails_in_parallel(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
+    """What `fill_tails` does, on all cores.
+
+    A block of stages at a time: first the checkpoints after it, for which all is complete; then, on one core, the rest.
+    """
+    length, nodes = len(grid.band), len(grid.place)
+    continue_row(flat, rows, grid.width, grid.tail + nodes - 1)
     for bottom in range(length, 0, -BLOCK):
         s0, s1 = grid.node[0, max(0, bottom - BLOCK)], grid.node[0, bottom]
         for s in prange(s0, s1):

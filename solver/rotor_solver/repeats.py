@@ -38,7 +38,7 @@ def period_of(kinds: Ints) -> int:
 
 
 def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
-    """A unit of about `unit` bytes into which what a period of the chain keeps, `taken` by stage, divides.
+    """A unit of at most `unit` bytes into which what a period of the chain keeps, `taken` by stage, divides.
 
     Rows of later periods then have the slots of earlier ones.
     """

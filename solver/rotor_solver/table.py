@@ -148,7 +148,10 @@ class Table:
                 self.pairs += int(kernels.fill(*arguments, begin, end))
             else:
                 self.pairs += int(kernels.fill_in_parallel(*arguments, begin, end))
-        kernels.fill_tails(*arguments)
+        if self.guess < _SERIAL:
+            kernels.fill_tails(*arguments)
+        else:
+            kernels.fill_tails_in_parallel(*arguments)
 
     def _portions(self, block: int) -> Iterator[tuple[int, int]]:
         """The distances of stages in blocks, in portions of about the same work if somebody watches; else all at once.

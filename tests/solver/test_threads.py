@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+SEVERAL_AT_ONCE = """
+from threading import Thread
+from benchmarks.chains import random_chain
+from rotor_solver import min_bytes, solve
+chain = random_chain(60)
+threads = [Thread(target=solve, args=(chain, int(1.5 * min_bytes(chain)))) for _ in range(8)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
+
+
+def test_short_chains_may_be_solved_in_several_threads_whatever_the_threading_layer() -> None:
+    """The layer that is always there ends the process if two threads use it at once: what is small must not."""
+    environment = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue"}
+    subprocess.run([sys.executable, "-c", SEVERAL_AT_ONCE], env=environment, check=True)
+
 
 ONE_THREAD = """
 import torch
