@@ -1,0 +1,103 @@
+"""Adapters of `peft` on a frozen model: no gradient is silently None, and every bit is that of plain training."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rotor_py import Checkpointable
+from rotor_py.budget import recomputes
+from tests.trainers.runs import assert_same_weights, halfway
+from tests.trainers.test_trainer import batch, examples, history, llama, trainer
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*isinstance.treespec, LeafSpec.*",
+    "ignore:The .grad attribute of a Tensor",
+    "ignore:.*pin_memory",
+    "ignore:.*is_gradient_checkpointing",
+)
+ADAPTERS = {
+    "LoRA": lambda: peft.LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1, init_lora_weights=False),
+    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+}
+
+
+def adapted(kind: str = "LoRA") -> torch.nn.Module:
+    model = llama()
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, ADAPTERS[kind]())
+
+
+def step(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor | None]]:
+    torch.manual_seed(5)
+    model.zero_grad()
+    loss = model(**given).loss
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same_step(found: torch.nn.Module, expected: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
+    (loss, gradients), (wanted_loss, wanted) = step(found, given), step(expected, given)
+    assert loss == wanted_loss
+    assert list(gradients) == list(wanted)
+    for name, parameter in expected.named_parameters():
+        gradient, other = gradients[name], wanted[name]
+        assert (gradient is not None) == (other is not None) == parameter.requires_grad, name
+        assert gradient is None or torch.equal(gradient, other), name
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_get_the_gradients_of_plain_training_and_what_is_frozen_gets_none(kind: str) -> None:
+    plain, given = adapted(kind), batch(examples())
+    planned = Checkpointable(copy.deepcopy(plain))
+    planned.measure(given)
+    planned.compute_sequence(planned.budget.least_bytes())
+    assert recomputes(planned.sequence) or kind == "prefix"  # every layer's prefix lives from the start: one stage
+    assert_same_step(planned, plain, given)
+
+
+def test_a_trained_adapter_is_that_of_the_plain_run_and_its_file_holds_the_adapter_alone(tmp_path: Path) -> None:
+    data, saving = examples(), {"save_strategy": "steps", "save_steps": 2}
+    plain = trainer(adapted(), tmp_path / "plain", data, **saving)
+    plain.train()
+    model = adapted()
+    adamw = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    limit = halfway(Checkpointable(copy.deepcopy(model), batch(data), optimizer=adamw))
+    planned = trainer(Checkpointable(model, mem_limit=limit), tmp_path / "planned", data, **saving)
+    planned.train()
+    assert recomputes(planned.model.sequence)
+    assert history(planned) == history(plain)
+    assert_same_weights(planned.model, plain.model)
+    kept = tmp_path / "planned" / "checkpoint-2"
+    assert {each.name for each in kept.iterdir()} == {
+        each.name for each in (tmp_path / "plain" / "checkpoint-2").iterdir()
+    }
+    assert (kept / "adapter_model.safetensors").stat().st_size < 10_000
+    resumed = trainer(Checkpointable(adapted(), mem_limit=limit), tmp_path / "resumed", data, **saving)
+    resumed.train(resume_from_checkpoint=str(kept))
+    assert_same_weights(resumed.model, plain.model)
+
+
+def test_the_step_follows_the_adapter_that_is_switched_on() -> None:
+    plain, given = adapted(), batch(examples())
+    planned = Checkpointable(copy.deepcopy(plain), mem_limit="1GB")
+    other: dict[str, Any] = {"target_modules": ["o_proj"], "r": 2, "init_lora_weights": False}
+    assert_same_step(planned, plain, given)
+    with planned.disable_adapter(), plain.disable_adapter(), torch.no_grad():
+        assert torch.equal(planned(**given).logits, plain(**given).logits)
+    for model in (planned, plain):
+        torch.manual_seed(9)
+        model.add_adapter("other", peft.LoraConfig(**other))
+        model.set_adapter("other")
+    assert_same_step(planned, plain, given)
+    for model in (planned, plain):
+        model.set_adapter("default")
+    assert_same_step(planned, plain, given)
