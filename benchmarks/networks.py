@@ -23,7 +23,7 @@ import torch
 from report import write
 from torch import nn
 
-from rotor_profiling import measured_peak, tensors_in
+from rotor_profiling import measured_peak, storage_bytes, tensors_in
 from rotor_py import Checkpointable, format_bytes, models
 from rotor_solver import simulate, store_all
 
@@ -62,8 +62,9 @@ class Trainee:
         state = tensors_in([list(entry.values()) for entry in self.optimizer.state.values()])
         present = [*self.network.parameters(), *self.network.buffers(), *state, self.batch]
         outputs: list[torch.Tensor] = []
+        others = allocated_beside(present, self.batch.device)
         peak = measured_peak(lambda: outputs.append(self.step()), present, self.batch.device)
-        return peak, outputs[0]
+        return peak - others, outputs[0]
 
     def seconds(self) -> float:
         self.optimizer.zero_grad()
@@ -107,7 +108,7 @@ def run(
     assert budget is not None
     other = budget.fixed.other if device.type == "cuda" else 0
     least, full = budget.least_bytes() - other, budget.peak_bytes(store_all(budget.chain)) - other
-    start = copy.deepcopy(network.state_dict())
+    start = {name: tensor.cpu().clone() for name, tensor in network.state_dict().items()}
     rows = []
     for share in SHARES:
         limit = int(least + (full - least) * share)
@@ -127,7 +128,7 @@ def run(
             difference = max(difference, largest_difference(*pair), (output - expected).abs().max().item())
         times = [(pair[0].seconds(), pair[1].seconds()) for _ in range(repeats)]
         predicted = budget.peak_bytes(planned.sequence) - other
-        measured = max(peaks) - (elsewhere(pair, inputs) if device.type == "cuda" else 0)
+        measured = max(peaks)
         rows.append(
             {
                 "network": name,
@@ -149,13 +150,9 @@ def run(
     return rows
 
 
-def elsewhere(pair: list[Trainee], inputs: torch.Tensor) -> int:
-    """What the process holds on a CUDA device beside the planned network: the plain one, with gradients and state."""
-    plain = pair[1]
-    state = tensors_in([list(entry.values()) for entry in plain.optimizer.state.values()])
-    gradients = [p.grad for p in plain.network.parameters() if p.grad is not None]
-    tensors = [*plain.network.parameters(), *plain.network.buffers(), *state, *gradients]
-    return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
+def allocated_beside(present: list[torch.Tensor], device: torch.device) -> int:
+    """What the process holds on a CUDA device beside one network, which `measured_peak` counts: the other network."""
+    return torch.cuda.memory_allocated(device) - storage_bytes(present) if device.type == "cuda" else 0
 
 
 def table(rows: list[dict[str, Any]]) -> str:

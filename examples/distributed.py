@@ -11,6 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,16 +41,20 @@ def loss(output) -> torch.Tensor:
 
 def main() -> None:
     cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
     torch.manual_seed(0)
     model = (llama() if "--llama" in sys.argv else blocks()).to(device)
     if "--fsdp" in sys.argv:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for each in model.model.layers if "--llama" in sys.argv else model:
-            fully_shard(each)
-        fully_shard(model)
+            fully_shard(each, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    planned = wrapped = Checkpointable(model, mem_limit="130MB", loss=loss, optimizer=optimizer)
+    limit = "250MB" if cuda else "130MB"  # cuBLAS takes up to 70 MB of a device's memory for itself
+    planned = wrapped = Checkpointable(model, mem_limit=limit, loss=loss, optimizer=optimizer)
     if "--fsdp" not in sys.argv:
         wrapped = DistributedDataParallel(planned)
     batch = {"input": torch.randn(1024, 256, device=device)}

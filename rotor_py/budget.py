@@ -165,8 +165,13 @@ def make_budget(
     *,
     fresh_gradients: bool,
     optimizer: OptimizerCost | None,
+    communication: int = 0,
+    buckets: bool = False,
 ) -> Budget:
-    """The budget of a step of `model` on `sample`; `optimizer` is None where nothing is known about it."""
+    """The budget of a step of `model` on `sample`; `optimizer` is None where nothing is known about it.
+
+    Of `communication`, DistributedDataParallel has its `buckets` on the device from the beginning.
+    """
     chain = measurement.chain(fresh_gradients=fresh_gradients)
     parameters = list(model.parameters())
     trained = bytes_like(p for p in parameters if p.requires_grad and p.device == device)
@@ -176,13 +181,14 @@ def make_budget(
     batch = storage_bytes(_on(device, tensors_in(sample)))
     gradients = 0 if fresh_gradients else trained
     state = optimizer.state_bytes if optimizer else 0
-    accounted = sum(sizes.values()) + buffers + batch
+    accounted = sum(sizes.values()) + buffers + batch + (communication if buckets else 0)
     prefix = measurement.prefix
     fixed = FixedMemory(
         parameters=sum(sizes.values()),
         buffers=buffers,
         gradients=gradients,
         optimizer=state,
+        communication=communication,
         batch=batch if prefix else 0,
         other=measurement.loss.kept_bytes
         + measurement.returned_bytes

@@ -86,6 +86,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
             "no parameter of the model and no input needs a gradient, so there is nothing to train; set "
             "requires_grad on what should be trained"
         )
+    refuse_random_state_of_its_own(found[leading:], device)
     value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)  # the caller's stays as it is
     groups: list[list[Layer]] = []
     for position, (name, module) in enumerate(found):
@@ -100,6 +101,23 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
         elif position >= leading:
             groups.append([(name, module)])
     return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups))
+
+
+def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> None:
+    """UnsupportedModelError for recurrent layers on CUDA with dropout between them.
+
+    cuDNN draws it from a state that nobody can set back: run again, the layer might drop something else.
+    """
+    if device.type != "cuda" or not torch.backends.cudnn.enabled:
+        return
+    for name, module in found:
+        for layer in module.modules():
+            if isinstance(layer, nn.RNNBase) and layer.num_layers > 1 and layer.dropout and layer.training:
+                raise UnsupportedModelError(
+                    f"layer {name!r} has dropout between the layers of its {type(layer).__name__}, which cuDNN draws "
+                    "from a random state of its own, so that it cannot be run again with the same numbers; use "
+                    "single-layer modules with nn.Dropout between them, or torch.backends.cudnn.enabled = False"
+                )
 
 
 def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tuple[Any, bool, bool]:

@@ -7,9 +7,11 @@ tightest process has room for, and the others take its sequence over.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -58,13 +60,17 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if group is not None else 1
 
 
-def agreed_sequence(budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup) -> Sequence:
+def agreed_sequence(
+    budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
+) -> Sequence:
     """The sequence that rank 0 of `group` finds for the least room that any process has. All have to call this.
+
+    `device` is the one that this process trains on.
 
     InfeasibleError, in all processes, if it does not fit one of them; PlanMismatchError if their stages are different.
     """
     names = tuple(stage.name for stage in budget.chain.stages)
-    parts = _gathered(_Part(names, mem_limit, budget.fixed.total + budget.snapshot_bytes), group)
+    parts = _gathered(_Part(names, mem_limit, budget.fixed.total + budget.snapshot_bytes), group, device)
     _refuse_other_stages(parts)
     room = min(part.mem_limit - part.fixed_bytes for part in parts)
     found: list[Any] = [None]
@@ -73,11 +79,12 @@ def agreed_sequence(budget: Budget, mem_limit: int, algorithm: Algorithm, group:
             found = [budget.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
         except InfeasibleError as error:
             found = [error]
-    dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+    with _sending_from(device):
+        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     sequence: Sequence | InfeasibleError = found[0]
     if isinstance(sequence, InfeasibleError):
         raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
-    peaks = _gathered((budget.peak_bytes(sequence), mem_limit), group)
+    peaks = _gathered((budget.peak_bytes(sequence), mem_limit), group, device)
     rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])
     if peak > limit:
         raise InfeasibleError(
@@ -90,15 +97,21 @@ def agreed_sequence(budget: Budget, mem_limit: int, algorithm: Algorithm, group:
     return sequence
 
 
-def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def _gathered(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
+    with _sending_from(device):
+        dist.all_gather_object(found, value, group=group)
     return found
 
 
-def refuse_other_plans(sequence: str, group: dist.ProcessGroup) -> None:
+def _sending_from(device: torch.device) -> AbstractContextManager[object]:
+    """NCCL sends objects from the current CUDA device, which need not be the one that the model is on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """PlanMismatchError unless all processes of `group` have the same sequence. All have to call this."""
-    for rank, other in enumerate(_gathered(sequence, group)):
+    for rank, other in enumerate(_gathered(sequence, group, device)):
         if other != sequence:
             raise PlanMismatchError("the sequence", sequence, f"{other} on rank {rank}")
 

@@ -104,10 +104,10 @@ def _measured(planned: Checkpointable, batch: Any) -> tuple[int, float]:
     for _ in range(1 + _RUNS):
         if planned._fresh_grads:
             model.zero_grad(set_to_none=True)
-        clock.synchronize()
+        clock.synchronize(planned.device)
         begin = time.perf_counter()
         _step(planned, batch)
-        clock.synchronize()
+        clock.synchronize(planned.device)
         seconds.append(time.perf_counter() - begin)
     if planned._fresh_grads:
         model.zero_grad(set_to_none=True)

@@ -17,7 +17,7 @@ from rotor_profiling import OptimizerCost, UnknownOptimizerError, optimizer_cost
 from rotor_py.budget import Budget, make_budget
 from rotor_py.chain import Cut
 from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
-from rotor_py.distributed import agreed_sequence, communication_bytes, processes, refuse_other_plans, size_of
+from rotor_py.distributed import agreed_sequence, around, communication_bytes, processes, refuse_other_plans, size_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.input_spec import TensorSpec
@@ -114,7 +114,7 @@ class Planned(Transparent):
                     algo = algo(**algo_kwargs)
                 limit = self._limit_bytes(given)
                 if group is not None and size_of(group) > 1:
-                    self.sequence = agreed_sequence(budget, limit, algo, group)
+                    self.sequence = agreed_sequence(budget, limit, algo, group, self.device)
                 else:
                     self.sequence = budget.solve(limit, algo)
         self._agreed = self.sequence if size_of(group) > 1 else None
@@ -258,7 +258,7 @@ class Planned(Transparent):
         budget, group = self.budget, self._processes()
         if self._plan is not None:
             if self._agreed is not self.sequence and group is not None and size_of(group) > 1:
-                refuse_other_plans(str(self.sequence), group)
+                refuse_other_plans(str(self.sequence), group, self.device)
                 self._agreed = self.sequence
             return
         if budget is not None and self._may_need_more(budget):
@@ -294,12 +294,18 @@ class Planned(Transparent):
     def _account(self, found: Cut, measurement: Measurement, sample: Any) -> None:
         """Take over what was measured; `sample` is all that the caller passes in."""
         cost = optimizer_cost(self._optimizer) if self._optimizer is not None else noticed_cost(self)
+        several = is_sharded(self._core) or size_of(self._processes()) > 1
         with at_rest(self._core):
             self.budget = make_budget(
-                self._core, sample, measurement, self.device, fresh_gradients=self._fresh_grads, optimizer=cost
+                self._core,
+                sample,
+                measurement,
+                self.device,
+                fresh_gradients=self._fresh_grads,
+                optimizer=cost,
+                communication=communication_bytes(self.model) if several else 0,
+                buckets=around(self.model) is not None,
             )
-        if is_sharded(self._core):
-            self.budget = self.budget.with_communication(communication_bytes(self.model))
         self.inspection_values, self.chain, self._cut = measurement, self.budget.chain, found
         self._name_stages()
 

@@ -58,7 +58,7 @@ def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
         state, step = _on_meta(optimizer, "cuda" if "cuda" in devices else "cpu")
     except Exception:
         try:
-            state, step = _on_zeros(optimizer)
+            state, step = _on_zeros(optimizer, "cuda" if "cuda" in devices else "cpu")
         except Exception as error:
             raise UnknownOptimizerError(
                 f"the memory of {type(optimizer).__name__} could not be found ({error}); plan without the optimizer, "
@@ -75,10 +75,25 @@ def _on_meta(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
         twin.step()
         live.reset()
         twin.step()
-    return _state_bytes(twin, kinds, kind), live.peak + _SCALARS
+    return _state_bytes(twin, kinds, kind) + _counters_on_device(optimizer, twin, kind), live.peak + _SCALARS
 
 
-def _on_zeros(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+def _counters_on_device(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, kind: str) -> int:
+    """Bytes of the steps that `fused` and `capturable` optimizers count on a CUDA device, and their twin on the CPU."""
+    if kind != "cuda":
+        return 0
+    counters = [
+        tensor
+        for group, stand_ins in zip(optimizer.param_groups, twin.param_groups, strict=True)
+        if group.get("fused") or group.get("capturable")
+        for stand_in in stand_ins["params"]
+        for tensor in tensors_in(list(twin.state[stand_in].values()))
+        if tensor.device.type == "cpu"
+    ]
+    return bytes_like(counters, kind)
+
+
+def _on_zeros(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
     state = step = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -88,7 +103,7 @@ def _on_zeros(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
             twin.step()
             with memory_meter(torch.device("cpu")) as meter:
                 twin.step()
-            state += _state_bytes(twin, {"cpu"}, "cpu")
+            state += _state_bytes(twin, {"cpu"}, kind)
             step = max(step, meter.phases[""].peak)
     return state, step
 
@@ -115,8 +130,9 @@ def _twin(
         group = dict(group, params=list(stand_ins.values()))
         if foreach and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
-        if group.get("fused"):
-            group["fused"] = False
+        for only_on_devices in ("fused", "capturable"):
+            if group.get(only_on_devices):
+                group[only_on_devices] = False
         groups.append(group)
     twin.param_groups = groups
     return twin

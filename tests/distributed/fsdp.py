@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable
 from rotor_solver import store_all
-from tests.distributed.processes import device, random_state
+from tests.distributed.processes import device, here, kept, mesh, random_state
 
 BATCH, WIDTH = 512, 32
 
@@ -31,8 +31,8 @@ def blocks() -> nn.Sequential:
 def sharded(**options: Any) -> nn.Sequential:
     model = blocks()
     for block in list(model)[:-1]:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+        fully_shard(block, mesh=mesh(), **options)
+    return fully_shard(model, mesh=mesh(), **options)
 
 
 def loss(output: torch.Tensor) -> torch.Tensor:
@@ -40,8 +40,8 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 
 
 def batches(rank: int) -> list[torch.Tensor]:
-    generator = torch.Generator(device()).manual_seed(rank)
-    return [torch.randn(BATCH, WIDTH, generator=generator) for _ in range(3)]
+    generator = torch.Generator("cpu").manual_seed(rank)
+    return [torch.randn(BATCH, WIDTH, generator=generator, device="cpu") for _ in range(3)]
 
 
 def trained(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -51,20 +51,20 @@ def trained(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
     numbers = {}
     for step, batch in enumerate(batches(rank)):
         optimizer.zero_grad()
-        value = loss(model(batch))
+        value = loss(model(here(batch)))
         value.backward()
-        numbers[f"loss {step}"] = value.detach()
+        numbers[f"loss {step}"] = kept(value)
         for name, parameter in model.named_parameters():
             assert isinstance(parameter.grad, DTensor), name
-            numbers[f"gradient {step} {name}"] = parameter.grad.to_local().clone()
+            numbers[f"gradient {step} {name}"] = kept(parameter.grad.to_local())
         optimizer.step()
-    numbers |= {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+    numbers |= {name: kept(p.to_local()) for name, p in model.named_parameters()}
     numbers["random"] = random_state()
     return numbers
 
 
 def halfway(planned: Checkpointable, rank: int) -> int:
-    planned.measure(batches(rank)[0])
+    planned.measure(here(batches(rank)[0]))
     assert planned.budget is not None
     planned.compute_sequence("1GB")
     assert planned.budget is not None
@@ -82,7 +82,7 @@ def same_as_plain(rank: int, options: dict[str, Any]) -> tuple[str, list[str], i
     found = trained(rank, planned)
     different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
     assert list(planned.state_dict()) == list(blocks().state_dict())
-    batch = batches(rank)[0]
+    batch = here(batches(rank)[0])
     present = [*(p.to_local() for p in model.parameters()), *(p.grad.to_local() for p in model.parameters()), batch]
     measured = measured_peak(lambda: loss(planned(batch)).backward(), tensors_in(present), device())
     assert planned.sequence is not None

@@ -23,7 +23,7 @@ from rotor_py.shard_groups import ShardGroup, groups_of
 from rotor_solver import store_all
 from tests.distributed import fsdp
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
-from tests.distributed.processes import device, random_state
+from tests.distributed.processes import device, here, kept, mesh, present_bytes, random_state
 
 Numbers = dict[str, torch.Tensor]
 
@@ -37,15 +37,15 @@ def trained(kind: str, rank: int, model: nn.Module, optimizer: Optimizer, accumu
         optimizer.zero_grad()
         for number in range(accumulated):
             set_sync(model, number == accumulated - 1)
-            value = loss(model(**given[step * accumulated + number]))
+            value = loss(model(**here(given[step * accumulated + number])))
             value.backward()
-            numbers[f"loss {step} {number}"] = value.detach()
+            numbers[f"loss {step} {number}"] = kept(value)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 assert isinstance(parameter.grad, DTensor), name
-                numbers[f"gradient {step} {name}"] = parameter.grad.to_local().clone()
+                numbers[f"gradient {step} {name}"] = kept(parameter.grad.to_local())
         optimizer.step()
-    numbers |= {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+    numbers |= {name: kept(p.to_local()) for name, p in model.named_parameters()}
     numbers["random"] = random_state()
     return numbers
 
@@ -72,7 +72,7 @@ def same_as_plain(
     measured_stages: list[str] = []
     planned = Checkpointable(
         model,
-        batches(kind, rank, 1)[0],
+        here(batches(kind, rank, 1)[0]),
         loss=loss,
         optimizer=optimizer,
         progress=lambda done, count, name: measured_stages.append(name),
@@ -92,7 +92,7 @@ def same_as_plain(
 
 def measured_peak_of(kind: str, rank: int, planned: Checkpointable, optimizer: Optimizer, accumulated: int) -> int:
     """The peak of a step, or more: what a thread of the backend is the last to let go of is not seen to be freed."""
-    batch = batches(kind, rank, 1)[0]
+    batch = here(batches(kind, rank, 1)[0])
     state = [list(entry.values()) for entry in optimizer.state.values()]
     parameters = list(planned.parameters())
     sharded = [*tensors_in(state), *parameters, *(p.grad for p in parameters if p.grad is not None)]
@@ -109,9 +109,10 @@ def measured_peak_of(kind: str, rank: int, planned: Checkpointable, optimizer: O
 def around_a_step(rank: int, folder: str) -> None:
     """A first step that plans, a smaller batch, other plans, a model with a plan from a file, and eval mode."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    (batch,) = batches("skips", rank, 1)
-    plain, model = made("skips", "mixed"), made("skips", "mixed")
-    planned = Checkpointable(model, mem_limit="1.2MB", loss=loss)
+    batch, plain = here(batches("skips", rank, 1)[0]), made("skips", "mixed")
+    before = present_bytes()
+    model = made("skips", "mixed")
+    planned = Checkpointable(model, mem_limit=1_200_000 + before, loss=loss)
     assert list(planned.state_dict()) == list(plain.state_dict())
     for value in (batch["value"], batch["value"][:3]):
         same_gradients([plain, planned], value=value)
@@ -143,7 +144,7 @@ def whole_at_once(rank: int, kind: str) -> tuple[int, int]:
     """How many groups are whole at most while a region is run again; how many groups there are."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     model = fsdp.sharded() if kind == "chain" else made(kind, "plain")
-    batch = fsdp.batches(rank)[0] if kind == "chain" else batches(kind, rank, 1)[0]
+    batch = here(fsdp.batches(rank)[0] if kind == "chain" else batches(kind, rank, 1)[0])
     planned = Checkpointable(model, batch, every_n_layers=4)
     counts, gather = [], ShardGroup.gather
 
@@ -162,7 +163,7 @@ def whole_at_once(rank: int, kind: str) -> tuple[int, int]:
 
 def cut_anywhere(rank: int) -> list[str]:
     """The sequences of plans whose regions begin in the middle of a layer, and end in another one."""
-    plain, (batch,) = made("llama", "plain"), batches("llama", rank, 1)
+    plain, batch = made("llama", "plain"), here(batches("llama", rank, 1)[0])
     sequences = []
     for number in (2, 3, 4):
         planned = Checkpointable(made("llama", "plain"), batch, every_n_layers=number)
@@ -214,13 +215,13 @@ def refusal(rank: int, kind: str) -> str:
     model: nn.Module = Outer({"wrapping": Wrapping, "still": Still}.get(kind, Broken)(WIDTH, WIDTH))
     if kind == "tensor parallel":
         count = torch.distributed.get_world_size()
-        mesh = init_device_mesh(device().type, (1, count), mesh_dim_names=("data", "tensor"))
+        grid = init_device_mesh(device().type, (1, count), mesh_dim_names=("data", "tensor"))
         model = Outer(nn.Linear(WIDTH, WIDTH))
-        parallelize_module(model.layer, mesh["tensor"], ColwiseParallel())
-        fully_shard(model, mesh=mesh["data"])
+        parallelize_module(model.layer, grid["tensor"], ColwiseParallel())
+        fully_shard(model, mesh=grid["data"])
     else:
-        fully_shard(model.layer)
-        fully_shard(model)
+        fully_shard(model.layer, mesh=mesh())
+        fully_shard(model, mesh=mesh())
     present = borders.TORCH
     try:
         if kind == "old torch":

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.distributed.processes import device
+from tests.distributed.processes import mesh
 
 BATCH, LENGTH, WIDTH = 8, 64, 32
 
@@ -132,16 +132,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def made(kind: str, options: str) -> nn.Module:
     torch.manual_seed(0)
     make, shard = MODELS[kind]
-    return shard(make().train(), *OPTIONS[options])
+    layer, whole = OPTIONS[options]
+    return shard(make().train(), {**layer, "mesh": mesh()}, whole)
 
 
 def batches(kind: str, rank: int, count: int) -> list[dict[str, Any]]:
-    generator = torch.Generator(device()).manual_seed(rank)
+    drawn: dict[str, Any] = {"generator": torch.Generator("cpu").manual_seed(rank), "device": "cpu"}
     if "llama" in kind:
-        ids = [torch.randint(64, (BATCH, LENGTH), generator=generator) for _ in range(count)]
+        ids = [torch.randint(64, (BATCH, LENGTH), **drawn) for _ in range(count)]
         return [{"input_ids": each, "labels": each} for each in ids]
     size = 1 if "heavy" in kind else BATCH
-    return [{"value": torch.randn(size, LENGTH, WIDTH, generator=generator)} for _ in range(count)]
+    return [{"value": torch.randn(size, LENGTH, WIDTH, **drawn)} for _ in range(count)]
 
 
 def loss(output: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import gc
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -13,6 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map_only
+
+from rotor_py.device import allocated_bytes
 
 
 class Processes:
@@ -58,6 +62,27 @@ def device() -> torch.device:
     return torch.get_default_device()
 
 
+def mesh() -> DeviceMesh:
+    """All processes, for `fully_shard`, which would otherwise take an accelerator where there is one."""
+    return init_device_mesh(device().type, (dist.get_world_size(),))
+
+
+def here(value: Any) -> Any:
+    """A nested structure with its tensors on the device that the process trains on."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device()), value)
+
+
+def kept(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that takes no memory of a CUDA device, all of which counts in a limit."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def present_bytes() -> int:
+    """What the process has on a CUDA device, which counts in a limit; 0 on the CPU, where it does not."""
+    gc.collect()
+    return allocated_bytes(device()) or 0
+
+
 def random_state() -> torch.Tensor:
     """The state that the device's random numbers come from, on the CPU."""
     return torch.cuda.get_rng_state() if device().type == "cuda" else torch.get_rng_state()
@@ -66,7 +91,6 @@ def random_state() -> torch.Tensor:
 def _serve(rank: int, count: int, meeting: str, backend: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else sums are in no fixed order
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=count)

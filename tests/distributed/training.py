@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
 from rotor_solver import store_all
-from tests.distributed.processes import device, random_state
+from tests.distributed.processes import device, here, kept, present_bytes, random_state
 
 F = nn.functional
 
@@ -73,16 +74,18 @@ def _precision() -> torch.dtype:
 
 
 def batches(rank: int, count: int) -> list[torch.Tensor]:
-    generator = torch.Generator(device()).manual_seed(1000 + rank)
-    return [torch.randn(BATCH, 64, generator=generator, dtype=_precision()) for _ in range(count)]
+    generator = torch.Generator("cpu").manual_seed(1000 + rank)
+    shape = {"generator": generator, "dtype": _precision(), "device": "cpu"}
+    return [torch.randn(BATCH, 64, **shape) for _ in range(count)]
 
 
 def halfway(rank: int, kind: str) -> int:
-    """A limit for which something has to be computed twice, gradient buckets counted."""
+    """A limit for which something has to be computed twice, gradient buckets counted, `present_bytes` not."""
     probe = Checkpointable(made(kind), loss=loss)
-    probe.measure(batches(0, 1)[0])
+    probe.measure(here(batches(0, 1)[0]))
     assert probe.budget is not None
-    whole = (probe.budget.least_bytes() + probe.budget.peak_bytes(store_all(probe.budget.chain))) // 2
+    budget = replace(probe.budget, fixed=replace(probe.budget.fixed, other=0))
+    whole = (budget.least_bytes() + budget.peak_bytes(store_all(budget.chain))) // 2
     return whole + sum(p.numel() * p.element_size() for p in probe.parameters())
 
 
@@ -91,7 +94,10 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 
 
 def wrapped(model: nn.Module, order: str, limit: int | None, **options: Any) -> nn.Module:
-    """DistributedDataParallel, and for `order` "outside" or "inside" a plan inside or outside it."""
+    """DistributedDataParallel, and for `order` "outside" or "inside" a plan inside or outside it.
+
+    `limit` is that for what is made here and later.
+    """
     if order == "outside":
         return DistributedDataParallel(Checkpointable(model, mem_limit=limit, loss=loss), **options)
     ddp = DistributedDataParallel(model, **options)
@@ -109,7 +115,8 @@ def trained(
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model after three steps of SGD, and all numbers there are."""
     torch.manual_seed(rank)
-    model = wrapped(made(kind), order, limit, **options)
+    before = present_bytes()
+    model = wrapped(made(kind), order, None if limit is None else limit + before, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     numbers: dict[str, torch.Tensor] = {}
     given = batches(rank, 3 * accumulated)
@@ -118,16 +125,16 @@ def trained(
         for number in range(accumulated):
             last = number == accumulated - 1
             with nullcontext() if last else no_sync(model):
-                value = loss(model(given[step * accumulated + number]))
+                value = loss(model(here(given[step * accumulated + number])))
                 value.backward()
-            numbers[f"loss {step} {number}"] = value.detach()
+            numbers[f"loss {step} {number}"] = kept(value)
         for name, parameter in model.named_parameters():
             assert (parameter.grad is None) == ("unused" in name), name
             if parameter.grad is None:
                 continue
-            numbers[f"gradient {step} {name.replace('module.', '')}"] = parameter.grad.clone()
+            numbers[f"gradient {step} {name.replace('module.', '')}"] = kept(parameter.grad)
         optimizer.step()
-    numbers |= {name.replace("module.", ""): value.clone() for name, value in model.state_dict().items()}
+    numbers |= {name.replace("module.", ""): kept(value) for name, value in model.state_dict().items()}
     numbers["random"] = random_state()
     return model, numbers
 
@@ -144,7 +151,7 @@ def same_as_plain(
     Sums over more than two processes depend on how gradients are put in buckets; where they have to be, numbers are
     compared in double precision.
     """
-    _, expected = trained(rank, kind, "plain", None, accumulated, **(options or {}))
+    expected = trained(rank, kind, "plain", None, accumulated, **(options or {}))[1]
     model, found = trained(rank, kind, order, limit, accumulated, **(options or {}))
     assert found.keys() == expected.keys()
     exact = torch.distributed.get_world_size() <= 2
@@ -154,10 +161,14 @@ def same_as_plain(
 
 
 def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int, int]:
-    """The sequence, and the predicted and the measured peak of a step, with the limit of each rank."""
-    model, _ = trained(rank, kind, order, limits[rank])
+    """The sequence, and the predicted and the measured peak of a step, with the limit of each rank.
+
+    Peaks are those of what is made here, like the limits.
+    """
+    before = present_bytes()
+    model = trained(rank, kind, order, limits[rank])[0]
     planned = planned_part(model)
-    (batch,) = batches(rank, 1)
+    batch = here(batches(rank, 1)[0])
     assert planned.budget is not None
     assert planned.sequence is not None
     model.zero_grad(set_to_none=False)
@@ -167,10 +178,12 @@ def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int
         output = model(batch)
         loss(output).backward()
 
-    # Buckets are not among the tensors of DistributedDataParallel, and the optimizer is gone.
-    held = planned.budget.fixed.communication + planned.budget.fixed.optimizer
+    # The optimizer is gone, and buckets are not among the tensors of DistributedDataParallel.
+    held = planned.budget.fixed.optimizer
+    if device().type == "cpu":
+        held += planned.budget.fixed.communication
     measured = measured_peak(step, present, device()) + held
-    return str(planned.sequence), planned.budget.peak_bytes(planned.sequence), measured
+    return str(planned.sequence), planned.budget.peak_bytes(planned.sequence) - before, measured - before
 
 
 def refusal(rank: int, kind: str, limits: list[int]) -> str:
@@ -184,7 +197,7 @@ def refusal(rank: int, kind: str, limits: list[int]) -> str:
 
 def order_of_events(rank: int, kind: str, limit: int) -> list[str]:
     """Buckets sent, and stages run again, in the order of a backward."""
-    model = wrapped(made(kind), "outside", limit, bucket_cap_mb=0.02)
+    model = wrapped(made(kind), "outside", limit + present_bytes(), bucket_cap_mb=0.02)
     events: list[str] = []
 
     def send(state: None, bucket: Any) -> Any:
@@ -193,7 +206,7 @@ def order_of_events(rank: int, kind: str, limit: int) -> list[str]:
 
     send.__annotations__.clear()  # it is looked at, and must not be a text
     model.register_comm_hook(None, send)  # type: ignore[operator] # a method of DistributedDataParallel
-    (batch,) = batches(rank, 1)
+    batch = here(batches(rank, 1)[0])
     loss(model(batch)).backward()  # buckets are made anew after the first
     planned = planned_part(model)
     for name, function in zip(planned.names, planned.functions, strict=True):

@@ -326,31 +326,50 @@ def test_before_python_3_11_the_note_is_kept_and_logged(caplog: pytest.LogCaptur
     assert caplog.messages == ["OldError: in the forward of stage '4'"]
 
 
+class Greedy(nn.Linear):
+    """Asks for `wanted` bytes on its device when it is called again."""
+
+    calls = wanted = 0
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.wanted and self.calls == 2:
+            torch.empty(self.wanted, dtype=torch.uint8, device=value.device)
+        return super().forward(value)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_out_of_memory_on_a_device_names_the_stage_and_a_smaller_batch_trains_after_it() -> None:
-    """A step that fits, then one in which something else has taken the memory by the time of the backward."""
-    device = torch.device("cuda")
+    """A step that fits, then one in which a stage needs more than the allocator may have when it is run again."""
+    device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
-    plain = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]).to(device)
+    layers = [nn.Sequential(Greedy(1024, 1024), nn.GELU()) for _ in range(8)]
+    plain = nn.Sequential(*layers).to(device)
     network = Checkpointable(copy.deepcopy(plain), loss=square)
     batch = torch.randn(8192, 1024, device=device)
     network.measure(batch)
     network.compute_sequence(network.budget.least_bytes())
     square(network(batch)).backward()
     network.zero_grad()
+    before = torch.cuda.memory_allocated(device)
+    greedy = network.model[0][0]
+    greedy.calls, greedy.wanted = 0, 2**30
     loss = square(network(batch))
+    assert greedy.calls == 1
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 2**29) / total, device)
     try:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             loss.backward()
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "of stage" in notes(caught.value)
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert "of stage '0.0'" in notes(caught.value)
     del loss, caught
+    greedy.wanted = 0
     network.zero_grad()
+    assert torch.cuda.memory_allocated(device) <= before
     square(network(batch[:64])).backward()
     square(plain(batch[:64])).backward()
     for a, b in zip(network.parameters(), plain.parameters(), strict=True):

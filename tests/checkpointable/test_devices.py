@@ -1,0 +1,52 @@
+"""What is different on CUDA devices, as far as it can be told without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling.optimizer import _on_meta
+from rotor_profiling.storage import allocated
+from rotor_py import Checkpointable, UnsupportedModelError, budget
+from rotor_py.chain import refuse_random_state_of_its_own
+from tests.checkpointable.steps import square
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("option", ["fused", "capturable"])
+def test_an_optimizer_that_counts_its_steps_on_the_device_needs_a_block_for_each_parameter(option: str) -> None:
+    parameters = list(nn.Sequential(nn.Linear(50, 70), nn.Linear(70, 30)).parameters())
+    usual, _ = _on_meta(torch.optim.AdamW(parameters), "cuda")
+    here, _ = _on_meta(torch.optim.AdamW(parameters, **{option: True}), "cuda")
+    assert usual == 2 * sum(allocated(p.nbytes, "cuda") for p in parameters)
+    assert here == usual + 512 * len(parameters)
+
+
+def test_buckets_that_are_there_when_it_is_measured_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, sent = 10**6, 3 * 10**5
+    monkeypatch.setattr(budget, "allocated_bytes", lambda device: held)
+    planned = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8), loss=square)
+    assert planned.inspection_values is not None
+    fixed = [
+        budget.make_budget(
+            planned.model, torch.randn(4, 8), planned.inspection_values, torch.device("cpu"),
+            fresh_gradients=True, optimizer=None, communication=communication, buckets=buckets,
+        ).fixed
+        for communication, buckets in ((0, False), (sent, True), (sent, False))
+    ]  # fmt: skip
+    alone, there, to_come = fixed
+    assert there.total == alone.total
+    assert to_come.total == alone.total + sent
+
+
+def test_layers_that_could_not_draw_the_same_numbers_again_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [("0", nn.Linear(8, 8)), ("1", nn.LSTM(8, 8, num_layers=2, dropout=0.1))]
+    refuse_random_state_of_its_own(layers, torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match=r"layer '1' has dropout between the layers of its LSTM.*cuDNN"):
+        refuse_random_state_of_its_own(layers, CUDA)
+    for harmless in (nn.LSTM(8, 8, num_layers=2), nn.GRU(8, 8), nn.GRU(8, 8, 2, dropout=0.1).eval()):
+        refuse_random_state_of_its_own([("0", harmless)], CUDA)
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    refuse_random_state_of_its_own(layers, CUDA)
