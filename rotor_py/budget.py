@@ -179,7 +179,8 @@ def make_budget(
     sizes = storages(here)
     buffers = storage_bytes(_on(device, model.buffers()), owned_elsewhere=sizes)
     batch = storage_bytes(_on(device, tensors_in(sample)))
-    gradients = 0 if fresh_gradients else trained
+    left_over = storage_bytes(_on(device, [p.grad for p in parameters if p.grad is not None and not p.requires_grad]))
+    gradients = left_over + (0 if fresh_gradients else trained)
     state = optimizer.state_bytes if optimizer else 0
     accounted = sum(sizes.values()) + buffers + batch + (communication if buckets else 0)
     prefix = measurement.prefix

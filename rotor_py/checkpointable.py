@@ -24,7 +24,8 @@ from rotor_py.distributed import size_of
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.executor import replay
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
-from rotor_py.input_spec import covers, reaches, spec_of, words
+from rotor_py.input_spec import covers, reaches, same_kind, spec_of, words
+from rotor_py.kinds import Kinds
 from rotor_py.measurement import Measurement, Progress, measure
 from rotor_py.model_state import ModelState
 from rotor_py.noticing import wait_for_optimizers
@@ -40,6 +41,7 @@ from rotor_py.turns import planning
 from rotor_solver import Chain, Sequence
 
 _log = logging.getLogger("rotor_py")
+_MOST_PLANS = 16
 
 
 class Checkpointable(Planned):
@@ -140,7 +142,10 @@ class Checkpointable(Planned):
         self._agreed: Sequence | None = None
         self._last_resort: Sequence | None = None
         self._core = core_of(model)
-        self._capture = None if is_chain(self._core) else CaptureSession(self._core, self._run_captured, granularity)
+        self._granularity = granularity
+        self._capture = None if is_chain(self._core) else self._new_capture()
+        self._kinds = Kinds()
+        self._plans = 0
         if optimizer is None:
             wait_for_optimizers(self)
         self._by_hand = ByHand.asked_for(level, every_n_layers, max_checkpoints)
@@ -170,7 +175,7 @@ class Checkpointable(Planned):
         """
         arguments, keywords = arguments_of(custom_input)
         if self._capture is not None:
-            self._prepare_captured(self._capture, arguments, keywords)
+            self._prepare_captured(arguments, keywords)
         else:
             self._prepare(self._chain_input(arguments, keywords))
 
@@ -178,6 +183,7 @@ class Checkpointable(Planned):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         make, arguments, state = super().__reduce_ex__(protocol)
+        state = {**state, "_kinds": None, "_plans": 0}
         if self._capture is not None:  # a copy captures graphs of its own, at its first step
             unknown = ("_agreed", "_cut", "_program", "_state", "_value", "budget", "chain", "inspection_values")
             sequence = None if self._plan is None else self._plan.sequence
@@ -186,6 +192,7 @@ class Checkpointable(Planned):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._kinds = Kinds()
         if self._optimizer is None:
             wait_for_optimizers(self)
 
@@ -238,7 +245,8 @@ class Checkpointable(Planned):
                 self._value = spec_of(value)
             self._agree()
             return
-        if self._cut is None or state != self._state:
+        known = self._turn_to(state, value)
+        if not known and (self._cut is None or state != self._state or size_of(self._processes()) == 1):
             self._prepare(value)
         elif not covers(self._value, value):
             raise UnsupportedModelError(
@@ -247,10 +255,27 @@ class Checkpointable(Planned):
             )
         self._agree()
 
+    def _turn_to(self, state: ModelState, value: Any) -> bool:
+        """Whether something is planned for steps of this kind, which is then what is planned."""
+        if self._cut is not None and state == self._state and same_kind(self._value, spec_of(value)):
+            return True
+        return self._kinds.take_up(self, state, spec_of(value))
+
+    def _begin_planning(self, value: Any) -> bool:
+        """Make room for a plan for steps on `value`; whether there was one for another kind of step."""
+        with in_training(self):
+            state, spec = ModelState.of(self._core), spec_of(value)
+        another = self._plan is None and not (state == self._state and same_kind(self._value, spec))
+        if another:
+            self._kinds.put_aside(self, state)
+        self._kinds.drop(state, spec)
+        self._plan = self._cut = self._state = self.sequence = self.budget = None
+        self._value = spec
+        return another
+
     def _prepare(self, value: Any) -> None:
-        """Cut and measure on the chain's input `value`; what was planned before is no longer valid."""
-        self._plan = self._cut = self.sequence = self.budget = None
-        self._value = spec_of(value)
+        """Cut and measure on the chain's input `value`; what was planned for the same kind of step is forgotten."""
+        self._begin_planning(value)
         shown = nullcontext(self.progress) if self.progress else progress_bar()
         with planning, in_training(self), torch.enable_grad(), shown as progress:
             found = cut(self._core, value, self.device)
@@ -260,11 +285,12 @@ class Checkpointable(Planned):
 
     # Captured graphs
 
-    def _prepare_captured(self, capture: CaptureSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _prepare_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture the model's graphs, cut and measure them."""
-        self._plan = self._cut = self.sequence = self.budget = None
         args, kwargs = as_entered(self._core, (args, kwargs))
-        self._value = spec_of((args, kwargs))
+        if self._begin_planning((args, kwargs)) or self._capture is None:
+            self._capture = self._new_capture()
+        capture = self._capture
         shown = nullcontext(self.progress) if self.progress else progress_bar()
         with planning, in_training(self), torch.enable_grad(), shown as progress:
             found, measurement, shared = capture.measure(
@@ -289,26 +315,38 @@ class Checkpointable(Planned):
                 self._value = spec_of(value)
             self._agree()
             return capture.run(args, kwargs)
-        if self._cut is None or state != self._state or not reaches(self._value, value):
-            self._plan_again(capture, args, kwargs)
+        if not self._turn_to(state, value) or not reaches(self._value, value):
+            self._plan_again(args, kwargs)
         self._agree()
+        assert self._capture is not None
         try:
-            return capture.run(args, kwargs)
+            return self._capture.run(args, kwargs)
         except PlanMismatchError:  # the model takes another way, for another shape for example
-            self._plan_again(capture, args, kwargs)
+            self._plan_again(args, kwargs)
             self._agree()
-            return capture.run(args, kwargs)
+            return self._capture.run(args, kwargs)
 
-    def _plan_again(self, capture: CaptureSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        capture.count_plan()
+    def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan for a first or a larger input or another kind of step; UnsupportedModelError if there is no end to it."""
+        self._plans += 1
+        if self._plans > _MOST_PLANS:
+            raise UnsupportedModelError(
+                f"the model has been planned {_MOST_PLANS} times, and its input has changed again; call measure() once "
+                "with the largest input there will be"
+            )
         if self._cut is not None and not reaches(self._value, (args, kwargs)) and size_of(self._processes()) > 1:
             raise UnsupportedModelError(
                 f"the input is {words(spec_of((args, kwargs)))}, for which there is no plan, and processes that train "
                 "together cannot each make one; call measure() in all of them with the largest input there will be"
             )
         if self._cut is not None:
-            _log.warning("planning again: the input is %s", words(spec_of((args, kwargs))))
-        self._prepare_captured(capture, args, kwargs)
+            same = same_kind(self._value, spec_of((args, kwargs))) and ModelState.of(self._core) == self._state
+            why = "planning again" if same else "planning for another kind of step"
+            _log.warning("%s: the input is %s", why, words(spec_of((args, kwargs))))
+        self._prepare_captured(args, kwargs)
+
+    def _new_capture(self) -> CaptureSession:
+        return CaptureSession(self._core, self._run_captured, self._granularity)
 
     def _run_captured(self, runnable: Cut, value: Any) -> Any:
         """Run the stages of the main graph by the plan."""

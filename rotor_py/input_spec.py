@@ -64,6 +64,20 @@ def reaches(planned: Any, value: Any) -> bool:
     )
 
 
+def same_kind(planned: Any, spec: Any) -> bool:
+    """Whether a step on `spec` has the same graph as one on `planned`, as far as it shows: tensors that get gradients
+    in the same places, and between them the same values. Shapes, dtypes and devices are not looked at.
+    """
+    expected, planned_spec = tree_flatten(planned)
+    found, structure = tree_flatten(spec)
+    return structure == planned_spec and all(
+        before.requires_grad == after.requires_grad
+        if isinstance(before, TensorSpec) and isinstance(after, TensorSpec)
+        else bool(before == after)
+        for before, after in zip(expected, found, strict=True)
+    )
+
+
 def words(spec: Any) -> str:
     """A spec, as one says it."""
     specs = [leaf for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]

@@ -15,10 +15,15 @@ class ModelState:
     """Layers and their modes, parameters and what they are, autocast. Two states are equal if a plan serves both."""
 
     modules: tuple[object, ...]
-    parameters: tuple[object, ...]
+    parameters: tuple[tuple[int, bool, torch.device, torch.dtype], ...]
     autocast: tuple[torch.dtype | None, ...]
     devices: frozenset[torch.device] = field(compare=False)
     trains: bool = field(compare=False)
+
+    def same_layers(self, other: ModelState) -> bool:
+        """Whether layers and parameters are the same objects, whatever their modes."""
+        mine, theirs = ([entry[0] for entry in state.parameters] for state in (self, other))
+        return self.modules[::2] == other.modules[::2] and mine == theirs
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:

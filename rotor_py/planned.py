@@ -21,6 +21,7 @@ from rotor_py.distributed import agreed_sequence, around, communication_bytes, p
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.input_spec import TensorSpec
+from rotor_py.kinds import Kinds
 from rotor_py.measurement import Measurement
 from rotor_py.model_state import ModelState
 from rotor_py.noticing import noticed_cost
@@ -65,6 +66,7 @@ class Planned(Transparent):
     _group: ProcessGroup | None
     _agreed: Sequence | None
     _last_resort: Sequence | None
+    _kinds: Kinds
 
     @property
     def device(self) -> torch.device:
@@ -209,6 +211,7 @@ class Planned(Transparent):
         self._count_optimizer(cost)
         if self._by_hand is not None or self._plan is not None:
             return
+        self._kinds.count_optimizer(cost, self._limit_bytes)
         if self._agreed is not None:  # the other processes notice theirs, and agree with this one at the next step
             self._last_resort, self.sequence = self.sequence, None
             return

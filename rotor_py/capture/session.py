@@ -30,7 +30,6 @@ from rotor_py.units import format_bytes
 from rotor_solver import simulate, store_all
 
 _log = logging.getLogger("rotor_py")
-_MOST_PLANS = 16
 _FRAMES_HOLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
 """Whether a frame that goes on after a graph break holds on to what went into it: seen in 2.5, not in 2.11 and 2.13."""
 _TRIFLE = 0.01
@@ -72,23 +71,14 @@ class CaptureSession:
         self._cuts: dict[int, tuple[CapturedGraph, Cut]] = {}
         self._plain: dict[int, CapturedGraph] = {}
         self._reached = False
-        self._plans = 0
+        self._said = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs: they are bound to this model, and a copy captures its own."""
         ours = isinstance(self.cut_like, partial)  # else it is that of a plan from a file
-        empty: dict[str, Any] = {"_compiled": None, "_borders": None, "_plans": 0}
+        empty: dict[str, Any] = {"_compiled": None, "_borders": None}
         empty |= {"_graphs": {}, "_cuts": {}, "_plain": {}}
         return {**self.__dict__, **empty, "cut_like": None if ours else self.cut_like}
-
-    def count_plan(self) -> None:
-        """UnsupportedModelError if inputs keep growing: every plan takes a while."""
-        self._plans += 1
-        if self._plans > _MOST_PLANS:
-            raise UnsupportedModelError(
-                f"the model has been planned {_MOST_PLANS} times, and its input has changed again; call measure() once "
-                "with the largest input there will be"
-            )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward by the plan."""
@@ -280,7 +270,8 @@ class CaptureSession:
             return kwargs
         if "use_cache" not in inspect.signature(self.model.forward).parameters:
             return kwargs
-        if self._plans <= 1:
+        if not self._said:
+            self._said = True
             _log.info("use_cache is off while training: what it keeps is of no use there, and takes memory")
         return {**kwargs, "use_cache": False}
 

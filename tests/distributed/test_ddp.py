@@ -79,6 +79,15 @@ def test_the_plan_fits_the_smallest_of_different_limits(processes: Processes, ki
         assert 0.98 * predicted <= measured <= own
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_steps_that_were_measured_take_turns(processes: Processes, kind: str) -> None:
+    found = processes.run(training.in_turn, kind)
+    for sequences, measured, different in found:
+        assert sequences == found[0][0]
+        assert all("CF_" in sequence for sequence in sequences)
+        assert (measured, different) == ([], [])
+
+
 def test_a_limit_that_is_too_small_on_one_rank_is_refused_on_all(processes: Processes) -> None:
     limits = [10**9] * len(processes.processes)
     limits[-1] = 10**5

@@ -186,6 +186,33 @@ def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int
     return str(planned.sequence), planned.budget.peak_bytes(planned.sequence) - before, measured - before
 
 
+def in_turn(rank: int, kind: str) -> tuple[list[str], list[str], list[int]]:
+    """Steps with and without a gradient for the input, in turn: both sequences, the stages that were measured in
+    training, and the numbers of the steps that differ from plain training.
+    """
+    planned, measured, given = Checkpointable(made(kind), loss=loss), [], here(batches(rank, 4))
+    for batch, gradient in zip(given, (True, False), strict=False):
+        planned.measure(batch.detach().requires_grad_(gradient))
+        assert planned.budget is not None
+        planned.mem_limit = max(planned.mem_limit or 0, planned.budget.least_bytes())
+    planned.mem_limit += 2 * sum(p.nbytes for p in planned.parameters())  # buckets
+    planned.progress = lambda done, count, name: measured.append(name)
+    networks = [DistributedDataParallel(network) for network in (planned, made(kind))]
+    sequences, different = [], []
+    for step, batch in enumerate(given):
+        found = []
+        for network in networks:
+            torch.manual_seed(rank)
+            value = batch.detach().requires_grad_(step % 2 == 0)
+            network.zero_grad()
+            loss(network(value)).backward()
+            found.append([value.grad, *(p.grad for p in network.parameters())])
+        sequences.append(str(planned.sequence))
+        if not all(a is b or torch.equal(a, b) for a, b in zip(*found, strict=True)):
+            different.append(step)
+    return sequences, measured, different
+
+
 def refusal(rank: int, kind: str, limits: list[int]) -> str:
     """What is said where the limit of one rank is too small."""
     try:
