@@ -327,7 +327,7 @@ class Checkpointable(Planned):
             return self._capture.run(args, kwargs)
 
     def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan for a first or a larger input or another kind of step; UnsupportedModelError if there is no end to it."""
+        """Plan for a first or larger input, or another kind of step; UnsupportedModelError if there is no end to it."""
         self._plans += 1
         if self._plans > _MOST_PLANS:
             raise UnsupportedModelError(

@@ -110,6 +110,31 @@ def test_a_gan_trains_as_without_a_plan_and_each_kind_of_step_is_planned_once(ki
 
 
 @pytest.mark.parametrize("kind", MODELS)
+def test_a_beginning_that_is_frozen_in_every_other_step_leaves_the_chain_and_comes_back(kind: str) -> None:
+    plain = made(kind)
+    planned, stages = Checkpointable(copy.deepcopy(plain)), []
+    for trains in (True, False):
+        for layer in list(planned.model.children())[: 3 if kind == "chain" else 1]:
+            layer.requires_grad_(trains)
+        planned.measure(images())
+        planned.mem_limit = max(planned.mem_limit or 0, between(planned, 0.0))
+    with plans_counted(planned) as measured:
+        for step in range(4):
+            for network in (planned, plain):
+                torch.manual_seed(step)
+                for layer in list(network.children())[: 3 if kind == "chain" else 1]:
+                    layer.requires_grad_(step % 2 == 0)
+                network.zero_grad()
+                square(network(images())).backward()
+            for found, expected in zip(planned.parameters(), plain.parameters(), strict=True):
+                assert (found.grad is None) == (expected.grad is None)
+                assert found.grad is None or torch.equal(found.grad, expected.grad)
+            stages.append(tuple(planned.names))
+    assert measured == []
+    assert stages[0] == stages[2] != stages[1] == stages[3]
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_kinds_that_are_measured_first_are_each_inside_the_limit(kind: str) -> None:
     """What is frozen may still have the gradients of the step before.
 
