@@ -22,10 +22,10 @@ pytestmark = pytest.mark.filterwarnings(
 LENGTH, BATCH = 40, 4
 
 
-def llama() -> torch.nn.Module:
+def llama(layers: int = 2) -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=96, num_hidden_layers=2, tie_word_embeddings=True, **sizes)
+    config = transformers.LlamaConfig(vocab_size=96, num_hidden_layers=layers, tie_word_embeddings=True, **sizes)
     return transformers.LlamaForCausalLM(config)
 
 
