@@ -34,30 +34,33 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
 
 
 @cache
-def measured(name: str) -> tuple[Checkpointable, torch.Tensor]:
+def measured(name: str) -> tuple[Checkpointable, nn.Sequential, torch.Tensor]:
+    """A plan for the network, the network as it was before any step, and a batch."""
     make, shape = NETWORKS[name]
     torch.manual_seed(0)
-    planned, batch = Checkpointable(make(), loss=square, fresh_grads=True), torch.randn(shape)
+    model = make()
+    plain = copy.deepcopy(model)
+    planned, batch = Checkpointable(model, loss=square, fresh_grads=True), torch.randn(shape)
     planned.measure(batch)
-    return planned, batch
+    return planned, plain, batch
 
 
 @cache
 def plain_steps(name: str) -> list[tuple[str, torch.Tensor]]:
-    planned, batch = measured(name)
-    model = copy.deepcopy(planned.model)
+    _, plain, batch = measured(name)
+    model = copy.deepcopy(plain)
     return steps(model, model, batch)
 
 
 def assert_trains_the_same(name: str, sequence: Sequence) -> None:
-    planned, batch = measured(name)
-    model = copy.deepcopy(planned.model)
+    _, plain, batch = measured(name)
+    model = copy.deepcopy(plain)
     assert_same(steps(model, replayed(cut_of(model, batch), sequence), batch), plain_steps(name))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_ends_of_the_scale_and_limits_between_them(name: str) -> None:
-    planned, _ = measured(name)
+    planned, *_ = measured(name)
     chain = planned.build_chain()
     least = between(planned, 0.0)
     assert planned.budget is not None
@@ -73,15 +76,13 @@ def test_the_ends_of_the_scale_and_limits_between_them(name: str) -> None:
 @pytest.mark.parametrize("kind", [persistent_sequence, any_sequence])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_random_sequences(name: str, kind: Callable[[int, random.Random], Sequence]) -> None:
-    planned, _ = measured(name)
+    planned, *_ = measured(name)
     assert_trains_the_same(name, kind(len(planned.names), random.Random(3)))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_measured_peak_is_inside_the_limit_and_as_predicted(name: str) -> None:
-    original, batch = measured(name)
-    planned = Checkpointable(copy.deepcopy(original.model), loss=square, fresh_grads=True)
-    planned.measure(batch)
+    planned, _, batch = measured(name)
     for share in (0.1, 0.5):
         limit = between(planned, share)
         planned.compute_sequence(limit)
