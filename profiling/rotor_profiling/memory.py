@@ -79,9 +79,8 @@ class CpuMeter:
     _profile: Any = None
 
     def __enter__(self) -> CpuMeter:
-        self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        )
+        # Not torch.profiler.profile: it parses every event when it stops, or warns that it does not keep them.
+        self._profile = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
         with _quiet():
             self._profile.__enter__()
         return self
@@ -97,7 +96,7 @@ class CpuMeter:
         with _quiet():
             profile.__exit__(kind, error, trace)
         if error is None:
-            events = sorted(_events(profile.profiler.kineto_results.experimental_event_tree()))
+            events = sorted(_events(profile.kineto_results.experimental_event_tree()))
             self.phases, self.curve = _split(events)
 
 

@@ -39,19 +39,20 @@ def find_cuts(facts: Facts, granularity: int) -> Cuts:
     """
     live = _liveness(facts)
     weights = [max(1, new_bytes(node)) for node in facts.body]
+    crossings = _Crossings(facts, live)
     carried: list[fx.Node] = []
-    possible = _possible(facts, live, carried)
+    possible = crossings.possible(carried)
     while True:
         low, high = _largest(possible, weights)
         if sum(weights[low:high]) <= _HUGE * sum(weights):
             break
         inside = {node for position in range(low, high - 1) for node in live[position]} - set(carried)
-        counts = {node: len(_possible(facts, live, [*carried, node])) - len(possible) for node in inside}
+        counts = {node: len(crossings.possible([*carried, node])) - len(possible) for node in inside}
         best = max(counts, key=lambda node: (counts[node], -facts.body.index(node)), default=None)
         if best is None or counts[best] < _WORTHWHILE:
             break
         carried.append(best)
-        possible = _possible(facts, live, carried)
+        possible = crossings.possible(carried)
     smallest = _SMALL / granularity
     ends = _merged(possible, weights, smallest)
     while len(ends) > granularity:
@@ -72,22 +73,36 @@ def _liveness(facts: Facts) -> list[list[fx.Node]]:
     return found
 
 
-def _possible(facts: Facts, live: list[list[fx.Node]], carried: list[fx.Node]) -> list[int]:
-    """The positions after which a stage may end; the last one is the end of the graph."""
-    end = len(facts.body) - 1
-    found = []
-    for at in range(end):
-        if _begins(facts.body[at]) or facts.body[at + 1].target is leave:
-            continue
-        tensors = [node for node in live[at] if tensors_of(node)]
-        main = [node for node in tensors if node not in carried]
-        if len(main) > 1 or any(node in facts.outputs for node in main):  # what is returned is no checkpoint to drop
-            continue
-        if not any(map(carries_gradient, tensors)) or not facts.modes[facts.body[at]].gradients:
-            continue
-        if all(len(tensors_of(node)) == 1 and not isinstance(node.meta.get("example_value"), tuple) for node in main):
-            found.append(at)
-    return [*found, end]
+class _Crossings:
+    """The values that are live where a stage may end, if one at most of them is neither carried nor returned."""
+
+    def __init__(self, facts: Facts, live: list[list[fx.Node]]) -> None:
+        tensors = {node: tensors_of(node) for node in facts.body}
+        gradient = {node for node in facts.body if carries_gradient(node)}
+        self._end = len(facts.body) - 1
+        self._live: dict[int, list[fx.Node]] = {}
+        for at, (node, following) in enumerate(itertools.pairwise(facts.body)):
+            if _begins(node) or following.target is leave or not facts.modes[node].gradients:
+                continue
+            here = [each for each in live[at] if tensors[each]]
+            if not gradient.isdisjoint(here):
+                self._live[at] = here
+        self._checkpoints = {
+            node
+            for node, found in tensors.items()
+            if len(found) == 1
+            and not isinstance(node.meta.get("example_value"), tuple)
+            and node not in facts.outputs  # what is returned is no checkpoint to drop
+        }
+
+    def possible(self, carried: list[fx.Node]) -> list[int]:
+        """The positions after which a stage may end; the last one is the end of the graph."""
+        aside, found = set(carried), []
+        for at, live in self._live.items():
+            main = [node for node in live if node not in aside]
+            if len(main) <= 1 and self._checkpoints.issuperset(main):
+                found.append(at)
+        return [*found, self._end]
 
 
 def _begins(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.distributed import training
 from tests.distributed.processes import Processes
 
 
+@cache
 def limit_of(processes: Processes, kind: str) -> int:
     return processes.run(training.halfway, kind)[0]
 

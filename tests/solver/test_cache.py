@@ -20,6 +20,8 @@ for kinds in (90, 3):
     least, full = min_bytes(chain), simulate(chain, store_all(chain)).peak
     for share in (0.02, 0.5):
         solve(chain, int(least + share * (full - least)))
+different = Chain(tuple(Stage(i + 50, (Option(1.0, 2.0, 2 * i + 90),)) for i in range(500)), 50)  # on all cores
+solve(different, 3 * min_bytes(different))
 frontier(chain)
 used = [each for each in vars(kernels).values() if isinstance(each, Dispatcher) and each.signatures]
 print(len(used), sum(sum(each.stats.cache_misses.values()) for each in used))
