@@ -68,7 +68,7 @@ def memory_meter(device: torch.device) -> MemoryMeter:
 
 @dataclass(slots=True)
 class CpuMeter:
-    """Allocator events of the CPU, collected by `torch.profiler`.
+    """Allocator events of the CPU, collected by the profiler of PyTorch.
 
     Frees of blocks that are older than the meter are not counted: their sizes are unknown to the profiler.
     """
