@@ -8,6 +8,8 @@ process is left with it when the others are done.
 
 import gc
 import os
+import subprocess
+import sys
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there, and for what tests start
@@ -35,6 +37,22 @@ LONGEST = (
     "trainers/test_trainer.py",
 )
 """Files of half a minute and more."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several processes share the tests, none of them waits for kernels that another one compiles as well."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not getattr(config.option, "numprocesses", None):
+        return
+    path = os.pathsep.join(str(config.rootpath / folder) for folder in (".", "solver"))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    compiling = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.solver.compiling", which], env=environment, stdout=subprocess.DEVNULL
+        )
+        for which in ("persistent", "others")
+    ]
+    for process in compiling:
+        process.wait()
 
 
 @pytest.fixture(autouse=True)

@@ -32,19 +32,6 @@ def test_stdout_is_json_and_stderr_is_silent(model_file):
     assert json.loads(result.stdout)["plan"]["overhead"] > 1
 
 
-def test_what_one_process_compiled_the_next_one_does_not(model_file, tmp_path: Path):
-    """With a limit that is refused: for that, one kernel is compiled with those it calls, and not all of them."""
-    cache = tmp_path / "cache"
-    first = run(model_file(), "--mem-limit", "1kB", NUMBA_CACHE_DIR=str(cache))
-    assert first.returncode == 3
-    assert first.stderr.startswith("rotor-plan: ")
-    compiled = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb*")}
-    assert compiled
-    second = run(model_file(), "--mem-limit", "1kB", NUMBA_CACHE_DIR=str(cache))
-    assert second.returncode == 3
-    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb*")} == compiled, "the second run compiled again"
-
-
 def test_verify_leaves_stderr_silent(model_file):
     result = run(model_file(), "--mem-limit", "1GB", "--verify")
     assert result.returncode == 0

@@ -1,0 +1,59 @@
+"""Plans that call the solver's kernels: `python -m tests.solver.compiling persistent` (or others) has them compiled.
+
+Prints how many were called, and how many of them were not in Numba's cache.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+from numba.core.dispatcher import Dispatcher
+
+from rotor_solver import (
+    Chain,
+    Option,
+    Stage,
+    floating_kernels,
+    frontier,
+    heterogeneous_kernels,
+    kernels,
+    min_bytes,
+    simulate,
+    solve,
+    store_all,
+)
+
+
+def chain_of(kinds: int, length: int = 90) -> Chain:
+    """So many kinds of stages in turn."""
+    drawn = random.Random(1)
+    made = [Stage(drawn.randint(50, 90), (Option(1.0, drawn.random(), drawn.randint(90, 200)),)) for _ in range(kinds)]
+    return Chain(tuple(made * (length // kinds)), 50)
+
+
+def solve_at(chain: Chain, share: float, algorithm: str) -> None:
+    least, full = min_bytes(chain), simulate(chain, store_all(chain)).peak
+    solve(chain, int(least + share * (full - least)), algorithm)
+
+
+def persistent() -> None:
+    for kinds in (90, 3):
+        for share in (0.02, 0.5):
+            solve_at(chain_of(kinds), share, "persistent")
+    solve_at(chain_of(500, 500), 0.2, "persistent")  # on all cores
+    frontier(chain_of(3))
+
+
+def others() -> None:
+    solve_at(chain_of(3, 12), 0.5, "floating")
+    solve_at(chain_of(3, 12), 0.5, "griewank-heterogeneous")
+
+
+if __name__ == "__main__":
+    {"persistent": persistent, "others": others}[sys.argv[1]]()
+    modules = (kernels, floating_kernels, heterogeneous_kernels)
+    found = {each for module in modules for each in vars(module).values() if isinstance(each, Dispatcher)}
+    called = [each for each in found if each.signatures]
+    missed = sum(sum(each.stats.cache_misses.values()) for each in called)
+    sys.stdout.write(f"{len(called)} {missed}\n")
