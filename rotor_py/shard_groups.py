@@ -114,8 +114,8 @@ class ShardGroup:
         They are returned so that gradients are sent when the backward has come through them.
         """
         found = self.modules[module]
-        entered, _ = _hook(found._forward_pre_hooks, self._before)(found, tensors, {})
-        return tuple(entered)
+        entered = _hook(found._forward_pre_hooks, self._before)(found, tensors, {})
+        return tensors if entered is None else tuple(entered[0])  # None: gathered for another module of the group
 
     def leave(self, module: int, tensors: Tensors) -> Tensors:
         """Let go, as after the forward of a module; `tensors` are those of its output that need a gradient.
