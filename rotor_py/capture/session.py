@@ -300,6 +300,8 @@ def _with_others(main: Measurement, before: list[_Part], after: list[_Part], out
         whole = simulate(chain, store_all(chain))
         seconds, temp = seconds + whole.makespan, temp + whole.peak
         kept += sum(part.measurement.gradient_bytes)  # they are there while the main graph goes backward
+    if after:  # they make the gradient that the main graph's backward begins with, and a loss is counted beside it
+        temp = max(0, temp - main.stages[-1].activation_bytes)
     kept += sum(part.saved_bytes for part in before)
     return replace(main, loss=LossCost(seconds, temp, kept))
 

@@ -78,6 +78,36 @@ def test_a_second_graph_runs_as_it_is_and_its_memory_is_accounted_for() -> None:
         assert measured <= limit
 
 
+class LateLoss(nn.Module):
+    """The loss has a graph of its own, after large logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.head = nn.Linear(64, 400)
+
+    def forward(self, value: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            value = layer(value).tanh().sin()
+        logits = self.head(value)
+        torch._dynamo.graph_break()
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_the_gradient_that_a_second_graph_makes_is_counted_once() -> None:
+    torch.manual_seed(0)
+    model, inputs = LateLoss(), {"value": torch.randn(512, 64), "labels": torch.randint(400, (512,))}
+    plain = copy.deepcopy(model)
+    planned = Checkpointable(model, loss=lambda output: output[0], optimizer=adamw(model), fresh_grads=True)
+    planned.measure(inputs)
+    least, whole = limits(planned)
+    for limit in (least, (least + whole) // 2, whole):
+        predicted = planned.budget.peak_bytes(planned.compute_sequence(limit))
+        measured = compare(planned, plain, inputs, lambda output: output[0])
+        assert 0.98 * predicted <= measured <= limit
+
+
 def test_a_plan_is_saved_and_used_without_measuring(tmp_path: Path) -> None:
     planned, plain, inputs = planned_tower()
     least, whole = limits(planned)
