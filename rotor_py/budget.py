@@ -128,6 +128,11 @@ class Budget:
         """The same with `size` bytes for what processes send to each other."""
         return replace(self, fixed=replace(self.fixed, communication=size))
 
+    def with_gradients_of(self, model: nn.Module, device: torch.device, *, fresh: bool) -> Budget:
+        """The same with room for the gradients that there are now, if it has not enough."""
+        gradients = max(self.fixed.gradients, _gradients(model, device, fresh))
+        return replace(self, fixed=replace(self.fixed, gradients=gradients))
+
     def split(self) -> str:
         """The fixed part in words."""
         parts = self.parts()
@@ -179,8 +184,7 @@ def make_budget(
     sizes = storages(here)
     buffers = storage_bytes(_on(device, model.buffers()), owned_elsewhere=sizes)
     batch = storage_bytes(_on(device, tensors_in(sample)))
-    left_over = storage_bytes(_on(device, [p.grad for p in parameters if p.grad is not None and not p.requires_grad]))
-    gradients = left_over + (0 if fresh_gradients else trained)
+    gradients = _gradients(model, device, fresh_gradients)
     state = optimizer.state_bytes if optimizer else 0
     accounted = sum(sizes.values()) + buffers + batch + (communication if buckets else 0)
     prefix = measurement.prefix
@@ -205,6 +209,13 @@ def make_budget(
         stepping_bytes=stepping,
         step_bytes=optimizer.step_bytes if optimizer else None,
     )
+
+
+def _gradients(model: nn.Module, device: torch.device, fresh: bool) -> int:
+    """Bytes of gradients that are there throughout: those left over of frozen parameters, and unless `fresh`, all."""
+    frozen = [p.grad for p in model.parameters() if p.grad is not None and not p.requires_grad]
+    trained = bytes_like(p for p in model.parameters() if p.requires_grad and p.device == device)
+    return storage_bytes(_on(device, frozen)) + (0 if fresh else trained)
 
 
 def _on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ from rotor_py.distributed import size_of
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.executor import replay
 from rotor_py.fingerprint import input_fingerprint, model_fingerprint
-from rotor_py.input_spec import covers, reaches, same_kind, spec_of, words
+from rotor_py.input_spec import covers, gradients_of, reaches, same_kind, spec_of, words
 from rotor_py.kinds import Kinds
 from rotor_py.measurement import Measurement, Progress, measure
 from rotor_py.model_state import ModelState
@@ -141,6 +141,7 @@ class Checkpointable(Planned):
         self._group = process_group
         self._agreed: Sequence | None = None
         self._last_resort: Sequence | None = None
+        self._solved_for: tuple[int | str | None, int] | None = None
         self._core = core_of(model)
         self._granularity = granularity
         self._capture = None if is_chain(self._core) else self._new_capture()
@@ -246,7 +247,9 @@ class Checkpointable(Planned):
             self._agree()
             return
         known = self._turn_to(state, value)
-        if not known and (self._cut is None or state != self._state or size_of(self._processes()) == 1):
+        alone = size_of(self._processes()) == 1
+        other = state != self._state or (alone and gradients_of(self._value) != gradients_of(spec_of(value)))
+        if not known and (self._cut is None or other):
             self._prepare(value)
         elif not covers(self._value, value):
             raise UnsupportedModelError(
@@ -328,7 +331,7 @@ class Checkpointable(Planned):
 
     def _plan_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan for a first or larger input, or another kind of step; UnsupportedModelError if there is no end to it."""
-        self._plans += 1
+        self._plans += self._cut is None or ModelState.of(self._core) == self._state
         if self._plans > _MOST_PLANS:
             raise UnsupportedModelError(
                 f"the model has been planned {_MOST_PLANS} times, and its input has changed again; call measure() once "

@@ -29,7 +29,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Operations
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +43,6 @@ from rotor_py.program import Program, Step, program
 from rotor_py.runner import AttachedStage, StageRunner
 from rotor_py.store import ActivationStore
 from rotor_py.surroundings import Surroundings
-from rotor_py.traits import traits_of
 from rotor_solver import Backward, ForwardEnable, Sequence
 
 
@@ -78,7 +77,7 @@ class CheckpointOptim(torch.autograd.Function):
         before = tape.versions(stage, value)
         output, tape.surroundings[stage] = tape.runners[stage].first(value)
         tape.refuse_overwritten(stage, value, before)
-        ctx.mark_non_differentiable(*_without_gradient(tape.runners[stage].function, value, output))
+        ctx.mark_non_differentiable(*_without_gradient(tape.runners[stage], value, output))
         flat, tape.output_specs[stage] = tree_flatten(output)
         tape.output_leaves[stage] = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return tuple(leaf for leaf in flat if isinstance(leaf, torch.Tensor))
@@ -284,11 +283,11 @@ def _release(held: _Held, step: Step) -> None:
     held.inputs.drop_all_but(step.live)
 
 
-def _without_gradient(function: Callable[..., Any], value: Any, output: Any) -> list[torch.Tensor]:
+def _without_gradient(runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:
     """The tensors of `output` that have no gradient in plain training either.
 
     Those that the stage passes on as they came, and those that are known for it.
     """
     passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
-    known = traits_of(function).without_gradient
+    known = runner.traits.without_gradient
     return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]

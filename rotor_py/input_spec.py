@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
@@ -46,36 +48,43 @@ def spec_of(value: Any) -> Any:
 
 def covers(planned: Any, value: Any) -> bool:
     """Whether `value` needs no more memory than the input whose spec is `planned`."""
-    found, spec = tree_flatten(spec_of(value))
-    expected, planned_spec = tree_flatten(planned)
-    return spec == planned_spec and all(
-        before.covers(after) if isinstance(before, TensorSpec) and isinstance(after, TensorSpec) else before == after
-        for before, after in zip(expected, found, strict=True)
-    )
+    return _agree(planned, spec_of(value), TensorSpec.covers)
 
 
 def reaches(planned: Any, value: Any) -> bool:
     """Whether every tensor of `value` is as the one of `planned`, the spec of an input, or smaller."""
-    found, spec = tree_flatten(spec_of(value))
-    expected, planned_spec = tree_flatten(planned)
-    return spec == planned_spec and all(
-        before.reaches(after) if isinstance(before, TensorSpec) and isinstance(after, TensorSpec) else before == after
-        for before, after in zip(expected, found, strict=True)
-    )
+    return _agree(planned, spec_of(value), TensorSpec.reaches)
 
 
 def same_kind(planned: Any, spec: Any) -> bool:
     """Whether a step on `spec` has the same graph as one on `planned`, as far as it shows: tensors that get gradients
     in the same places, and between them the same values. Shapes, dtypes and devices are not looked at.
     """
-    expected, planned_spec = tree_flatten(planned)
-    found, structure = tree_flatten(spec)
-    return structure == planned_spec and all(
-        before.requires_grad == after.requires_grad
+    return _agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad)
+
+
+def gradients_of(spec: Any) -> list[bool]:
+    """Which tensors get a gradient."""
+    return [leaf.requires_grad for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
+
+
+def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], bool]) -> bool:
+    expected, structure = tree_flatten(planned)
+    found, other = tree_flatten(spec)
+    return structure == other and all(
+        compare(before, after)
         if isinstance(before, TensorSpec) and isinstance(after, TensorSpec)
-        else bool(before == after)
+        else _equal(before, after)
         for before, after in zip(expected, found, strict=True)
     )
+
+
+def _equal(before: Any, after: Any) -> bool:
+    """Whether two values that are no tensors are equal; NumPy's arrays, if all of their elements are."""
+    try:
+        return bool(before == after)
+    except ValueError:
+        return bool(np.array_equal(before, after))
 
 
 def words(spec: Any) -> str:

@@ -186,11 +186,12 @@ def measure(
             entering, carried = carried, carried_by(function)
             apart = tuple({*carried.values(), *(silent if last else ())})
             kind = (stage_kind(function, value), held, last, apart)
-            runner = StageRunner(function, name, preserve_rng_state)
-            if kind not in known:
+            if kind not in traits:
                 with During("measuring", name):
                     traits[kind] = find_out(function, value, device)
-                remember(function, traits[kind])
+            remember(function, traits[kind])
+            runner = StageRunner(function, name, preserve_rng_state)
+            if kind not in known:
                 known[kind] = measure_options(
                     (runner, *([runner.by(1)] if lean_forward(function) is not None else [])),
                     value,
@@ -202,7 +203,6 @@ def measure(
                     carried=apart,
                     silent=silent if last else (),
                 )
-            remember(function, traits[kind])
             cost, *others = known[kind]
             costs.append(cost)
             leans.append(_worthwhile(cost, others))

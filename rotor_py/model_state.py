@@ -25,6 +25,11 @@ class ModelState:
         mine, theirs = ([entry[0] for entry in state.parameters] for state in (self, other))
         return self.modules[::2] == other.modules[::2] and mine == theirs
 
+    def looks_like(self, other: ModelState) -> bool:
+        """Whether modes, dtypes and what is trained are the same, though in a copy maybe."""
+        mine, theirs = ([entry[1:] for entry in state.parameters] for state in (self, other))
+        return self.modules[1::2] == other.modules[1::2] and mine == theirs
+
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
         with at_rest(model):

@@ -33,7 +33,7 @@ from rotor_py.shard_groups import at_rest
 from rotor_py.sharded import is_sharded, keeps_gradients
 from rotor_py.strategies import ByHand
 from rotor_py.traits import traits_of
-from rotor_py.transparent import Transparent
+from rotor_py.transparent import Transparent, in_training
 from rotor_py.turns import planning
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import Algorithm, Chain, InfeasibleError, Persistent, Sequence, simulate, store_all
@@ -66,6 +66,8 @@ class Planned(Transparent):
     _group: ProcessGroup | None
     _agreed: Sequence | None
     _last_resort: Sequence | None
+    _solved_for: tuple[int | str | None, int] | None
+    _state: ModelState | None
     _kinds: Kinds
 
     @property
@@ -122,6 +124,7 @@ class Planned(Transparent):
         self._agreed = self.sequence if size_of(group) > 1 else None
         if custom_mem_limit_bytes is not None:
             self.mem_limit = custom_mem_limit_bytes
+        self._solved_for = self.mem_limit, self.mem_slots
         if self.verbosity:
             _log.warning("%s", self.summary())
         return self.sequence
@@ -143,6 +146,7 @@ class Planned(Transparent):
                 limited=not self._unlimited,
             )
         assert self._cut is not None
+        self._refuse_another_kind()
         return Plan(
             model=model_fingerprint(self._core),
             input=input_fingerprint(self._value, self.device),
@@ -156,6 +160,15 @@ class Planned(Transparent):
             costs=PlanCosts(measurement, budget),
             limited=not self._unlimited,
         )
+
+    def _refuse_another_kind(self) -> None:
+        """ValueError if the model is not as it was when the plan in use was made: the file would say it is for this."""
+        with in_training(self):
+            if self._state is not None and not ModelState.of(self._core).looks_like(self._state):
+                raise ValueError(
+                    "the plan in use is for a step in which other parameters were trained, or modes or dtypes were "
+                    "others; save it before the model is changed for the next kind of step"
+                )
 
     def save_plan(self, path: str | Path) -> None:
         """Write the plan in use to a file, for `Checkpointable(..., plan=path)`."""
@@ -206,12 +219,14 @@ class Planned(Transparent):
         use, beyond the limit.
         """
         cost = noticed_cost(self)
-        if self.budget is None or cost is None:  # it counts as soon as there is a budget
+        if cost is None:
+            return
+        self._kinds.count_optimizer(cost, None if self._by_hand is not None else self._limit_bytes(self.mem_limit))
+        if self.budget is None:  # it counts as soon as there is one
             return
         self._count_optimizer(cost)
         if self._by_hand is not None or self._plan is not None:
             return
-        self._kinds.count_optimizer(cost, self._limit_bytes)
         if self._agreed is not None:  # the other processes notice theirs, and agree with this one at the next step
             self._last_resort, self.sequence = self.sequence, None
             return

@@ -48,6 +48,8 @@ class StageRunner:
         self.hands_on = hands_on
         self._shared = tensors_in(context)
         self.function = function
+        self.traits = traits_of(function)
+        self._modes = _modes(function)
         self.name = name
         self.preserve_rng_state = preserve_rng_state
         self.open = open or not isinstance(function, nn.Module)
@@ -96,11 +98,19 @@ class StageRunner:
 
     def again(self, value: Any, surroundings: Surroundings) -> Any:
         """Run it once more without a graph, exactly as the first time."""
+        self._refuse_other_modes()
         with During("recomputation", self.name), torch.no_grad(), surroundings.restored(self.function, graph=False):
             return self._without_graph()(value)
 
+    def _refuse_other_modes(self) -> None:
+        if _modes(self.function) != self._modes:
+            raise RuntimeError(
+                f"stage {self.name!r} was switched between training and evaluation after its forward, and has to be "
+                "run again for the backward; call train() and eval() before the forward or after the backward"
+            )
+
     def _without_graph(self) -> Callable[[Any], Any]:
-        dependent = traits_of(self.function).graph_dependent
+        dependent = self.traits.graph_dependent
         return partial(without_history, self._function()) if dependent else self._function()
 
     def _function(self, unread: bool = False) -> Callable[[Any], Any]:
@@ -121,6 +131,7 @@ class StageRunner:
         The graph ends at aliases of the parameters. Gradients are handed on to the engine that asked for them, which
         calls the hooks of the real parameters and adds to their `grad`, once.
         """
+        self._refuse_other_modes()
         slots = parameter_slots(self.function)
         aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
         origin = torch.empty(0, requires_grad=True)
@@ -229,3 +240,7 @@ def _owners(value: Any) -> list[Any]:
 
 def _edges(value: Any) -> Edges:
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors_in(value)]
+
+
+def _modes(function: Callable[..., Any]) -> list[bool]:
+    return [module.training for module in function.modules()] if isinstance(function, nn.Module) else []

@@ -147,7 +147,7 @@ class CaptureSession:
                 "TORCH_LOGS=graph_breaks says why"
             )
         main = max(parts, key=lambda part: part.saved_bytes)
-        self.cut_like = partial(_cut_like, main)
+        self.cut_like = partial(_cut_like, replace(main, shared=()))  # they are an input's memory
         self._cuts = {id(main.graph): (main.graph, main.cut)}
         self._plain = {id(part.graph): part.graph for part in parts if part is not main}
         at = parts.index(main)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -242,3 +243,112 @@ def test_forwards_of_several_kinds_may_come_before_their_backwards(kind: str) ->
         loss.backward()
         found.append([loss, first.grad, *(p.grad for p in network.parameters()), *network.buffers()])
     assert all(map(torch.equal, *found))
+
+
+class Branches(nn.Module):
+    """Two branches from stage to stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, value: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = value if isinstance(value, tuple) else (value, value)
+        return self.a(first).tanh(), self.b(second).tanh()
+
+
+def test_outputs_without_a_gradient_in_one_kind_have_theirs_in_another() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Branches() for _ in range(5)))
+    planned = Checkpointable(copy.deepcopy(plain), loss=square)
+    for step in range(4):
+        for network in (planned, plain):
+            for block in network:
+                block.b.requires_grad_(step % 2 == 0)
+            torch.manual_seed(step)
+            network.zero_grad()
+            if network is planned and step < 2:
+                planned.measure(torch.randn(64, 16))
+                planned.mem_limit = max(planned.mem_limit or 0, between(planned, 0.1))
+            torch.manual_seed(step)
+            square(network(torch.randn(64, 16))).backward()
+        for found, expected in zip(planned.parameters(), plain.parameters(), strict=True):
+            assert (found.grad is None) == (expected.grad is None)
+            assert found.grad is None or torch.equal(found.grad, expected.grad)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_gradients_that_are_left_over_later_count_when_their_turn_comes(fresh: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(8)]
+    planned, batch = Checkpointable(nn.Sequential(*layers), loss=square, fresh_grads=fresh), torch.randn(256, 128)
+    halves = [nn.ModuleList(layers[:4]), nn.ModuleList(layers[4:])]
+    for step in range(6):
+        for number, half in enumerate(halves):
+            half.requires_grad_(number == step % 2)
+        if step < 2:
+            planned.measure(batch)
+            planned.mem_limit = max(planned.mem_limit or 0, between(planned, 0.7 if fresh else 0.5))
+        halves[step % 2].zero_grad(set_to_none=fresh)
+        peak = step_peak(planned, batch)
+        assert planned.budget is not None
+        if step > 1:
+            left = sum(p.grad.nbytes for p in planned.parameters() if not p.requires_grad)
+            assert planned.budget.fixed.gradients >= left > 0
+            assert peak <= planned.budget.peak_bytes(planned.sequence) <= planned.mem_limit
+
+
+def test_waiting_kinds_of_a_captured_model_keep_no_input() -> None:
+    planned = Checkpointable(Residual(), mem_limit="1GB")
+    batches = [images(gradient=gradient) for gradient in (True, False)]
+    alive = [weakref.ref(batch.untyped_storage()) for batch in batches]
+    for batch in batches:
+        square(planned(batch)).backward()
+    del batch, batches
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_plan_is_not_saved_for_a_kind_that_it_is_not_for(kind: str, tmp_path: Any) -> None:
+    planned = Checkpointable(made(kind), images(), mem_limit="1GB")
+    planned.eval()
+    planned.save_plan(tmp_path / "plan.json")  # a plan is for training
+    list(planned.model.children())[-3 if kind == "chain" else -1].requires_grad_(False)
+    next(planned.model.parameters()).requires_grad_(False)
+    with pytest.raises(ValueError, match="the plan in use is for a step in which other parameters were trained"):
+        planned.save_plan(tmp_path / "plan.json")
+
+
+def test_modes_that_change_between_forward_and_backward_are_refused_where_a_stage_is_run_again() -> None:
+    planned = Checkpointable(chain(), loss=square)
+    planned.measure(images())
+    planned.compute_sequence(between(planned, 0.0))
+    loss = square(planned(images()))
+    planned.eval()
+    with pytest.raises(RuntimeError, match="switched between training and evaluation after its forward"):
+        loss.backward()
+    planned.train()
+    square(planned(images())).backward()
+
+
+def test_more_kinds_than_there_may_be_larger_inputs() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(20))})
+    model.forward = lambda value: sum(layer(value).sin() for layer in model["layers"])
+    model.requires_grad_(False)
+    planned = Checkpointable(model, mem_limit="1GB")
+    for layer in reversed(model["layers"]):
+        layer.requires_grad_(True)
+        square(planned(torch.randn(4, 8))).backward()
+        assert layer.weight.grad is not None
+
+
+class Scaled(nn.Linear):
+    def forward(self, value: torch.Tensor, scale: Any) -> torch.Tensor:
+        return super().forward(value * torch.from_numpy(scale)).relu()
+
+
+def test_arrays_of_numpy_are_compared_whole() -> None:
+    planned = Checkpointable(Scaled(8, 8), mem_limit="1GB")
+    for _ in range(3):
+        square(planned(torch.randn(4, 8), np.ones(8, dtype=np.float32))).backward()
