@@ -283,12 +283,19 @@ def test_gradients_that_are_left_over_later_count_when_their_turn_comes(fresh: b
     layers = [nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(8)]
     planned, batch = Checkpointable(nn.Sequential(*layers), loss=square, fresh_grads=fresh), torch.randn(256, 128)
     halves = [nn.ModuleList(layers[:4]), nn.ModuleList(layers[4:])]
-    for step in range(6):
+
+    def turn(step: int) -> None:
         for number, half in enumerate(halves):
             half.requires_grad_(number == step % 2)
-        if step < 2:
-            planned.measure(batch)
-            planned.mem_limit = max(planned.mem_limit or 0, between(planned, 0.7 if fresh else 0.5))
+
+    limits = []
+    for step in range(2):
+        turn(step)
+        planned.measure(batch)
+        limits.append(between(planned, 0.7 if fresh else 0.5))
+    planned.mem_limit = max(limits)
+    for step in range(6):
+        turn(step)
         halves[step % 2].zero_grad(set_to_none=fresh)
         peak = step_peak(planned, batch)
         assert planned.budget is not None
