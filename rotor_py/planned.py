@@ -200,8 +200,8 @@ class Planned(Transparent):
 
     def summary(self) -> str:
         """One line about the plan in use: limit, fixed part, least possible, planned peak and overhead."""
-        budget, sequence = self._measured(), self.sequence
-        assert sequence is not None
+        budget = self._measured()
+        sequence = self.compute_sequence() if self.sequence is None else self.sequence
         plain = simulate(budget.chain, store_all(budget.chain))
         planned = simulate(budget.chain, sequence)
         overhead = planned.makespan / plain.makespan - 1 if plain.makespan else 0.0

@@ -334,6 +334,13 @@ def test_asking_before_measuring_says_so() -> None:
             ask()
 
 
+def test_a_summary_after_measuring_solves_first() -> None:
+    planned = Checkpointable(blocks(2, 8), mem_limit="1GB", verbosity=1)
+    planned.measure(images())
+    assert "limit 1.00 GB" in planned.summary()
+    assert planned.sequence is not None
+
+
 def test_verbosity_logs_the_plan(caplog: pytest.LogCaptureFixture) -> None:
     planned = planned_at(0.4, verbosity=1)
     assert "predicted peak" in caplog.text
