@@ -60,7 +60,7 @@ def test_adapters_get_the_gradients_of_plain_training_and_what_is_frozen_gets_no
     planned = Checkpointable(copy.deepcopy(plain))
     planned.measure(given)
     planned.compute_sequence(planned.budget.least_bytes())
-    assert recomputes(planned.sequence) or kind == "prefix"  # every layer's prefix lives from the start: one stage
+    assert recomputes(planned.sequence) or kind in ("prompt", "prefix")  # cut into few stages, of which one is most
     assert_same_step(planned, plain, given)
 
 
