@@ -36,8 +36,8 @@ from published import published_plan, table_bytes
 from solver_report import Row
 
 from rotor_solver import Chain, Sequence, simulate, solve
-from rotor_solver.spacing import Spacing
-from rotor_solver.table import Problem, Table
+from rotor_solver.persistent.spacing import Spacing
+from rotor_solver.persistent.table import Problem, Table
 
 T = TypeVar("T")
 

@@ -1,8 +1,8 @@
 """Several processes train one model, each inside a limit: DistributedDataParallel, or with --fsdp fully_shard.
 
-    torchrun --nproc-per-node 2 examples/distributed.py
-    torchrun --nproc-per-node 2 examples/distributed.py --fsdp
-    torchrun --nproc-per-node 2 examples/distributed.py --fsdp --llama
+torchrun --nproc-per-node 2 examples/distributed.py
+torchrun --nproc-per-node 2 examples/distributed.py --fsdp
+torchrun --nproc-per-node 2 examples/distributed.py --fsdp --llama
 """
 
 import os

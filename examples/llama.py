@@ -1,7 +1,7 @@
 """A small Llama, as transformers has it: keyword arguments in, its own loss out.
 
-    python examples/llama.py
-    rotor-plan examples/llama.py --mem-limit 400MB --fresh-grads --verify
+python examples/llama.py
+rotor-plan examples/llama.py --mem-limit 400MB --fresh-grads --verify
 """
 
 import torch

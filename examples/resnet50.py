@@ -1,7 +1,7 @@
 """ResNet-50 as an `nn.Sequential` of its blocks, which needs no capture.
 
-    python examples/resnet50.py
-    rotor-plan examples/resnet50.py --mem-limit 520MB --fresh-grads --verify
+python examples/resnet50.py
+rotor-plan examples/resnet50.py --mem-limit 520MB --fresh-grads --verify
 """
 
 import torch

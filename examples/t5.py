@@ -1,7 +1,7 @@
 """A small T5: the encoder's output stays in memory while the decoder works, and is carried past its stages.
 
-    python examples/t5.py
-    rotor-plan examples/t5.py --mem-limit 420MB --fresh-grads --verify
+python examples/t5.py
+rotor-plan examples/t5.py --mem-limit 420MB --fresh-grads --verify
 """
 
 import torch
@@ -12,9 +12,7 @@ from rotor_py import Checkpointable
 
 def model():
     return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=2000, d_model=256, d_kv=32, d_ff=1024, num_layers=6, num_heads=8, decoder_start_token_id=0
-        )
+        T5Config(vocab_size=2000, d_model=256, d_kv=32, d_ff=1024, num_layers=6, num_heads=8, decoder_start_token_id=0)
     )
 
 

@@ -1,7 +1,7 @@
 """A U-Net of one's own: skip connections, batch normalisation, layers that work in place.
 
-    python examples/unet.py
-    rotor-plan examples/unet.py --mem-limit 170MB --fresh-grads --verify
+python examples/unet.py
+rotor-plan examples/unet.py --mem-limit 170MB --fresh-grads --verify
 """
 
 import torch

@@ -1,7 +1,7 @@
 """A small vision transformer that classifies images.
 
-    python examples/vit.py
-    rotor-plan examples/vit.py --mem-limit 270MB --fresh-grads --verify
+python examples/vit.py
+rotor-plan examples/vit.py --mem-limit 270MB --fresh-grads --verify
 """
 
 import torch

@@ -1,9 +1,12 @@
 """Train a PyTorch model inside a memory limit given in bytes, at the least extra time, with the same numbers."""
 
-from rotor_py.boundaries import Checkpoint, CheckpointedNetwork
-from rotor_py.checkpoint_config import CheckpointConfig
+from rotor_py.by_hand.by_level import ByLevel
+from rotor_py.by_hand.checkpoint_config import CheckpointConfig
+from rotor_py.by_hand.checkpointer import ActivationCheckpointer
+from rotor_py.by_hand.level_assignment import AssignedLevel, assign_levels
+from rotor_py.by_hand.levels import ActivationCheckpointing
+from rotor_py.by_hand.network import Checkpoint, CheckpointedNetwork
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.checkpointer import ActivationCheckpointer
 from rotor_py.errors import (
     CheckpointLimitError,
     InfeasibleError,
@@ -11,14 +14,10 @@ from rotor_py.errors import (
     PlanMismatchError,
     UnsupportedModelError,
 )
-from rotor_py.executor import CheckpointOptim
-from rotor_py.level_assignment import AssignedLevel, assign_levels
-from rotor_py.level_choice import LevelChoice, best_level
-from rotor_py.level_plan import ByLevel
-from rotor_py.levels import ActivationCheckpointing
-from rotor_py.plan import Plan
-from rotor_py.plan_memory import PlanMemory, StageMemory
+from rotor_py.execute.tape import CheckpointOptim
+from rotor_py.plan.plan import Plan
 from rotor_py.report import Report
+from rotor_py.trials.best_level import LevelChoice, best_level
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import (
     Chain,
@@ -43,6 +42,7 @@ from rotor_solver import (
     solve,
     store_all,
 )
+from rotor_solver.kept import PlanMemory, StageMemory
 
 __all__ = [
     "ActivationCheckpointer",

@@ -15,29 +15,29 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_profiling import tensors_in
-from rotor_py import nested
-from rotor_py.budget import Budget
+from rotor_py.by_hand.strategy import ByHand
+from rotor_py.capture.graph_stage import in_context
 from rotor_py.capture.session import CaptureSession
-from rotor_py.capture.stages import in_context
-from rotor_py.chain import Cut, cut, is_chain
-from rotor_py.distributed import size_of
+from rotor_py.distributed.processes import size_of
+from rotor_py.distributed.whole_parameters import as_entered, is_sharded
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
-from rotor_py.executor import replay
-from rotor_py.fingerprint import input_fingerprint, model_fingerprint
-from rotor_py.input_spec import covers, gradients_of, reaches, same_kind, spec_of, words
-from rotor_py.kinds import Kinds
-from rotor_py.measurement import Measurement, Progress, measure
-from rotor_py.model_state import ModelState
-from rotor_py.noticing import wait_for_optimizers
-from rotor_py.plan import Plan
-from rotor_py.planned import Planned
-from rotor_py.program import Program, program
-from rotor_py.progress import progress_bar
-from rotor_py.runner import StageRunner
-from rotor_py.sharded import as_entered, is_sharded
-from rotor_py.strategies import ByHand
+from rotor_py.execute import regions
+from rotor_py.execute.program import Program, program
+from rotor_py.execute.tape import replay
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.cut import Cut, cut, is_chain
+from rotor_py.measure.measurement import Measurement, Progress, measure
+from rotor_py.measure.planning_lock import planning
+from rotor_py.plan.fingerprint import input_fingerprint, model_fingerprint
+from rotor_py.plan.input_spec import covers, gradients_of, reaches, same_kind, spec_of, words
+from rotor_py.plan.kinds import Kinds
+from rotor_py.plan.model_state import ModelState
+from rotor_py.plan.optimizers import wait_for_optimizers
+from rotor_py.plan.plan import Plan
+from rotor_py.plan.planned import Planned
+from rotor_py.report.progress import progress_bar
+from rotor_py.stage.runner import StageRunner
 from rotor_py.transparent import ModelsSignature, core_of, in_training, instead_of_forward
-from rotor_py.turns import planning
 from rotor_solver import Chain, Sequence
 
 _log = logging.getLogger("rotor_py")
@@ -223,7 +223,7 @@ class Checkpointable(Planned):
         runners = [StageRunner(function, name, self.preserve_rng_state) for name, function in self._cut.stages]
         if is_sharded(self._core):
             assert self.sequence is not None
-            return nested.run(runners, nested.regions(self.sequence), value)
+            return regions.run(runners, regions.regions(self.sequence), value)
         return replay(runners, instructions, value)
 
     def _instructions(self, value: Any, state: ModelState) -> Program:
@@ -361,7 +361,7 @@ class Checkpointable(Planned):
         runners, value = in_context(runnable.stages, value, self.preserve_rng_state)
         if is_sharded(self._core):
             assert self.sequence is not None
-            return nested.run(runners, nested.regions(self.sequence), value)
+            return regions.run(runners, regions.regions(self.sequence), value)
         return replay(runners, self._program[1], value)
 
     def _adopt(self, plan: Plan) -> None:

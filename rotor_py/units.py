@@ -1,4 +1,4 @@
-"""Sizes as people write them: `4GB` is 4·10⁹ bytes, `512MiB` is 512·2²⁰, `80%` is a share of the device."""
+"""Bytes and seconds as people write them: `4GB` is 4·10⁹ bytes, `512MiB` is 512·2²⁰, `80%` is a share of the device."""
 
 from __future__ import annotations
 
@@ -62,3 +62,12 @@ def limit_text(size: int) -> str:
             hundredths = -(-size * 100 // 10**power)
             return f"{hundredths / 100:.2f}".rstrip("0").rstrip(".") + unit
     return str(size)
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits and a unit."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        scaled = seconds * factor
+        if scaled >= 0.9995 or unit == "µs":
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {unit}"
+    raise AssertionError

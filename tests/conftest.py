@@ -33,7 +33,7 @@ LONGEST = (
     "checkpointable/test_memory.py",
     "distributed/test_fsdp.py",
     "trainers/test_adapters.py",
-    "capture/test_lean.py",
+    "capture/test_partial_saving.py",
     "trainers/test_trainer.py",
 )
 """Files of half a minute and more."""

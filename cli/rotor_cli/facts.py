@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rotor_py.report import Report
 
 if TYPE_CHECKING:
-    from rotor_cli.compare import Row
-    from rotor_cli.operations import Ran
+    from rotor_py.trials.compare import Row
+    from rotor_py.trials.operations import Ran
 
 SCHEMA = 1
 

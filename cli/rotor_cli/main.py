@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import torch
 
     from rotor_cli.facts import Facts
-    from rotor_cli.model_file import ModelFile
+    from rotor_cli.loading.model_file import ModelFile
     from rotor_py import Checkpointable
-    from rotor_py.progress import Activities
+    from rotor_py.report.progress import Activities
 
 _EPILOG = """\b
 Examples:
@@ -105,7 +105,7 @@ def main(traceback: bool, **options: Any) -> None:
 
 def _worked_out(request: Request) -> Facts:
     """All facts; on a terminal, with a line about what is being done."""
-    from rotor_py.progress import activities
+    from rotor_py.report.progress import activities
 
     with activities(quiet=request.quiet) as shown:
         return _plan(request, shown)
@@ -113,7 +113,7 @@ def _worked_out(request: Request) -> Facts:
 
 def _plan(request: Request, shown: Activities) -> Facts:
     from rotor_cli.facts import Facts
-    from rotor_cli.model_file import load
+    from rotor_cli.loading.model_file import load
     from rotor_py import Checkpointable
     from rotor_solver import store_all, watched
 
@@ -157,7 +157,7 @@ def _plan(request: Request, shown: Activities) -> Facts:
     if request.plan_file is not None:
         network.save_plan(request.plan_file)
     if request.compare:
-        from rotor_cli.compare import compare
+        from rotor_py.trials.compare import compare
 
         compared = compare(facts, network.model, request.slots, shown.doing("comparing"))
         facts = replace(facts, compared=compared)
@@ -165,8 +165,8 @@ def _plan(request: Request, shown: Activities) -> Facts:
 
 
 def _swept(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:
-    from rotor_cli.compare import leanest_of_each
     from rotor_py.report.sweep import sweep
+    from rotor_py.trials.compare import leanest_of_each
     from rotor_solver import watched
 
     others = leanest_of_each(facts, network.model, request.slots, shown.doing("sweeping"))
@@ -200,8 +200,8 @@ def _verified(
     request: Request,
     shown: Activities,
 ) -> Facts:
-    from rotor_cli.compare import with_verified
-    from rotor_cli.verify import verify
+    from rotor_py.trials.compare import with_verified
+    from rotor_py.trials.verify import verify
 
     others = [row.sequence for row in facts.compared[1:] if row.fits]
     loss, fresh = found.loss or default_loss, request.fresh_grads
@@ -273,7 +273,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _limit(text: str | None, device: torch.device) -> int:
-    from rotor_py.device import DEFAULT_SHARE, available_bytes, total_bytes
+    from rotor_py.measure.device import DEFAULT_SHARE, available_bytes, total_bytes
     from rotor_py.units import parse_bytes
 
     if text is None:
@@ -286,19 +286,19 @@ def _limit(text: str | None, device: torch.device) -> int:
 
 def _write(facts: Facts, request: Request) -> None:
     if request.trace_file is not None:
-        from rotor_cli.trace import trace
+        from rotor_cli.reporters.trace import trace
 
         Path(request.trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
     if request.html_file is not None:
-        from rotor_cli.text_report import verified
+        from rotor_cli.reporters.text import verified
 
         facts.to_html(request.html_file, remarks=(verified(facts).plain,) if facts.verified is not None else ())
 
 
 def _show(facts: Facts, request: Request) -> None:
-    from rotor_cli.compare_report import Comparison
-    from rotor_cli.sweep_report import curve, plot
-    from rotor_cli.text_report import console, render
+    from rotor_cli.reporters.comparison import Comparison
+    from rotor_cli.reporters.sweep import curve, plot
+    from rotor_cli.reporters.text import console, render
 
     if request.plot_file is not None and facts.sweep is not None:
         plot(facts.sweep, request.plot_file, facts.title)

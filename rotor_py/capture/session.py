@@ -16,16 +16,16 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 from rotor_profiling import LossCost, RandomState, measure_loss, storage_bytes, tensors_in
 from rotor_profiling.storage import storages
-from rotor_py.capture.borders import Borders
-from rotor_py.capture.captured import CapturedGraph
-from rotor_py.capture.faults import raise_its_own, run_graph
-from rotor_py.capture.outside import Outside
-from rotor_py.capture.shared import SharedGraph, compiled_for, handled_by
-from rotor_py.chain import Cut, Layer, cut_layers, joined
+from rotor_py.capture.captured_graph import CapturedGraph
+from rotor_py.capture.compiled_models import SharedGraph, compiled_for, handled_by
+from rotor_py.capture.fsdp_marks import Borders
+from rotor_py.capture.run_graph import raise_its_own, run_graph
+from rotor_py.capture.saved_outside import Outside
+from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
-from rotor_py.measurement import Measurement, Progress, measure
-from rotor_py.sharded import as_left
-from rotor_py.traits import remember, traits_of
+from rotor_py.measure.cut import Cut, Layer, cut_layers, joined
+from rotor_py.measure.measurement import Measurement, Progress, measure
+from rotor_py.stage.traits import remember, traits_of
 from rotor_py.units import format_bytes
 from rotor_solver import simulate, store_all
 

@@ -9,9 +9,8 @@ from rotor_py.report import schedule_picture as schedule
 from rotor_py.report.memory_picture import LEFT, memory_picture
 from rotor_py.report.report import Report
 from rotor_py.report.sweep import sweep
-from rotor_py.report.time_text import format_seconds
 from rotor_py.report.wording import saving
-from rotor_py.units import format_bytes
+from rotor_py.units import format_bytes, format_seconds
 
 
 def page(report: Report, remarks: tuple[str, ...] = ()) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rotor_py.budget import Budget
-from rotor_py.measurement import Measurement
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.measurement import Measurement
 from rotor_py.units import format_bytes
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, simulate, store_all
 

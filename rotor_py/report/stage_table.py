@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rotor_py.report.report import Report
-from rotor_py.report.time_text import format_seconds
-from rotor_py.units import format_bytes
+from rotor_py.units import format_bytes, format_seconds
 
 _HEADINGS = ("forward", "backward", "output", "kept", "scratch")
 _GAP = "  "

@@ -13,8 +13,8 @@ from rich.text import Text
 from rotor_py.report.prose import Prose
 from rotor_py.report.report import Report
 from rotor_py.report.stage_table import StageTable
-from rotor_py.report.time_text import format_seconds as format_seconds
 from rotor_py.units import format_bytes
+from rotor_py.units import format_seconds as format_seconds
 from rotor_solver import Operation, Sequence
 
 _WIDEST = 100

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rotor_py.report.sweep import Sweep
-from rotor_py.report.time_text import format_seconds
-from rotor_py.units import format_bytes, limit_text
+from rotor_py.units import format_bytes, format_seconds, limit_text
 from rotor_solver import Backward, ForwardEnable, Loss, Moment, Operation
 
 USUAL = 0.10

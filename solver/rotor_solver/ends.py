@@ -7,9 +7,9 @@ from functools import partial
 from rotor_solver.arrays import Costs, Ints, costs_of
 from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
-from rotor_solver.coarse import fastest_option
 from rotor_solver.errors import InfeasibleError
 from rotor_solver.operations import Backward, ForwardEnable, Loss, Operation
+from rotor_solver.persistent.coarse import fastest_option
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
@@ -24,7 +24,7 @@ def store_all(chain: Chain) -> Sequence:
 
 def recompute_all(chain: Chain) -> Sequence:
     """A sequence with the least peak of all memory-persistent ones."""
-    from rotor_solver import kernels
+    from rotor_solver.persistent import kernels
 
     costs = costs_of(chain)
     return least_sequence(chain, costs, kernels.least_memory(costs))
@@ -32,7 +32,7 @@ def recompute_all(chain: Chain) -> Sequence:
 
 def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
     """`recompute_all(chain)`, where the table of `kernels.least_memory` is known."""
-    from rotor_solver import kernels
+    from rotor_solver.persistent import kernels
 
     choose = partial(kernels.least_choice, costs, least)
     return Sequence(operations_of(len(chain), choose), "recompute-all")
@@ -40,7 +40,7 @@ def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
 
 def min_bytes(chain: Chain) -> int:
     """The least limit for which there is a memory-persistent plan, a_0 counted: exact, by `kernels.least_memory`."""
-    from rotor_solver import kernels
+    from rotor_solver.persistent import kernels
 
     return chain.input_bytes + int(kernels.least_memory(costs_of(chain))[0, 0, len(chain)])
 

@@ -16,12 +16,21 @@ from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
 from rotor_solver.errors import InfeasibleError
 from rotor_solver.limits import bytes_of_limit
-from rotor_solver.persistent import BRIEF, THOROUGH, Persistent, check_slots, common_divisor, parts_of, solved, units
+from rotor_solver.persistent.program import (
+    BRIEF,
+    THOROUGH,
+    Persistent,
+    check_slots,
+    common_divisor,
+    parts_of,
+    solved,
+    units,
+)
+from rotor_solver.persistent.spacing import Spacing
+from rotor_solver.persistent.table import Problem, Table
 from rotor_solver.progress import watcher
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
-from rotor_solver.spacing import Spacing
-from rotor_solver.table import Problem, Table
 
 
 @dataclass(frozen=True, slots=True)

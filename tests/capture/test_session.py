@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, PlanMismatchError, UnsupportedModelError
-from rotor_py.capture import shared
+from rotor_py.capture import compiled_models
 from tests.capture.steps import adamw, compare, limits
-from tests.capture.test_graph import Tower, planned_tower, tower_loss
+from tests.capture.test_graph_facts import Tower, planned_tower, tower_loss
 
 
 def train(network: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -151,8 +151,8 @@ def test_the_backend_keeps_a_limit_of_its_own() -> None:
 
 def test_models_built_alike_are_captured_once_and_train_side_by_side(monkeypatch: Any) -> None:
     made: list[object] = []
-    backend = shared._backend
-    monkeypatch.setattr(shared, "_backend", lambda *given: made.append(0) or backend(*given))
+    backend = compiled_models._backend
+    monkeypatch.setattr(compiled_models, "_backend", lambda *given: made.append(0) or backend(*given))
     torch.manual_seed(0)
     models = [Tower(depth=3, width=40) for _ in range(2)]
     plains = [copy.deepcopy(model) for model in models]

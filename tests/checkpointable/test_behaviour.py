@@ -16,8 +16,8 @@ from torch import nn
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
 from rotor_solver import Backward, Loss, recompute_all, store_all
 from tests.checkpointable.steps import between, blocks, images, square, step_peak
-from tests.executor.sequences import everything_again
-from tests.executor.training import assert_same, steps
+from tests.execute.sequences import everything_again
+from tests.execute.training import assert_same, steps
 
 
 def planned_at(share: float, network: nn.Module | None = None, **options) -> Checkpointable:
@@ -399,14 +399,14 @@ def test_stages_that_depend_on_the_graph_are_found_by_measuring() -> None:
 
 
 def test_a_bar_is_shown_on_a_terminal_if_measuring_takes_a_while(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("rotor_py.progress.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("rotor_py.report.progress.PATIENCE_SECONDS", 0.0)
     Checkpointable(blocks(2, 8)).measure(images())
     assert capsys.readouterr().err == ""  # not a terminal
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     Checkpointable(blocks(2, 8)).measure(images())
     assert "measuring" in capsys.readouterr().err
-    monkeypatch.setattr("rotor_py.progress.PATIENCE_SECONDS", 1e9)
+    monkeypatch.setattr("rotor_py.report.progress.PATIENCE_SECONDS", 1e9)
     Checkpointable(blocks(2, 8)).measure(images())
     assert capsys.readouterr().err == ""
 
@@ -441,7 +441,7 @@ def test_tensors_without_gradient_stay_so_where_stages_are_recomputed() -> None:
 
 
 def test_moving_buffers_are_right_where_forwards_come_before_their_backwards() -> None:
-    from tests.executor.zoo import moving_buffers
+    from tests.execute.zoo import moving_buffers
 
     torch.manual_seed(0)
     network = moving_buffers()
@@ -462,7 +462,7 @@ def test_moving_buffers_are_right_where_forwards_come_before_their_backwards() -
 
 def test_under_autocast_with_its_cache_shared_parameters_keep_their_gradients() -> None:
     """Added up in another precision than in plain training, so nearly and not exactly equal."""
-    from tests.executor.zoo import BF16, shared
+    from tests.execute.zoo import BF16, shared
 
     torch.manual_seed(0)
     network, batch = shared(), torch.randn(64, 6)

@@ -8,8 +8,9 @@ from torch import nn
 
 from rotor_profiling.optimizer import _on_meta
 from rotor_profiling.storage import allocated
-from rotor_py import Checkpointable, UnsupportedModelError, budget
-from rotor_py.chain import refuse_random_state_of_its_own
+from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.measure import budget
+from rotor_py.measure.cut import refuse_random_state_of_its_own
 from tests.checkpointable.steps import square
 
 CUDA = torch.device("cuda")

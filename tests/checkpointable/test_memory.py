@@ -13,7 +13,7 @@ from torch import nn
 from rotor_py import Checkpointable
 from rotor_solver import Sequence, recompute_all, store_all
 from tests.checkpointable.steps import Residual, between, blocks, images, square, step_peak
-from tests.executor.sequences import any_sequence, persistent_sequence
+from tests.execute.sequences import any_sequence, persistent_sequence
 
 SHARES = (0.0, 0.1, 0.35, 0.6, 0.9, 1.0)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_cli.compare import EVERY, at_limit, leanest, named, strategies
-from rotor_cli.verify import verify
 from rotor_py import Checkpointable
+from rotor_py.trials.compare import EVERY, at_limit, leanest, named, strategies
+from rotor_py.trials.verify import verify
 from rotor_solver import InfeasibleError, Periodic, StoreAll, recompute_all, simulate, store_all
 from tests.cli.conftest import FICKLE
 from tests.solver.strategies import unit_chain

@@ -18,9 +18,9 @@ from threading import Thread
 import pytest
 
 from rotor_cli.main import main
-from rotor_py import progress
-from rotor_py.progress import Activities, activities
-from rotor_py.time_left import TimeLeft, in_words
+from rotor_py.report import progress
+from rotor_py.report.progress import Activities, activities
+from rotor_py.report.time_left import TimeLeft, in_words
 
 SLOW = """
 import time

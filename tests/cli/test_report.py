@@ -10,7 +10,7 @@ import torch
 
 from rotor_py import Checkpointable, parse_bytes
 from rotor_py.report.text import folded
-from rotor_py.report.time_text import format_seconds
+from rotor_py.units import format_seconds
 from rotor_solver import Sequence
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_cli.chart import chart
 from rotor_cli.facts import Facts
-from rotor_cli.sweep_report import curve
-from rotor_cli.text_report import console
+from rotor_cli.reporters.chart import chart
+from rotor_cli.reporters.sweep import curve
+from rotor_cli.reporters.text import console
 from rotor_py import Checkpointable
 from rotor_py.report.sweep import Point, Sweep, sweep
 from rotor_py.report.wording import saving

@@ -12,16 +12,16 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from rotor_cli.compare import compare
-from rotor_cli.compare_report import Comparison
 from rotor_cli.facts import Facts, Verified
-from rotor_cli.sweep_report import curve
-from rotor_cli.text_report import render
+from rotor_cli.reporters.comparison import Comparison
+from rotor_cli.reporters.sweep import curve
+from rotor_cli.reporters.text import render
 from rotor_py import Checkpointable, format_bytes
 from rotor_py.report.prose import Prose
 from rotor_py.report.stage_table import broken
 from rotor_py.report.sweep import sweep
-from rotor_py.report.time_text import format_seconds
+from rotor_py.trials.compare import compare
+from rotor_py.units import format_seconds
 from tests.checkpointable.steps import between, square
 
 WIDTHS = (60, 100)

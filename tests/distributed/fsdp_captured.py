@@ -18,8 +18,8 @@ from torch.optim import Adam, Optimizer
 from rotor_profiling import measured_peak, tensors_in
 from rotor_profiling.storage import local
 from rotor_py import Checkpointable, UnsupportedModelError
-from rotor_py.capture import borders
-from rotor_py.shard_groups import ShardGroup, groups_of
+from rotor_py.capture import fsdp_marks
+from rotor_py.distributed.shard_groups import ShardGroup, groups_of
 from rotor_solver import store_all
 from tests.distributed import fsdp
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
@@ -222,13 +222,13 @@ def refusal(rank: int, kind: str) -> str:
     else:
         fully_shard(model.layer, mesh=mesh())
         fully_shard(model, mesh=mesh())
-    present = borders.TORCH
+    present = fsdp_marks.TORCH
     try:
         if kind == "old torch":
-            borders.TORCH = (2, 5)
+            fsdp_marks.TORCH = (2, 5)
         Checkpointable(model)(torch.randn(LENGTH, WIDTH))
     except UnsupportedModelError as error:
         return str(error)
     finally:
-        borders.TORCH = present
+        fsdp_marks.TORCH = present
     return "nothing"

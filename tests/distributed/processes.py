@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from rotor_py.device import allocated_bytes
+from rotor_py.measure.device import allocated_bytes
 
 
 class Processes:

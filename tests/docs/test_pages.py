@@ -23,7 +23,7 @@ def names(page: Path) -> str:
 
 
 ELSEWHERE = ("strategies.md",)
-"""tests/strategies/test_page.py runs it, and looks at its numbers, too."""
+"""tests/by_hand/test_page.py runs it, and looks at its numbers, too."""
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if page.name not in ELSEWHERE], ids=names)

@@ -14,8 +14,8 @@ from torch import nn
 from rotor_py import Checkpointable, models
 from rotor_solver import Sequence, recompute_all, solve, store_all
 from tests.checkpointable.steps import between, square, step_peak
-from tests.executor.sequences import any_sequence, persistent_sequence
-from tests.executor.training import assert_same, cut_of, replayed, steps
+from tests.execute.sequences import any_sequence, persistent_sequence
+from tests.execute.training import assert_same, cut_of, replayed, steps
 
 
 def vgg() -> nn.Sequential:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import StageCost, measure_options, storage_bytes, storages, tensors_in
-from rotor_py.runner import StageRunner
+from rotor_py.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 64, 128

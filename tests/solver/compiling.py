@@ -10,19 +10,10 @@ import sys
 
 from numba.core.dispatcher import Dispatcher
 
-from rotor_solver import (
-    Chain,
-    Option,
-    Stage,
-    floating_kernels,
-    frontier,
-    heterogeneous_kernels,
-    kernels,
-    min_bytes,
-    simulate,
-    solve,
-    store_all,
-)
+from rotor_solver import Chain, Option, Stage, frontier, min_bytes, simulate, solve, store_all
+from rotor_solver.floating import kernels as floating_kernels
+from rotor_solver.inputs_only import kernels as inputs_only_kernels
+from rotor_solver.persistent import kernels as persistent_kernels
 
 
 def chain_of(kinds: int, length: int = 90) -> Chain:
@@ -52,7 +43,7 @@ def others() -> None:
 
 if __name__ == "__main__":
     {"persistent": persistent, "others": others}[sys.argv[1]]()
-    modules = (kernels, floating_kernels, heterogeneous_kernels)
+    modules = (persistent_kernels, floating_kernels, inputs_only_kernels)
     found = {each for module in modules for each in vars(module).values() if isinstance(each, Dispatcher)}
     called = [each for each in found if each.signatures]
     missed = sum(sum(each.stats.cache_misses.values()) for each in called)

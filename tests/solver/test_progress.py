@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rotor_solver import Persistent, frontier, table, watched
-from rotor_solver.table import Problem, Table
+from rotor_solver import Persistent, frontier, watched
+from rotor_solver.persistent import table
+from rotor_solver.persistent.table import Problem, Table
+from tests.solver.persistent.test_scale import limit_between, repeated_chain
+from tests.solver.persistent.test_table import rich_chain
 from tests.solver.strategies import unit_chain
-from tests.solver.test_scale import limit_between, repeated_chain
-from tests.solver.test_table import rich_chain
 
 Told = list[tuple[int, int, str]]
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling import memory_meter
 from rotor_py import Checkpointable, CheckpointOptim
-from rotor_py.capture.faults import run_graph
-from rotor_py.faults import note
+from rotor_py.capture.run_graph import run_graph
+from rotor_py.stage.faults import note
 from tests.checkpointable.steps import square
 from tests.training import tripping
 from tests.training.loop import differences, planned, rows

@@ -1,0 +1,1 @@
+"""From the MODEL on the command line to a model and a batch."""

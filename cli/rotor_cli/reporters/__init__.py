@@ -1,0 +1,1 @@
+"""What the command found out, for people and for programs."""

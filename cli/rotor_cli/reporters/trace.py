@@ -1,0 +1,117 @@
+"""The step, predicted and measured, as trace events, which Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rotor_cli.facts import Facts, Verified
+from rotor_py.report.optimizer_step import NAME, optimizer_step
+from rotor_py.report.wording import label
+from rotor_py.trials.operations import Ran
+from rotor_solver import Backward, Loss, moments
+
+Event = dict[str, Any]
+
+PREDICTED, MEASURED = 1, 2
+FORWARD, AGAIN, BACKWARD = 11, 12, 13
+"""Other numbers than those of processes: a thread with its process's number would be called the main thread."""
+PLANNED, PLAIN = 14, 15
+_TRACKS = {FORWARD: "forward", AGAIN: "recomputation", BACKWARD: "backward"}
+OPTIMIZER = f"{NAME} (its time is not measured)"
+_SHARE = 0.03
+"""Of the step's time, as which the optimizer's is drawn."""
+WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
+
+
+def trace(facts: Facts) -> dict[str, Any]:
+    """The step in the JSON object format of the Trace Event Format: `ts` and `dur` in microseconds, memory in bytes.
+
+    Process 1 is the predicted step; process 2, where a step was verified, the measured one: its operations, and how
+    long whole steps took without listening to them.
+    """
+    events = [*_heads("predicted step", PREDICTED, _TRACKS), *_predicted(facts)]
+    if facts.verified is not None:
+        whole = {PLANNED: "planned", PLAIN: "plain"} if facts.verified.plain_step_seconds else {PLANNED: "planned"}
+        tracks = {**_TRACKS, **whole} if facts.verified.operations else whole
+        events += [*_heads("measured step", MEASURED, tracks), *_measured(facts, facts.verified)]
+    events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"model": facts.title, "device": facts.device, "sequence": str(facts.sequence)},
+    }
+
+
+def _heads(process: str, pid: int, tracks: dict[int, str]) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+    for tid, name in tracks.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _predicted(facts: Facts) -> Iterator[Event]:
+    beside, start = facts.budget.beside_chain(facts.sequence), facts.before_chain_seconds
+    if start:
+        yield _complete("before the chain", PREDICTED, FORWARD, 0.0, start, {})
+    found = moments(facts.chain, facts.sequence)
+    for moment in found:
+        during, after = beside + moment.during, beside + moment.after
+        ran = Ran(moment.operation, moment.again, start + moment.begin, moment.seconds, during, after)
+        yield from _operation(PREDICTED, facts, ran, {"fixed_bytes": beside})
+    end = start + found[-1].begin + found[-1].seconds
+    step = optimizer_step(facts)
+    if step is not None:
+        sizes = {"bytes_while_it_runs": step.total, "bytes_after": step.total - step.scratch, "fixed_bytes": step.fixed}
+        yield _counter(WHILE, PREDICTED, end, step.total)
+        yield _complete(OPTIMIZER, PREDICTED, BACKWARD, end, _SHARE * (end - start), sizes)
+        end += _SHARE * (end - start)
+        yield _counter(AFTER, PREDICTED, end, step.total - step.scratch)
+    yield _counter(WHILE, PREDICTED, end, found[-1].after + beside if step is None else step.total - step.scratch)
+    yield from (_counter(LIMIT, PREDICTED, seconds, facts.mem_limit) for seconds in (0.0, end))
+
+
+def _operation(pid: int, facts: Facts, ran: Ran, more: dict[str, int]) -> Iterator[Event]:
+    name = label(ran.operation, facts.measurement.names) + (" (recompute)" if ran.again else "")
+    track = BACKWARD if isinstance(ran.operation, Backward | Loss) else AGAIN if ran.again else FORWARD
+    sizes = {"bytes_while_it_runs": ran.during, "bytes_after": ran.after, **more}
+    yield _complete(name, pid, track, ran.begin, ran.seconds, sizes)
+    yield _counter(WHILE, pid, ran.begin, ran.during)
+    yield _counter(AFTER, pid, ran.begin + ran.seconds, ran.after)
+
+
+def _measured(facts: Facts, found: Verified) -> Iterator[Event]:
+    if found.operations:
+        first = found.operations[0].begin
+        yield _complete("before the stages", MEASURED, FORWARD, 0.0, first, {})
+        for ran in found.operations:
+            yield from _operation(MEASURED, facts, ran, {})
+        end = found.operations[-1].begin + found.operations[-1].seconds
+        yield from (_counter(LIMIT, MEASURED, seconds, facts.mem_limit) for seconds in (0.0, end))
+    steps = (
+        ("planned", PLANNED, found.measured_step_seconds, found.measured_peak_bytes),
+        ("plain", PLAIN, found.plain_step_seconds, found.plain_peak_bytes),
+    )
+    for name, track, seconds, peak in steps:
+        if seconds is not None and peak is not None:
+            yield _complete(f"{name} step", MEASURED, track, 0.0, seconds, {"peak_bytes": peak})
+            for at in (0.0, seconds):
+                yield _counter(f"measured peak, {name}", MEASURED, at, peak)
+
+
+def _complete(name: str, pid: int, tid: int, begin: float, seconds: float, sizes: dict[str, int]) -> Event:
+    start = _microseconds(begin)
+    length = _microseconds(begin + seconds) - start
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start, "dur": length, "args": sizes}
+
+
+def _counter(name: str, pid: int, seconds: float, size: int) -> Event:
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _microseconds(seconds), "args": {"bytes": size}}
+
+
+def _microseconds(seconds: float) -> float:
+    """In eighths, which binary fractions are exact for: Perfetto drops a slice that ends after the next one begins, and
+    it counts in whole nanoseconds, so that the last digit of a sum would be enough.
+    """
+    return round(seconds * 8e6) / 8

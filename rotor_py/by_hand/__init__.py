@@ -1,0 +1,1 @@
+"""Strategies that nobody solves for: levels, every n layers, segments."""

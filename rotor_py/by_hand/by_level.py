@@ -1,0 +1,132 @@
+"""The plan of a level: every module of it is run again from its input, and what lies outside is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from torch import nn
+
+from rotor_py.by_hand.level_assignment import assign_levels
+from rotor_py.by_hand.levels import checked_level
+from rotor_py.measure.cut import JOINT
+from rotor_solver import (
+    Backward,
+    Chain,
+    ForwardCheck,
+    ForwardEnable,
+    ForwardNograd,
+    InfeasibleError,
+    Loss,
+    Operation,
+    Sequence,
+    simulate,
+    store_all,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ByLevel:
+    """Recompute every module of `level`: an algorithm for the measured chain of a model, whose stages have names.
+
+    `levels` are those of the model's modules, `weightless` the modules that have no parameters. Stages that follow each
+    other in the same (outermost) module of the level are run again together, from the input of the first. A model that
+    has no module of the level is treated as one of the next lower level. At level 1, where a stage is no smaller than
+    several layers it is run again as a whole, and a layer without weights goes with the one before it.
+    """
+
+    level: int
+    levels: Mapping[str, int] = field(repr=False)
+    weightless: frozenset[str] = field(default=frozenset(), repr=False)
+
+    name = "by-level"
+
+    @classmethod
+    def of(cls, model: nn.Module, level: int) -> ByLevel:
+        """For the stages of `model`; ValueError if `level` is none."""
+        named = model.named_modules(remove_duplicate=False)
+        weightless = frozenset(name for name, module in named if not any(True for _ in module.parameters()))
+        levels = {name: assigned.level for name, assigned in assign_levels(model).items()}
+        return cls(checked_level(level), levels, weightless)
+
+    def solve(self, chain: Chain, mem_limit: int) -> Sequence:
+        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted; InfeasibleError otherwise.
+
+        The group before the loss is stored as it runs, since it would be run again at once, unless that peaks higher.
+        """
+        groups = self.groups([stage.name for stage in chain])
+        sequence = _sequence(chain, groups)
+        peak = simulate(chain, sequence).peak
+        if groups and groups[-1].stop == len(chain):
+            stored = _sequence(chain, groups[:-1])
+            if (needed := simulate(chain, stored).peak) <= peak:
+                sequence, peak = stored, needed
+        if peak > mem_limit:
+            message = f"level {self.level} needs {peak} bytes; the limit is {mem_limit}"
+            raise InfeasibleError(message, min_bytes=peak, mem_limit=mem_limit)
+        return sequence
+
+    def groups(self, names: list[str]) -> list[range]:
+        """The stages of every module of the level, of a chain of stages with these names."""
+        units = self.units(names)
+        positions = groupby(range(len(names)), key=lambda position: units[position])
+        found = [(unit, list(group)) for unit, group in positions]
+        return [range(group[0], group[-1] + 1) for unit, group in found if unit is not None]
+
+    def units(self, names: list[str]) -> list[str | None]:
+        """For every stage, the module of the level that it lies in; None outside."""
+        for level in range(self.level, 0, -1):
+            found = [self._unit(name, level) for name in names]
+            if any(unit is not None for unit in found):
+                return self._with_weightless(names, found) if level == 1 else found
+        return [None] * len(names)
+
+    def _unit(self, stage: str, level: int) -> str | None:
+        for path in _paths(stage):
+            parts = path.split(".") if path else []
+            inside = [".".join(parts[:count]) for count in range(len(parts) + 1)]
+            for prefix in inside:
+                if self.levels.get(prefix) == level:
+                    return prefix
+            if level == 1 and len(parts) > 0 and self.levels.get(path, 0) > 1:
+                return stage
+        return None
+
+    def _with_weightless(self, names: list[str], units: list[str | None]) -> list[str | None]:
+        """Join layers without weights to the layer before them in the same list."""
+        result = list(units)
+        for position in range(1, len(units)):
+            unit, before = units[position], units[position - 1]
+            if unit is not None and before is not None and unit in self.weightless and _beside(unit, before):
+                result[position] = result[position - 1]
+        return result
+
+
+def _paths(stage: str) -> list[str]:
+    """The modules that a stage is named after."""
+    return [part.partition("#")[0] for part in stage.split(JOINT)]
+
+
+def _beside(one: str, other: str) -> bool:
+    return one.rpartition(".")[0] == other.rpartition(".")[0]
+
+
+def _sequence(chain: Chain, groups: list[range]) -> Sequence:
+    """Run every group again from its input before its backward; store all other stages."""
+    stored = {each.stage: each for each in store_all(chain) if isinstance(each, ForwardEnable)}
+    group_of = {stage: group for group in groups for stage in group}
+    forward: list[Operation] = []
+    replay: list[Operation] = []
+    for stage in range(len(chain)):
+        group = group_of.get(stage)
+        if group is None:
+            forward.append(stored[stage])
+        else:
+            forward.append(ForwardCheck(stage) if stage == group.start else ForwardNograd(stage))
+    for stage in reversed(range(len(chain))):
+        group = group_of.get(stage)
+        if group is not None and stage == group.stop - 1:
+            replay += [stored[each] for each in group]
+        replay.append(Backward(stage))
+    return Sequence([*forward, Loss(), *replay], ByLevel.name)

@@ -1,0 +1,161 @@
+"""Segments of which only the inputs are kept; everything inside is computed again in the backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_profiling import leaves_of, storage_bytes, tensors_in
+from rotor_profiling.isolate import trained_parameters
+from rotor_py.execute.program import program
+from rotor_py.execute.tape import replay
+from rotor_py.stage.runner import StageRunner
+from rotor_py.stage.surroundings import present
+from rotor_solver.segments import recompute_segments
+
+Segment = Callable[[Any], Any]
+
+
+class Checkpoint:
+    """The input of one segment, from which its output can be computed again.
+
+    The random state, autocast and the segment's buffers are those of the moment when the checkpoint is made: make it
+    right before the segment runs. `input` is held without its history, and not copied; after a backward through what
+    `recompute` returned, its `grad` is the gradient of the segment's input.
+    """
+
+    def __init__(self, segment: Segment, input: Any) -> None:
+        if not callable(segment):
+            raise ValueError(f"the segment is {segment!r}; it has to be a module or a function")
+        self.segment = segment
+        self.input = leaves_of(input)
+        self._versions = [tensor._version for tensor in tensors_in(self.input)]
+        devices = {t.device for t in [*tensors_in(input), *trained_parameters(segment)] if t.device.type != "cpu"}
+        self._surroundings = present(segment, tuple(sorted(devices, key=str)))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the input."""
+        return storage_bytes(tensors_in(self.input))
+
+    def recompute(self) -> Any:
+        """The segment's output, as its first run makes it, in a graph if gradients are on. It leaves no other trace.
+
+        RuntimeError if the input has been overwritten since.
+        """
+        self._refuse_overwritten()
+        with self._surroundings.restored(self.segment, graph=torch.is_grad_enabled()):
+            output = self.segment(self.input)
+        self._refuse_overwritten()
+        return output
+
+    def _refuse_overwritten(self) -> None:
+        if [tensor._version for tensor in tensors_in(self.input)] != self._versions:
+            raise RuntimeError(
+                "the input of the segment was overwritten after the checkpoint was made, so its output cannot be "
+                "computed again; use the first layer of the segment without inplace=True, or give a clone"
+            )
+
+
+class CheckpointedNetwork(nn.Module):
+    """Segments one after the other, trained with nothing kept but the input of each.
+
+    `segments` are modules, or functions without parameters, that take what the one before returned. In the backward
+    each is run again, the last first; outputs, gradients, buffers and the random stream are those of plain training.
+    In eval mode or without gradients they are simply run. ValueError if there are none.
+    """
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        super().__init__()
+        found = list(segments)
+        if not found:
+            raise ValueError("a CheckpointedNetwork needs at least one segment, and got none")
+        for number, segment in enumerate(found):
+            if not callable(segment):
+                raise ValueError(f"segment {number} is {segment!r}; it has to be a module or a function")
+        self.segments = nn.ModuleList(each if isinstance(each, nn.Module) else _Function(each) for each in found)
+        self._kept = 0
+        self._full = 0
+
+    def forward(self, x: Any) -> Any:
+        """What the last segment returns for `x`, a tensor or a nested structure of tensors."""
+        trains = any(t.requires_grad for t in [*self.parameters(), *tensors_in(x)])
+        if not self.training or not torch.is_grad_enabled() or not trains:
+            for segment in self.segments:
+                x = segment(x)
+            return x
+        runners = [StageRunner(segment, f"segment {number}", open=True) for number, segment in enumerate(self.segments)]
+        count = len(runners)
+        instructions = program(count, recompute_segments(count, range(count), last_too=True))
+        with _watched(self.segments) as (kept, made):
+            output = replay(runners, instructions, x)
+        self._kept, self._full = kept.nbytes, made.nbytes
+        return output
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the segments' inputs, all that the last training forward kept; 0 before there was one."""
+        return self._kept
+
+    @property
+    def full_memory_bytes(self) -> int:
+        """Bytes of the network's input and of every output of every module in the segments, had all been kept."""
+        return self._full
+
+    @property
+    def memory_savings(self) -> float:
+        """The part of `full_memory_bytes` that is not kept: in [0, 1)."""
+        return 1 - self._kept / self._full if self._full else 0.0
+
+
+class _Memory:
+    """Bytes of the memory behind tensors, each piece once, even after it was freed and its address used again."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, tuple[object, int]] = {}
+
+    def add(self, value: Any) -> None:
+        for tensor in tensors_in(value):
+            reference = weakref.ref(tensor.untyped_storage())  # one and the same for one storage, as long as it lives
+            self._sizes[id(reference)] = reference, storage_bytes([tensor])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for _, size in self._sizes.values())
+
+
+@contextmanager
+def _watched(segments: nn.ModuleList) -> Iterator[tuple[_Memory, _Memory]]:
+    """The inputs of the segments, and these together with the outputs of the segments and of every module in them."""
+    kept, made = _Memory(), _Memory()
+
+    def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        kept.add(inputs)
+        made.add(inputs)
+
+    def leave(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        made.add(output)
+
+    handles = [segment.register_forward_pre_hook(enter) for segment in set(segments)]
+    handles += [each.register_forward_hook(leave) for each in segments.modules() if each is not segments]
+    try:
+        yield kept, made
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Function(nn.Module):
+    """A function in the place of a module."""
+
+    def __init__(self, function: Segment) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)

@@ -1,0 +1,1 @@
+"""Processes that train one model together, and parameters that they share."""

@@ -1,0 +1,1 @@
+"""A sequence, replayed inside autograd."""

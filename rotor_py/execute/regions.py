@@ -1,0 +1,106 @@
+"""A sequence as regions of `torch.utils.checkpoint`, one inside the other.
+
+A memory-persistent sequence is such a nesting: `CF_i, Fn_{i+1}, …, Fn_{j-1}` opens the region of stages i … j-1, which
+is run again just before its backward, when part of it may again be a region. The engine sees the operators themselves,
+not a node of ours, so what hooks modules and their parameters goes on working: `fully_shard` gathers parameters before
+a stage runs, and again before it goes backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rotor_py.distributed.gathering import gathered_again
+from rotor_py.stage.runner import StageRunner
+from rotor_py.stage.surroundings import Surroundings
+from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Stages that are run again, in the backward, from the input of the first: stages and regions, in order."""
+
+    items: tuple[int | Region, ...]
+
+
+def regions(sequence: Sequence) -> tuple[int | Region, ...]:
+    """The stages of a sequence in order, and the regions in which they are run again.
+
+    ValueError if the sequence is not memory-persistent: if it drops a checkpoint before the backward that uses it.
+    """
+    items, rest = _items(list(sequence))
+    if rest:
+        raise ValueError(f"the sequence is no nesting of regions: {rest[0]} comes where no region is open")
+    return items
+
+
+def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[Operation]]:
+    """What the forwards at the beginning of `operations` run, up to and including all of its backwards."""
+    found: list[tuple[int, int, bool]] = []  # first stage, the one after the last, whether it is attached
+    at = 0
+    while at < len(operations) and not isinstance(operations[at], Backward | Loss):
+        match operations[at]:
+            case ForwardEnable(stage):
+                found.append((stage, stage + 1, True))
+            case ForwardCheck(stage):
+                found.append((stage, stage + 1, False))
+            case ForwardNograd(stage) if found and not found[-1][2] and found[-1][1] == stage:
+                found[-1] = (found[-1][0], stage + 1, False)
+            case other:
+                raise ValueError(f"the sequence is no nesting of regions: {other} follows no ForwardCheck")
+        at += 1
+    rest = operations[at + 1 :] if operations[at : at + 1] == [Loss()] else operations[at:]
+    items: list[int | Region] = []
+    for first, stop, attached in reversed(found):
+        if attached:
+            if not rest or rest[0] != Backward(first):
+                raise ValueError(f"the sequence is no nesting of regions: no {Backward(first)} where it has to be")
+            items.append(first)
+            rest = rest[1:]
+        else:
+            inside, rest = _items(rest)
+            if _stages(inside) != list(range(first, stop)):
+                raise ValueError(
+                    f"the sequence is no nesting of regions: stages {first} to {stop - 1} do not come back"
+                )
+            items.append(Region(inside))
+    return tuple(reversed(items)), rest
+
+
+def _stages(items: tuple[int | Region, ...]) -> list[int]:
+    return [stage for item in items for stage in (_stages(item.items) if isinstance(item, Region) else [item])]
+
+
+def run(runners: list[StageRunner], items: tuple[int | Region, ...], value: Any) -> Any:
+    """Run a chain forward; what it returns is part of the caller's graph, and regions are run again in the backward."""
+    again = {stage for item in items if isinstance(item, Region) for stage in _stages(item.items)}
+    return _run(runners, items, {}, again, value)
+
+
+def _run(
+    runners: list[StageRunner],
+    items: tuple[int | Region, ...],
+    known: dict[int, Surroundings],
+    again: set[int],
+    value: Any,
+) -> Any:
+    for item in items:
+        if isinstance(item, Region):
+            # What surrounds a stage is restored for each by itself: buffers move once, randomness is the same.
+            inside = partial(_run, runners, item.items, known, again)
+            value = checkpoint(inside, value, use_reentrant=False, preserve_rng_state=False)
+        elif item not in again:
+            value = runners[item].forward(value)
+        elif item not in known:
+            value, known[item] = runners[item].first(value)
+        else:
+            function = runners[item].function
+            restored = known[item].restored(function, graph=torch.is_grad_enabled(), alike=True)
+            with restored, gathered_again(function):
+                value = runners[item].forward(value)
+    return value

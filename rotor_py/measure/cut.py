@@ -1,0 +1,153 @@
+"""Cutting a model into the stages of a chain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from rotor_profiling import isolated, storages, tensors_in
+from rotor_py.distributed.whole_parameters import gathered
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.stage.faults import During
+
+Layer = tuple[str, nn.Module]
+JOINT = "+"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A model as a chain: `prefix` runs first and never has a gradient; `stages` are what a sequence is about.
+
+    `input_owned` says that the caller holds the chain's input throughout, so that it is no checkpoint's memory.
+    """
+
+    prefix: tuple[Layer, ...]
+    stages: tuple[Layer, ...]
+    input_owned: bool = False
+
+    def groups(self) -> list[list[str]]:
+        """The names of the layers of every stage."""
+        return [name.split(JOINT) for name, _ in self.stages]
+
+
+def is_chain(model: nn.Module) -> bool:
+    """Whether `model` is a nesting of `nn.Sequential`, so that its layers are its stages."""
+    return type(model).forward is nn.Sequential.forward
+
+
+def layers(model: nn.Module) -> list[Layer]:
+    """The layers of any nesting of `nn.Sequential`, with their dotted paths, in the order in which they run.
+
+    A container with hooks, or with a `forward` of its own, is one layer: whoever hooked it wants it to be called.
+    UnsupportedModelError if `model` itself is not such a chain.
+    """
+    if not is_chain(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not an nn.Sequential, so it cannot be cut into stages; write it as an "
+            "nn.Sequential of its layers (rotor_py.models has examples)"
+        )
+    return _children("", model)
+
+
+def _children(path: str, module: nn.Module) -> list[Layer]:
+    named = [(path + key, child) for key, child in module._modules.items() if child is not None]
+    return [layer for name, child in named for layer in _layers(name, child)]
+
+
+def _layers(name: str, module: nn.Module) -> list[Layer]:
+    plain = type(module).forward is nn.Sequential.forward and len(module._modules) > 0
+    return _children(f"{name}.", module) if plain and not _hooked(module) else [(name, module)]
+
+
+def _hooked(module: nn.Module) -> bool:
+    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(tables) or module._compiled_call_impl is not None
+
+
+def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
+    """Cut `model` into stages by running it once on the input `value`, one layer at a time, without gradients.
+
+    A layer that makes nothing new, because it writes into its input or returns a view of it, is joined to the layer
+    before it. Leading layers that have nothing to train and get no gradient are the prefix.
+    """
+    return cut_layers(layers(model), value, device)
+
+
+def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
+    """`cut`, for layers that follow each other."""
+    needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
+    leading = 0 if needs_gradient else next((i for i, (_, m) in enumerate(found) if _trains(m)), len(found))
+    if leading == len(found):
+        raise UnsupportedModelError(
+            "no parameter of the model and no input needs a gradient, so there is nothing to train; set "
+            "requires_grad on what should be trained"
+        )
+    refuse_random_state_of_its_own(found[leading:], device)
+    value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)  # the caller's stays as it is
+    groups: list[list[Layer]] = []
+    for position, (name, module) in enumerate(found):
+        value, wrote, made_nothing = _run(name, module, value, device)
+        if position == leading and wrote:
+            raise UnsupportedModelError(
+                f"layer {name!r} overwrites the input of the chain, and no stage before it could be joined to it; use "
+                "the layer without inplace=True"
+            )
+        if position > leading and (wrote or made_nothing):
+            groups[-1].append((name, module))
+        elif position >= leading:
+            groups.append([(name, module)])
+    return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups))
+
+
+def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> None:
+    """UnsupportedModelError for recurrent layers on CUDA with dropout between them.
+
+    cuDNN draws it from a state that nobody can set back: run again, the layer might drop something else.
+    """
+    if device.type != "cuda" or not torch.backends.cudnn.enabled:
+        return
+    for name, module in found:
+        for layer in module.modules():
+            if isinstance(layer, nn.RNNBase) and layer.num_layers > 1 and layer.dropout and layer.training:
+                raise UnsupportedModelError(
+                    f"layer {name!r} has dropout between the layers of its {type(layer).__name__}, which cuDNN draws "
+                    "from a random state of its own, so that it cannot be run again with the same numbers; use "
+                    "single-layer modules with nn.Dropout between them, or torch.backends.cudnn.enabled = False"
+                )
+
+
+def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tuple[Any, bool, bool]:
+    """The output of a layer, whether it wrote into its input, and whether its output lies in its input's memory."""
+    inputs = tensors_in(value)
+    before = [tensor._version for tensor in inputs]
+    with During("first run, to measure it,", name), gathered(module), isolated(module, device), torch.no_grad():
+        output = module(value)
+    outputs = tensors_in(output)
+    if not outputs:
+        raise UnsupportedModelError(f"layer {name!r} returned no tensor, so nothing after it can be trained")
+    wrote = [tensor._version for tensor in inputs] != before
+    made_nothing = storages(outputs).keys() <= storages(inputs).keys()
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, output), wrote, made_nothing
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def joined(group: list[Layer]) -> Layer:
+    """The layers of `group`, which follow each other, as one stage."""
+    if len(group) == 1:
+        return group[0]
+    return JOINT.join(name for name, _ in group), nn.Sequential(*(module for _, module in group))
+
+
+def carried_by(stage: nn.Module) -> dict[str, int]:
+    """The tensors that a stage of a captured graph hands on beside the chain: name, and position in its output."""
+    if isinstance(stage, nn.Sequential) and len(stage):
+        return carried_by(stage[-1])
+    carried = getattr(stage, "carried", None)
+    return carried if isinstance(carried, dict) else {}

@@ -1,0 +1,92 @@
+"""One sequence for all processes that train a model together.
+
+The sequence has to be the same everywhere: collectives inside stages (`SyncBatchNorm`) run again when the stage does,
+and all processes have to come to them in the same order. Measured times differ, so rank 0 solves, within what the
+tightest process has room for, and the others take its sequence over.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rotor_py.errors import PlanMismatchError
+from rotor_py.measure.budget import Budget
+from rotor_py.units import format_bytes
+from rotor_solver import Algorithm, InfeasibleError, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one process brings along: its limit, and what of that is not for the chain."""
+
+    stages: tuple[str, ...]
+    mem_limit: int
+    fixed_bytes: int
+
+
+def agreed_sequence(
+    budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
+) -> Sequence:
+    """The sequence that rank 0 of `group` finds for the least room that any process has. All have to call this.
+
+    `device` is the one that this process trains on.
+
+    InfeasibleError, in all processes, if it does not fit one of them; PlanMismatchError if their stages are different.
+    """
+    names = tuple(stage.name for stage in budget.chain.stages)
+    parts = _gathered(_Part(names, mem_limit, budget.fixed.total + budget.snapshot_bytes), group, device)
+    _refuse_other_stages(parts)
+    room = min(part.mem_limit - part.fixed_bytes for part in parts)
+    found: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            found = [budget.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
+        except InfeasibleError as error:
+            found = [error]
+    with _sending_from(device):
+        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+    sequence: Sequence | InfeasibleError = found[0]
+    if isinstance(sequence, InfeasibleError):
+        raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
+    peaks = _gathered((budget.peak_bytes(sequence), mem_limit), group, device)
+    rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])
+    if peak > limit:
+        raise InfeasibleError(
+            f"the plan of rank 0 would need {format_bytes(peak)} ({peak} bytes) on rank {rank}, whose limit is "
+            f"{format_bytes(limit)} ({limit} bytes); give all processes batches of the same shape, or rank {rank} a "
+            "larger limit",
+            min_bytes=peak,
+            mem_limit=limit,
+        )
+    return sequence
+
+
+def _gathered(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with _sending_from(device):
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _sending_from(device: torch.device) -> AbstractContextManager[object]:
+    """NCCL sends objects from the current CUDA device, which need not be the one that the model is on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """PlanMismatchError unless all processes of `group` have the same sequence. All have to call this."""
+    for rank, other in enumerate(_gathered(sequence, group, device)):
+        if other != sequence:
+            raise PlanMismatchError("the sequence", sequence, f"{other} on rank {rank}")
+
+
+def _refuse_other_stages(parts: list[_Part]) -> None:
+    for rank, part in enumerate(parts):
+        if part.stages != parts[0].stages:
+            planned = f"that of rank 0 with {len(parts[0].stages)} stages"
+            raise PlanMismatchError("the model", planned, f"one of {len(part.stages)} on rank {rank}")

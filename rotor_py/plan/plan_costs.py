@@ -1,0 +1,126 @@
+"""What the model of a plan costs, as data for the plan's file: what was measured, and the memory around the chain."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+from rotor_profiling import LossCost, StageCost
+from rotor_py.measure.budget import Budget, FixedMemory
+from rotor_py.measure.measurement import Carried, Measurement, PrefixCost
+from rotor_solver.chain import LARGEST_SIZE
+
+T = TypeVar("T")
+
+_LONGEST = 1e9
+"""Seconds of anything; about thirty years."""
+_MOST_CARRIED = 10**6
+"""Carried tensors times stages: a chain is made in so many steps."""
+_BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes"})
+"""A backward may free more of its input than it needs."""
+_AROUND = ("before_bytes", "stepping_bytes", "step_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCosts:
+    """All numbers that a report is made from."""
+
+    measurement: Measurement
+    budget: Budget
+
+    def as_data(self) -> dict[str, Any]:
+        """Seconds and bytes, as JSON has them. The chain is left out: it follows from what was measured."""
+        found = asdict(self.measurement)
+        del found["names"]
+        around = {name: getattr(self.budget, name) for name in _AROUND}
+        return {**found, "fixed": asdict(self.budget.fixed), **around}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any], names: Sequence[str], *, fresh_gradients: bool) -> PlanCosts:
+        """What `as_data` wrote, for stages of these names. ValueError if it is anything else."""
+        unknown = data.keys() ^ _PARTS.keys()
+        if unknown:
+            raise ValueError(
+                f"the costs have to have {', '.join(_PARTS)}; {reprlib.repr(sorted(unknown))} is different"
+            )
+        found = {name: read(name, data[name]) for name, read in _PARTS.items()}
+        for part in ("stages", "gradient_bytes"):
+            if len(found[part]) != len(names):
+                raise ValueError(f"there are {part} of {len(found[part])} stages, and {len(names)} stages")
+        if len(found["lean"]) not in (0, len(names)):
+            raise ValueError(f"there are lean of {len(found['lean'])} stages, and {len(names)} stages")
+        _refuse_carried(found["carried"], len(names))
+        fixed, around = found.pop("fixed"), {name: found.pop(name) for name in _AROUND}
+        measurement = Measurement(names=tuple(names), **found)
+        chain = measurement.chain(fresh_gradients=fresh_gradients)
+        return cls(measurement, Budget(fixed, chain, snapshot_bytes=measurement.snapshot_bytes, **around))
+
+
+def _refuse_carried(carried: tuple[Carried, ...], length: int) -> None:
+    if len(carried) * length > _MOST_CARRIED:
+        raise ValueError(f"{len(carried)} tensors are carried past {length} stages; that is no model")
+    for each in carried:
+        if not each.first <= each.last <= length:
+            raise ValueError(f"a tensor is carried from stage {each.first} to {each.last} of {length}")
+
+
+def _size(name: str, value: Any) -> int:
+    least = -LARGEST_SIZE if name in _BELOW_ZERO else 0
+    if type(value) is not int or not least <= value <= LARGEST_SIZE:
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a number of bytes")
+    return value
+
+
+def _seconds(name: str, value: Any) -> float:
+    if type(value) is not float or not 0 <= value <= _LONGEST:  # which a NaN is not
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a number of seconds")
+    return value
+
+
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
+    return _many(_size)(name, value)
+
+
+def _many(read: Callable[[str, Any], T]) -> Callable[[str, Any], tuple[T, ...]]:
+    def read_all(name: str, value: Any) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a list")
+        return tuple(read(name, each) for each in value)
+
+    return read_all
+
+
+def _or_none(read: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:
+    return lambda name, value: None if value is None else read(name, value)
+
+
+def _record(kind: Callable[..., T]) -> Callable[[str, Any], T]:
+    """Reads a dataclass of seconds and bytes."""
+    readers = {field.name: _READERS[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+
+    def read(name: str, value: Any) -> T:
+        if not isinstance(value, dict) or value.keys() != readers.keys():
+            raise ValueError(f"{name} has {reprlib.repr(value)}; it has to have {', '.join(readers)}")
+        return kind(**{part: reader(part, value[part]) for part, reader in readers.items()})
+
+    return read
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {"int": _size, "float": _seconds, "tuple[int, ...]": _sizes}
+_PARTS: dict[str, Callable[[str, Any], Any]] = {
+    "stages": _many(_record(StageCost)),
+    "gradient_bytes": _sizes,
+    "input_bytes": _size,
+    "loss": _record(LossCost),
+    "prefix": _or_none(_record(PrefixCost)),
+    "snapshot_bytes": _size,
+    "carried": _many(_record(Carried)),
+    "held_bytes": _size,
+    "lean": _many(_or_none(_record(StageCost))),
+    "fixed": _record(FixedMemory),
+    "before_bytes": _size,
+    "stepping_bytes": _size,
+    "step_bytes": _or_none(_size),
+}

@@ -1,0 +1,132 @@
+"""One line on the terminal about long work: what is being done, how much of it is done, and how long is left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import RLock, Timer
+from typing import TYPE_CHECKING
+
+from rotor_py.measure.measurement import Progress
+from rotor_py.report.time_left import TimeLeft, in_words
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+PATIENCE_SECONDS = 1.0
+"""Work that takes less shows nothing."""
+_REDRAWN_SECONDS = 0.1
+_COUNTED = 10_000
+"""What has more parts is shown in percent."""
+_BAR = 16
+
+
+@contextmanager
+def activities(*, quiet: bool = False) -> Iterator[Activities]:
+    """A line on stderr that appears once the work in the block has taken a moment, and is gone at the end.
+
+    Nothing is shown where stderr is not a terminal, or with `quiet`.
+    """
+    found = Activities(shown=not quiet and sys.stderr.isatty())
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress | None]:
+    """`activities` for measuring alone: something to be called with (done, total, name); None if nothing is shown."""
+    with activities() as found:
+        yield found.doing("measuring") if found.shown else None
+
+
+class Activities:
+    """The line, for one kind of work after the other."""
+
+    def __init__(self, shown: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self.shown = shown
+        self._clock = clock
+        self._left = TimeLeft(clock)
+        self._begin = self._drawn = 0.0
+        self._line = ("", "", 0, 0)
+        self._bar: Bar | None = None
+        self._timer: Timer | None = None
+        self._lock = RLock()
+
+    def doing(self, verb: str) -> Progress:
+        """Something to be called with what is done, what there is, and what is worked on: `measuring layer.3`."""
+        return partial(self._tell, verb) if self.shown else _silent
+
+    def stop(self) -> None:
+        """Take the line away."""
+        with self._lock:
+            self.shown = False
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None
+
+    def _tell(self, verb: str, done: int, total: int, name: str) -> None:
+        with self._lock:
+            if not self.shown:
+                return
+            left, now = in_words(self._left.update(verb, done, total)), self._clock()
+            other, self._line = self._line[0] != verb, (verb, name, done, total)
+            if self._timer is None:
+                self._begin = now
+                # The first part of the work may be long, and nothing is told meanwhile.
+                self._timer = Timer(PATIENCE_SECONDS, self._draw)
+                self._timer.daemon = True
+                self._timer.start()
+            if now - self._begin >= PATIENCE_SECONDS and (other or now - self._drawn >= _REDRAWN_SECONDS):
+                self._drawn = now
+                self._draw(left)
+
+    def _draw(self, left: str = "") -> None:
+        with self._lock:
+            if not self.shown:
+                return
+            begin = self._bar is None
+            bar = self._bar = self._bar or _bar()
+            verb, name, done, total = self._line
+            end = ", ".join(part for part in (_count(done, total), left) if part)
+            text, room = f"{verb} {name}", bar.console.width - _BAR - len(end) - 4
+            if len(text) > room:
+                text = text[: max(0, room - 1)] + "…"
+            if begin:
+                bar.add_task(text, completed=done, total=total or None, end=end)
+                bar.start()
+            else:
+                bar.update(bar.task_ids[0], description=text, completed=done, total=total or None, end=end)
+                bar.refresh()
+
+
+def _silent(done: int, total: int, name: str) -> None:
+    """For whoever wants to see nothing."""
+
+
+def _count(done: int, total: int) -> str:
+    if total <= 1:
+        return ""
+    return f"{min(done + 1, total)} of {total}" if total < _COUNTED else f"{100 * done // total} %"
+
+
+def _bar() -> Bar:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=_BAR),
+        TextColumn("{task.fields[end]}", markup=False),
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,  # a thread that draws would run while times are measured
+        redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe goes there
+    )

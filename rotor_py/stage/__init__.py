@@ -1,0 +1,1 @@
+"""One stage, run and run again."""

@@ -1,0 +1,173 @@
+"""Tensors that a backward needs and that are cheap to make again: made from others, when the backward asks for them.
+
+Autograd saves a part of such a tensor as the way to it, by `torch.autograd.graph.saved_tensors_hooks`. What it takes to
+make it again is kept instead; often that is kept anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.fx.node import map_aggregate
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rotor_py.stage.surroundings import Autocast
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value in the arguments of a `Call`, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator that makes a value again, from others."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to make values again: `calls` for them and for what is between, and the kept values that each `needs`."""
+
+    calls: dict[int, Call]
+    needs: dict[int, frozenset[int]]
+
+
+class Recomputation:
+    """One run of a stage of which some values are dropped, to be made again by a recipe.
+
+    The run is inside it as a context, and tells what it keeps and what it drops, in memory of its own each, as soon as
+    that is there.
+    """
+
+    def __init__(self, recipe: Recipe, device_types: tuple[str, ...]) -> None:
+        self.recipe = recipe
+        self.autocast = tuple(map(Autocast.now, device_types))
+        self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
+        self._kept: dict[int, _Kept] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
+        self._hooks: Any = None
+
+    def __enter__(self) -> Recomputation:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        hooks, self._hooks = self._hooks, None
+        hooks.__exit__(*error)
+        self._storages.clear()
+        self._kept.clear()
+
+    def keep(self, number: int, value: Any) -> None:
+        """Value `number` is there, and is kept."""
+        tensor = isinstance(value, torch.Tensor)
+        self._kept[number] = _Kept(value.detach(), value._version) if tensor else _Kept(value)
+
+    def drop(self, number: int, value: torch.Tensor) -> None:
+        """Value `number` is there, and is not to be saved. Its address means it as long as the reference lives."""
+        storage = value.untyped_storage()
+        self._storages[storage._cdata] = StorageWeakRef(storage), number, value.dtype
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        found = self._storages.get(tensor.untyped_storage()._cdata)
+        if found is None or found[2] != tensor.dtype:
+            return _Kept(tensor.detach(), tensor._version)  # with its history, an output would hold its own node
+        _, number, _ = found
+        handle = self.dropped.get(number)
+        if handle is None:
+            kept = {each: self._kept[each] for each in self.recipe.needs[number]}
+            handle = self.dropped[number] = _Dropped(self, number, kept)
+        return _Part(handle, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    if isinstance(saved, _Kept):
+        found: torch.Tensor = saved.unchanged()
+        return found
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True cannot go through a stage that makes tensors again in the backward; raise the memory "
+            "limit until nothing is recomputed, or train this loss without Checkpointable"
+        )
+    part: _Part = saved
+    return part.handle.value().as_strided(part.size, part.stride, part.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor with the number of times that it had been written to, or any other value.
+
+    Where there are hooks, autograd does not look whether what it saved was written to.
+    """
+
+    value: Any
+    version: int = 0
+
+    def unchanged(self) -> Any:
+        if isinstance(self.value, torch.Tensor) and self.value._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.value.shape)} that is needed for the backward has been modified by an "
+                "in-place operation since the forward; change it after the backward"
+            )
+        return self.value
+
+
+class _Dropped:
+    """A value that autograd needs and nobody holds. All that is saved of it shares this; with the last it goes."""
+
+    __slots__ = ("__weakref__", "kept", "made", "number", "run")
+
+    def __init__(self, run: Recomputation, number: int, kept: dict[int, _Kept]) -> None:
+        self.run = run
+        self.number = number
+        self.kept = kept
+        self.made: Any = None
+
+    def value(self) -> torch.Tensor:
+        """The value; what else the backward still needs of what is made on the way is made with it."""
+        if self.made is None:
+            with ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                for state in self.run.autocast:
+                    if state.enabled or torch.is_autocast_enabled(state.device_type):
+                        stack.enter_context(state.context(cache=False))
+                self._make(self.number, {})
+        return self.made  # type: ignore[no-any-return]  # a tensor
+
+    def _make(self, number: int, made: dict[int, Any]) -> Any:
+        if number in self.kept:
+            return self.kept[number].unchanged()
+        shared = self.run.dropped.get(number)
+        if shared is not None and shared.made is not None:
+            return shared.made
+        if number not in made:
+            call = self.run.recipe.calls[number]
+            args, kwargs = map_aggregate(
+                (call.args, call.kwargs),
+                lambda each: self._make(each.number, made) if isinstance(each, Value) else each,
+            )
+            made[number] = call.function(*args, **kwargs)
+            if shared is not None:
+                shared.made = made[number]
+        return made[number]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A view of a dropped value."""
+
+    handle: _Dropped
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int

@@ -1,0 +1,1 @@
+"""The best sequence whose checkpoints may be dropped early: the program and its kernels."""

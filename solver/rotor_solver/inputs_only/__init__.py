@@ -1,0 +1,1 @@
+"""Classical strategies, which keep the inputs of stages and nothing else."""

@@ -1,0 +1,1 @@
+"""The best memory-persistent sequence: the program, its table and its kernels."""

@@ -1,0 +1,199 @@
+"""How the table of the persistent program divides memory into slots, and which of its rows it has.
+
+A row's slot m stands for m · unit + offset bytes. Every row has an offset of its own, chosen so that what a stage's
+fastest option keeps is exactly a whole number of slots from its row to the next: stages that are stored one after the
+other lose nothing to rounding, however many they are. Only checkpoints do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rotor_solver.arrays import Costs, Floats, Ints
+from rotor_solver.persistent.spacing import Spacing, stops_of
+
+ANYTHING = 2**62
+
+
+class Grid(NamedTuple):
+    """Node s stands for the stage place[s] and the state[s] of its input; node[state, i] finds it. The two states of a
+    stage share a node where they cost the same.
+
+    The interval from node s to stage l < L lies in the row row[s, l], if l ≤ band[place[s]], and that to the loss in
+    the row tail + s. Not every interval has a row of its own: one that has none takes that of its part up to stage
+    `last` of the row. Without its last stages it is no slower, so the table stays a lower bound.
+    """
+
+    unit: int
+    """bytes"""
+    width: int
+    """slots in a row"""
+    place: Ints
+    state: Ints
+    node: Ints
+    """[2, L+1]"""
+    offset: Ints
+    """bytes, by node"""
+    slots: Ints
+    """[L+1] slots that a plain a_j takes, as seen from a row whose offset is at most remainder[j]; else one less"""
+    remainder: Ints
+    start: Ints
+    band: Ints
+    """[L] the last l < L whose interval is of use"""
+    row: Ints
+    """[nodes, L+1] -1 where there is none"""
+    after: Ints
+    """[L+1, L+1] by (l, j) the row of the interval from a checkpoint at a_j to stage l, as it lies in memory"""
+    last: Ints
+    """[rows] the stage at which the row ends; L for the loss"""
+    stop: Ints
+    """[L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1"""
+    base: Ints
+    """[L+1] the least `costs.base` of those"""
+    tail: int
+    fastest: Ints
+    """[L] the fastest option of every stage, among all options"""
+
+
+class Rows(NamedTuple):
+    """Slot m of a row is number position + m of the table, for begin ≤ m < high.
+
+    Below `begin` there is no plan that is of use, because it takes longer than `limit`. From `high` on it is `final`:
+    zero, since everything is stored, or the last number, since no plan that is of use has so much memory.
+    """
+
+    begin: Ints
+    high: Ints
+    position: Ints
+    limit: Floats
+    final: Any
+    """before a row is complete, infinite where it will be the last number"""
+    marks: Any
+    """A number for every `kernels.CHUNK` of the table: at least the first of them while their row is being filled, the
+    last of them once it is complete. Positions are multiples of that step."""
+
+
+class Windows(NamedTuple):
+    """[nodes, L+1] the bytes that the interval from a node to a last stage may have in a plan that is of use, and the
+    least time that such a plan takes outside the interval: infinite where there is none.
+    """
+
+    low: Ints
+    high: Ints
+    outside: Floats
+
+    @classmethod
+    def everything(cls, nodes: int, length: int) -> Windows:
+        """The windows of all plans."""
+        shape = (nodes, length + 1)
+        return cls(np.zeros(shape, np.int64), np.full(shape, ANYTHING, np.int64), np.zeros(shape))
+
+
+def fastest_options(costs: Costs) -> Ints:
+    """The fastest option of every stage, among all options."""
+    bounds = zip(costs.first[:-1], costs.first[1:], strict=True)
+    keys = [range(low, high) for low, high in bounds]
+    return np.array([min(each, key=lambda k: (costs.extra[k], costs.taken[1, k])) for each in keys], np.int64)
+
+
+def grid_of(
+    costs: Costs, fastest: Ints, kinds: Ints, room: int, unit: int, spacing: Spacing, later: Floats, cut: float
+) -> Grid:
+    """The grid for `room` bytes, for plans that take at most `cut` longer than storing everything.
+
+    Of that, stages from i on take at least later[i]. Times are in the unit of `costs.run`.
+    """
+    length = len(costs.activation) - 1
+    apart = np.concatenate([costs.released[0] != costs.released[1], [False]])
+    node = np.cumsum(np.concatenate([[0], 1 + apart[:-1]])) + np.stack([np.zeros_like(apart), apart])
+    place = np.repeat(np.arange(length + 1), 1 + apart)
+    state = np.concatenate([np.arange(1 + both) for both in apart]).astype(np.int64)
+    offset = _offsets(costs.taken[1, fastest], kinds, room, unit)
+    slots, remainder = np.divmod(costs.activation + offset, unit)
+    # Compared as the kernels compare it.
+    kept = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
+    band = np.array([min(length - 1, i + each[-1]) if len(each) else i - 1 for i, each in enumerate(kept)], np.int64)
+    ended = spacing.ended(length)
+    stop, base, stages = np.append(stops_of(ended), length + 1), costs.base.copy(), np.arange(length)
+    for last in np.flatnonzero(stop[:-1] > stages + 1):
+        base[last] = costs.base[last : stop[last]].min()
+    useful = (stages >= stages[:, None]) & (stages <= band[:, None])
+    none = np.zeros((1, length), np.bool_)  # from the loss
+    own = np.concatenate([ended & useful, none])[place]
+    rows = own.sum(axis=1)
+    start, tail = np.cumsum(rows) - rows, int(rows.sum())
+    row = np.where(np.concatenate([useful, none])[place], start[:, None] + np.cumsum(own, axis=1) - 1, -1)
+    row = np.column_stack([row, tail + np.arange(len(place))]).astype(np.int64)
+    return Grid(
+        unit=unit,
+        width=room // unit + 2,
+        place=place,
+        state=state,
+        node=node.astype(np.int64),
+        offset=offset[place],
+        slots=slots,
+        remainder=remainder,
+        start=start.astype(np.int64),
+        band=band,
+        row=row,
+        after=row[node[0]].T.copy(),
+        last=np.concatenate([np.nonzero(own)[1], np.full(len(place), length)]).astype(np.int64),
+        stop=stop.astype(np.int64),
+        base=base,
+        tail=tail,
+        fastest=fastest,
+    )
+
+
+def nodes_of(grid: Grid) -> Ints:
+    """[rows] the node of every row."""
+    nodes = np.arange(len(grid.place))
+    return np.append(np.repeat(nodes, np.diff(np.append(grid.start, grid.tail))), nodes)
+
+
+def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
+    """[L+1] the offset of every stage's rows.
+
+    Between two stages of the same kinds, an offset that occurred before is taken again if it is only a little larger:
+    their rows are then the same. All of them together lose less than a slot.
+    """
+    offset = [room % unit]
+    seen: dict[tuple[int, ...], list[int]] = {}
+    for i, size in enumerate(taken.tolist()):
+        exact = (offset[-1] - size) % unit
+        known = seen.setdefault(tuple(kinds[i : i + 2].tolist()), [])
+        close = [other for other in known if 0 <= other - exact <= unit // len(taken)]
+        if not close and len(known) < 8:
+            known.append(exact)
+        offset.append(close[0] if close else exact)
+    return np.array(offset, np.int64)
+
+
+def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) -> tuple[Rows, int]:
+    """Where rows lie in a table, and how many numbers it has; `bounds` are those of `kernels.bounds`.
+
+    owner[row] is the row whose numbers a row shares.
+    """
+    low, high, full, limit = bounds
+    of_use = limit >= 0
+    np.maximum.at(limit, owner, limit.copy())
+    least, most = np.full_like(low, width), np.zeros_like(high)
+    np.minimum.at(least, owner[of_use], low[of_use])
+    np.maximum.at(most, owner[of_use], high[of_use])
+    first, numbers = extents(least, most)
+    sizes = np.where((owner == np.arange(len(owner))) & (limit >= 0), numbers, 0)
+    ends = np.cumsum(sizes)
+    final = np.where((most >= full) & (full < width), 0.0, np.inf)
+    begin = np.where(limit >= 0, least, width)
+    position, marks = (ends - sizes - first)[owner], np.empty(0)
+    return Rows(begin[owner], most[owner], position, limit[owner], final[owner], marks), int(ends[-1])
+
+
+def extents(begin: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """By row, the slot of the first of its numbers, those that kernels run over included, and how many there are."""
+    from rotor_solver.persistent.kernels import BEYOND, CHUNK
+
+    first = begin // CHUNK * CHUNK
+    return first, np.maximum(0, -(-high // CHUNK) * CHUNK - first) + BEYOND

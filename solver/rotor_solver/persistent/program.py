@@ -1,0 +1,215 @@
+"""The best memory-persistent sequence: a checkpoint is dropped only at the backward that uses it.
+
+The recurrence (design of Beaumont et al., HAL hal-02352969, with memory conditions of our own) is in `kernels.fill`.
+It counts memory in slots, and that would cost something, so:
+
+* sizes are rounded down: what the table says is a lower bound for all persistent sequences, the certificate;
+* slots are laid out so that only checkpoints are rounded at all (`grid`), and needs are compared in bytes;
+* sequences are read off with memory counted in bytes (`kernels.descend`): they fit, whatever the slots are;
+* what is slower than the best sequence known so far is never computed, so that a plan for groups of stages makes the
+  first table cheap, and the windows of a table the next, finer one;
+* the first tables have rows for some of the intervals only, which stand for the others too (`spacing`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from rotor_solver.arrays import Costs, Floats, Ints
+from rotor_solver.chain import Chain
+from rotor_solver.ends import store_all
+from rotor_solver.errors import InfeasibleError
+from rotor_solver.persistent.coarse import coarse_chain, even_groups, fine_sequence
+from rotor_solver.persistent.spacing import Spacing
+from rotor_solver.persistent.table import Problem, Table
+from rotor_solver.sequence import Sequence
+from rotor_solver.simulate import simulate
+
+_GROUP = 4
+"""Stages in a group of the coarse chain whose plan comes first."""
+_MARGIN = 1.1
+"""By how much slots are made larger still where a table is too large: its size is not quite proportional to theirs."""
+_SHORT = 64
+"""Stages up to which every interval has a row from the beginning."""
+_TIGHT = 128
+"""Stages that fit into memory, for which one row for every doubling of length would do."""
+_RESOLUTION = 2
+"""Slots in a typical checkpoint, at least, to begin with: what is rounded to nothing looks free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to go on: until the gap is `close`, or the next table would look at more pairs of slots or be larger."""
+
+    close: float
+    pairs: float
+    nbytes: float
+
+    def excess(self, table: Table) -> float:
+        """How many times too large a table is."""
+        return max(table.guess / self.pairs, 4 * table.size / self.nbytes)
+
+
+THOROUGH = Effort(close=0.005, pairs=2.7e10, nbytes=2**31)
+_HASTY = Effort(close=0.01, pairs=3e9, nbytes=2**29)
+BRIEF = Effort(close=0.01, pairs=2e7, nbytes=2**27)
+
+
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """The program of this module, with memory divided into at least `slots`."""
+
+    slots: int = 500
+
+    name = "persistent"
+
+    def __post_init__(self) -> None:
+        check_slots(self.slots)
+
+    def solve(self, chain: Chain, mem_limit: int) -> Sequence:
+        """The best sequence found within `mem_limit` bytes, a_0 counted, with a lower bound for all of them.
+
+        InfeasibleError if there is none.
+        """
+        stored = store_all(chain)
+        if simulate(chain, stored).peak <= mem_limit:
+            return Sequence(stored, self.name, stored.lower_bound)
+        best = solved(chain, mem_limit, self.slots, THOROUGH)
+        assert best.sequence is not None
+        assert simulate(chain, best.sequence).peak <= mem_limit
+        return Sequence(best.sequence, self.name, min(best.bound, best.makespan))
+
+
+def check_slots(slots: int) -> None:
+    """ValueError unless memory can be divided into `slots`."""
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise ValueError(f"slots is {slots!r}; memory has to be divided into at least one slot")
+
+
+@dataclass(slots=True)
+class Best:
+    """The fastest sequence so far, and the best lower bounds."""
+
+    problem: Problem
+    makespan: float = math.inf
+    bound: float = field(init=False)
+    sequence: Sequence | None = None
+    later: Floats = field(init=False)
+    """[L+1] what the stages from i on take longer, at least, than stored."""
+
+    def __post_init__(self) -> None:
+        self.bound = self.problem.stored
+        self.later = np.zeros(len(self.problem.chain) + 1)
+
+    def offer(self, sequence: Sequence) -> None:
+        makespan = simulate(self.problem.chain, sequence).makespan
+        if makespan < self.makespan:
+            self.makespan, self.sequence = makespan, sequence
+
+    def improve(self, table: Table) -> None:
+        """By what is read off a table."""
+        self.bound = max(self.bound, self.problem.stored + table.lower_bound(table.room))
+        if not table.windowed:
+            self.later = np.maximum(self.later, table.later())
+        sequence, _ = table.sequence(table.room, self.overhead)
+        if sequence is not None:
+            self.offer(sequence)
+
+    @property
+    def overhead(self) -> float:
+        return max(0.0, self.makespan - self.problem.stored)
+
+    @property
+    def gap(self) -> float:
+        return self.makespan / self.bound - 1 if self.bound else (0.0 if self.makespan == 0 else math.inf)
+
+
+def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
+    """What is found with no more than that effort, a sequence in any case; InfeasibleError if there is none."""
+    problem, room = Problem.of(chain), mem_limit - chain.input_bytes
+    if room < problem.needed:
+        least = chain.input_bytes + problem.needed
+        message = f"the chain needs at least {least} bytes; the limit is {mem_limit}"
+        raise InfeasibleError(message, min_bytes=least, mem_limit=mem_limit)
+    best = Best(problem)
+    _begin(best, mem_limit)
+    if best.sequence is None:
+        best.offer(problem.least_sequence())
+    windows, last = None, 0
+    for unit, exact, spacing in levels(problem, room, slots):
+        if best.gap <= effort.close or best.overhead == 0:
+            break
+        make = partial(Table.of, problem, room, scale=best.overhead, later=best.later, windows=windows, spacing=spacing)
+        table = make(unit=unit, exact=exact)
+        excess = effort.excess(table)
+        if excess > 1:
+            coarser = math.ceil(unit * excess * _MARGIN)
+            if windows is not None and coarser > last:
+                break
+            table = make(unit=coarser)
+        table.fill()
+        best.improve(table)
+        last = table.grid.unit
+        if best.gap > effort.close:
+            windows = table.windows(best.overhead)
+    return best
+
+
+def _begin(best: Best, mem_limit: int) -> None:
+    """Offer what the same program finds for groups of stages: small groups if large ones do not fit."""
+    chain, size = best.problem.chain, _GROUP
+    while best.sequence is None and len(chain) > max(4, size) * size and size > 1:
+        groups = even_groups(len(chain), -(-len(chain) // size))
+        try:
+            coarse = solved(coarse_chain(chain, groups), mem_limit, 500, _HASTY)
+            assert coarse.sequence is not None
+            best.offer(fine_sequence(chain, groups, coarse.sequence))
+        except InfeasibleError:
+            size //= 2
+
+
+def levels(problem: Problem, room: int, slots: int) -> Iterator[tuple[int, bool, Spacing]]:
+    """Bytes in a slot, whether they are exact, and rows: finer and more of them, as far as that goes."""
+    costs, length = problem.costs, len(problem.chain)
+    sizes = units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken))
+    unit, exact = next(sizes)
+    parts = parts_of(problem, room)
+    while True:
+        spacing = Spacing(parts, max(1, problem.period))
+        yield unit, exact, spacing
+        if exact and spacing.dense(length):
+            return
+        unit, exact = next(sizes, (unit, exact))
+        parts *= 4
+
+
+def parts_of(problem: Problem, room: int) -> int:
+    """For the `Spacing` of the first table: the fewer stages fit into `room`, the more their number matters."""
+    length = len(problem.chain)
+    if length <= _SHORT:
+        return max(1, length)
+    stored = room / max(1.0, float(np.median(problem.costs.taken[1, problem.fastest])))
+    return max(2, min(length, int(_TIGHT / max(1.0, stored))))
+
+
+def common_divisor(*sizes: Ints) -> int:
+    """Of all sizes that are not zero; 0 if there is none."""
+    return int(np.gcd.reduce([np.gcd.reduce(each, axis=None) for each in sizes]))
+
+
+def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[int, bool]]:
+    """Bytes in a slot, finer and finer, until they divide `divisor`, as the second value says."""
+    exact = divisor or max(1, room)
+    typical = float(np.median(costs.activation))
+    slots = max(slots, int(_RESOLUTION * room / typical) if typical else 0)
+    while True:
+        unit = max(exact, -(-room // slots))
+        yield unit, unit == exact
+        if unit == exact:
+            return
+        slots *= 4

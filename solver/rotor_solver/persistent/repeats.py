@@ -1,0 +1,67 @@
+"""Chains of repeated blocks: which stages are of one kind, and which rows of a table are therefore the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+
+from rotor_solver.arrays import Costs, Ints
+from rotor_solver.chain import Chain
+from rotor_solver.persistent.grid import Grid
+
+_LONGEST_PERIOD = 64
+_REPEATED = 0.87
+"""Part of a chain that has to repeat itself without a break. Of all intervals, its square then lies inside that part:
+three quarters."""
+
+
+def kinds_of(chain: Chain) -> Ints:
+    """[L] a number for every stage; stages that cost the same have the same."""
+    numbers: dict[object, int] = {}
+    bare = (
+        replace(stage, name="", options=tuple(replace(option, name="") for option in stage.options))
+        for stage in chain.stages
+    )
+    return np.array([numbers.setdefault(stage, len(numbers)) for stage in bare], np.int64)
+
+
+def period_of(kinds: Ints) -> int:
+    """After how many stages most of the chain repeats itself; 0 if it does not."""
+    length = len(kinds)
+    for period in range(1, min(_LONGEST_PERIOD, length // 8) + 1):
+        breaks = np.flatnonzero(np.append(np.concatenate([[True], kinds[:-period] != kinds[period:]]), True))
+        if np.diff(breaks).max() - 1 + period >= _REPEATED * length:
+            return period
+    return 0
+
+
+def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
+    """A unit of at most `unit` bytes into which what a period of the chain keeps, `taken` by stage, divides.
+
+    Rows of later periods then have the slots of earlier ones.
+    """
+    same = kinds[:-period] == kinds[period:]
+    sums = np.convolve(taken, np.ones(period, np.int64), "valid")[: len(same)][same]
+    size = Counter(sums.tolist()).most_common(1)[0][0]
+    if size >= unit:
+        least = -(-size // unit)
+        fitting = size // np.arange(least, min(size, least + least // 8) + 1)
+        return int(fitting[np.argmin(size % fitting)])
+    return int(unit // size * size) if size > 0 else unit
+
+
+def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
+    """[rows] for every row, the first with the same content: its stages, its slots, and what later stages leave."""
+    from rotor_solver.persistent import kernels
+
+    nodes = np.flatnonzero(grid.place < len(kinds))
+    places = grid.place[nodes]
+    starts = np.stack([kinds[places], costs.activation[places], grid.offset[nodes], grid.state[nodes]])
+    return kernels.first_of_equals(
+        grid,
+        np.unique(starts, axis=1, return_inverse=True)[1].reshape(-1),
+        np.unique(kinds, return_inverse=True)[1],
+        np.unique(grid.base[: len(kinds)], return_inverse=True)[1],
+    )

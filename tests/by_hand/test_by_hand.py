@@ -1,0 +1,198 @@
+"""`Checkpointable(model, level=…)` and `(model, every_n_layers=…)`: what is recomputed, its peak, its numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import ByLevel, Chain, Checkpointable, InfeasibleError, Periodic, Sequence, simulate, store_all
+from rotor_py.models import resnet18
+from rotor_solver import ForwardCheck, ForwardEnable, ForwardNograd, Loss
+from rotor_solver.kept import plan_memory
+from tests.by_hand.networks import assert_peak_as_predicted, assert_plain_training, checkpointed, rows, staged
+from tests.execute.sequences import any_sequence, persistent_sequence
+
+BY_HAND = [
+    *({"level": level} for level in (0, 1, 2, 4)),
+    {"every_n_layers": 1},
+    {"every_n_layers": 3},
+    {"every_n_layers": 2, "max_checkpoints": 2},
+]
+
+
+def forwards(sequence: Sequence) -> list[int]:
+    """The number of forwards of every stage."""
+    counts = Counter(each.stage for each in sequence if isinstance(each, ForwardEnable | ForwardCheck | ForwardNograd))
+    return [counts[stage] for stage in sorted(counts)]
+
+
+@pytest.mark.parametrize("options", BY_HAND, ids=str)
+def test_strategies_train_as_plain_training_and_peak_as_predicted(options: dict[str, int]) -> None:
+    planned = checkpointed(staged(), rows(), **options)
+    assert planned.sequence is not None
+    assert_plain_training(planned, rows())
+    assert_peak_as_predicted(planned, rows())
+
+
+def test_each_level_recomputes_its_modules_and_stores_what_lies_outside() -> None:
+    network = staged()
+    runs = {level: forwards(checkpointed(network, rows(), level=level).sequence) for level in range(6)}
+    # stem, its activation, the four blocks, head
+    assert runs[0] == [1, 1, 1, 1, 1, 1, 1]
+    assert runs[1] == [2, 2, 2, 2, 2, 2, 1]
+    assert runs[2] == [1, 1, 2, 2, 2, 2, 1]
+    assert runs[3] == runs[2]  # there are no parts of level 3
+    assert runs[5] == runs[4] == runs[2]
+    begin = {level: str(checkpointed(network, rows(), level=level).sequence) for level in (1, 2, 4)}
+    assert begin[4].startswith("Fe_0, Fe_1, CF_2, Fn_3, CF_4, Fn_5, Fe_6, L, B_6, Fe_4, Fe_5, B_5, B_4, Fe_2")
+    assert begin[2].startswith("Fe_0, Fe_1, CF_2, CF_3, CF_4, CF_5, Fe_6, L, B_6, Fe_5, B_5, Fe_4, B_4")
+    assert begin[1].startswith("CF_0, Fn_1, CF_2, CF_3, CF_4, CF_5, Fe_6, L, B_6, Fe_5, B_5, Fe_4, B_4")
+    assert str(checkpointed(network, rows(), level=2).sequence).startswith(
+        "Fe_0, Fe_1, CF_2, CF_3, CF_4, CF_5, Fe_6, L"
+    )
+    assert str(checkpointed(network, rows(), level=1).sequence).startswith(
+        "CF_0, Fn_1, CF_2, CF_3, CF_4, CF_5, Fe_6, L"
+    )
+
+
+def test_a_group_before_the_loss_is_stored_as_it_runs_unless_the_loss_needs_the_room() -> None:
+    network = staged()[:-1]
+    assert forwards(Checkpointable(network, rows(), level=4).sequence) == [1, 1, 2, 2, 1, 1]
+    large = checkpointed(network, rows(), level=4)  # its loss takes several times the output
+    assert forwards(large.sequence) == [1, 1, 2, 2, 2, 2]
+    assert_plain_training(large, rows())
+    assert_peak_as_predicted(large, rows())
+
+
+def test_blocks_that_are_recomputed_take_less_memory_than_storing_everything() -> None:
+    peaks = [assert_peak_as_predicted(checkpointed(staged(), rows(), level=level), rows()) for level in (0, 2)]
+    assert peaks[1] < 0.7 * peaks[0]
+
+
+def test_a_resnet_is_recomputed_by_its_blocks_or_stages() -> None:
+    torch.manual_seed(0)
+    planned = checkpointed(resnet18(num_classes=3), torch.randn(2, 3, 32, 32), level=4)
+    stages = [[f"layer{stage}.0", f"layer{stage}.1"] for stage in (1, 2, 3, 4)]
+    for level, expected in ((4, stages), (3, [[block] for stage in stages for block in stage])):
+        groups = ByLevel.of(planned.model, level).groups(planned.names)
+        assert [planned.names[group.start : group.stop] for group in groups] == expected
+    assert_plain_training(planned, torch.randn(2, 3, 32, 32))
+    assert_peak_as_predicted(planned, torch.randn(2, 3, 32, 32))
+
+
+def test_every_n_layers_keeps_the_inputs_of_the_stages_0_n_2n() -> None:
+    planned = checkpointed(staged(), rows(), every_n_layers=3)
+    assert str(planned.sequence).startswith("CF_0, Fn_1, Fn_2, CF_3, Fn_4, Fn_5, Fe_6, L, B_6, Fe_3, Fe_4, Fe_5, B_5")
+    assert planned.sequence == Periodic(3).solve(planned.chain, 2**50)
+    capped = checkpointed(staged(), rows(), every_n_layers=3, max_checkpoints=2)
+    assert str(capped.sequence).startswith("CF_0, Fn_1, Fn_2, Fe_3, Fe_4, Fe_5, Fe_6, L")
+    for none in ({"every_n_layers": 0}, {"every_n_layers": 3, "max_checkpoints": 0}):
+        assert checkpointed(staged(), rows(), **none).sequence == store_all(planned.chain)
+
+
+@pytest.mark.parametrize("options", [{"level": 2}, {"every_n_layers": 3}])
+def test_a_limit_below_what_the_strategy_needs_is_refused_with_both_numbers(options: dict[str, int]) -> None:
+    planned = checkpointed(staged(), rows(), **options)
+    needed = planned.budget.peak_bytes(planned.sequence)
+    assert planned.compute_sequence(needed) == planned.sequence
+    with pytest.raises(InfeasibleError, match=rf"with {next(iter(options))}=. needs .*\({needed} bytes\)") as caught:
+        planned.compute_sequence(needed - 1)
+    assert f"({needed - 1} bytes)" in str(caught.value)
+    assert (caught.value.min_bytes, caught.value.mem_limit) == (needed, needed - 1)
+    with pytest.raises(InfeasibleError):
+        checkpointed(staged(), rows(), mem_limit=needed - 1, **options)
+
+
+def test_the_first_step_plans_by_hand_and_a_changed_model_again() -> None:
+    network = staged()
+    planned = Checkpointable(network, level=2)
+    planned(rows()).sum().backward()
+    assert forwards(planned.sequence) == [1, 1, 2, 2, 2, 2, 1]
+    planned[2] = nn.Sequential(nn.Linear(48, 48), nn.ReLU())
+    planned(rows()).sum().backward()
+    assert planned.names[2:4] == ["2.0", "2.1"]
+    assert forwards(planned.sequence) == [1, 1, 1, 1, 2, 2, 1]
+    assert "no limit" in planned.summary()
+    assert forwards(pickle.loads(pickle.dumps(planned)).sequence) == forwards(planned.sequence)
+
+
+def test_plans_by_hand_are_saved_like_others(tmp_path: Any) -> None:
+    network = staged()
+    planned = checkpointed(copy.deepcopy(network), rows(), level=4)
+    planned.save_plan(tmp_path / "plan.json")
+    again = Checkpointable(network, plan=tmp_path / "plan.json")
+    assert again.sequence == planned.sequence
+    assert_plain_training(again, rows())
+    with pytest.raises(ValueError, match="a plan is given, and level=2; give one of them"):
+        Checkpointable(network, plan=tmp_path / "plan.json", level=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"level": 6}, "level is 6; it has to be a whole number from 0"),
+        ({"level": True}, "level is True"),
+        ({"level": -1}, "level is -1"),
+        ({"every_n_layers": -1}, "every_n_layers is -1; it has to be a whole number, zero or more"),
+        ({"every_n_layers": 2.0}, "every_n_layers is 2.0"),
+        ({"every_n_layers": 2, "max_checkpoints": True}, "max_checkpoints is True"),
+        ({"max_checkpoints": 2}, "max_checkpoints=2 is about every_n_layers, which is not given"),
+        ({"level": 2, "every_n_layers": 2}, "level=2, every_n_layers=2 are two strategies"),
+    ],
+    ids=str,
+)
+def test_bad_strategies_are_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Checkpointable(staged(), **options)
+
+
+def test_memory_says_by_stage_what_is_kept_when_the_loss_runs() -> None:
+    planned = checkpointed(staged(), rows(), level=2)
+    memory, chain = planned.memory(), planned.chain
+    assert [stage.name for stage in memory.stages] == planned.names
+    block = 256 * 48 * 4
+    assert [stage.kept_bytes for stage in memory.stages][1:5] == [chain.saved[1], block, block, block]
+    assert [stage.kept_bytes + stage.not_kept_bytes for stage in memory.stages][2:6] == list(chain.saved[2:6])
+    assert [stage.not_kept_bytes for stage in memory.stages][:2] == [0, 0]
+    loss = list(planned.sequence).index(Loss())
+    held = simulate(chain, planned.sequence).after[loss - 1]
+    assert memory.kept_bytes + memory.input_bytes == held
+    assert memory.share_saved == memory.not_kept_bytes / (memory.kept_bytes + memory.not_kept_bytes) > 0.5
+    stored = checkpointed(staged(), rows(), level=0).memory()
+    assert (stored.not_kept_bytes, stored.share_saved) == (0, 0.0)
+
+
+@pytest.mark.parametrize("kind", [persistent_sequence, any_sequence])
+@pytest.mark.parametrize("released", [False, True])
+def test_memory_agrees_with_the_simulator_for_any_sequence(kind: Any, released: bool) -> None:
+    rng = random.Random(3)
+    for _ in range(40):
+        length = rng.randint(1, 7)
+        activation = [rng.randint(4, 20) for _ in range(length + 1)]
+        chain = Chain.from_arrays(
+            forward_time=[1] * length,
+            backward_time=[1] * (length + 1),
+            activation=activation,
+            saved=[size + rng.randint(0, 40) for size in activation[1:]],
+            forward_temp=[0] * length,
+            backward_temp=[0] * (length + 1),
+            input_released=[rng.randint(0, size) for size in activation[:-1]] if released else None,
+            output_released=[rng.randint(0, size) for size in activation[1:]] if released else None,
+        )
+        sequence = kind(length, rng)
+        memory = plan_memory(chain, sequence)
+        before = simulate(chain, sequence).after[list(sequence).index(Loss()) - 1]
+        assert memory.kept_bytes + memory.input_bytes == before
+        assert 0 <= memory.share_saved <= 1
+
+
+def test_memory_before_measuring_says_so() -> None:
+    with pytest.raises(ValueError, match=r"nothing has been measured yet; call measure\(input\)"):
+        Checkpointable(staged(), level=2).memory()

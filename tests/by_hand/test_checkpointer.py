@@ -1,0 +1,269 @@
+"""`ActivationCheckpointer`: what it keeps, in how many bytes, what it computes again, and how it trains."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rotor_profiling import measured_peak
+from rotor_py import ActivationCheckpointer, CheckpointConfig, CheckpointLimitError, MissingCheckpointError
+from tests.by_hand.networks import Block
+from tests.execute.training import assert_same, steps
+
+CPU = torch.device("cpu")
+WIDTH = 32
+
+
+def tower(count: int = 9) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Block(WIDTH) for _ in range(count))
+
+
+def batch(count: int = 64) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def outputs(layers: nn.ModuleList, value: torch.Tensor) -> list[torch.Tensor]:
+    found = []
+    for layer in layers:
+        value = layer(value)
+        found.append(value.detach())
+    return found
+
+
+class Naive:
+    """What an `ActivationCheckpointer` should do, with nothing but dictionaries of lists of numbers."""
+
+    def __init__(self, every: int, most: int, half: torch.dtype | None) -> None:
+        self.every, self.most, self.half = every, most, half
+        self.kept: dict[int, torch.Tensor] = {}
+        self.full: dict[int, int] = {}
+
+    def save(self, layer: int, value: torch.Tensor) -> bool:
+        if self.every and layer % self.every == 0:
+            if layer not in self.kept and len(self.kept) == self.most:
+                return False
+            self.kept[layer] = value if self.half is None else value.to(self.half).to(value.dtype)
+        self.full[layer] = value.numel() * value.element_size()
+        return True
+
+    def stored(self) -> int:
+        return sum(v.numel() * (v.element_size() if self.half is None else 2) for v in self.kept.values())
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("save"), st.integers(0, 12), st.integers(1, 5), st.sampled_from([torch.float32, torch.float64])),
+    st.tuples(st.just("clear"), st.just(0), st.just(0), st.just(torch.float32)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.sampled_from([None, torch.bfloat16, torch.float16]),
+    st.lists(ACTIONS, max_size=20),
+)
+def test_it_agrees_with_a_naive_twin(every: int, most: int, half: torch.dtype | None, actions: list[Any]) -> None:
+    config = CheckpointConfig(every, most, half is not None, half or torch.bfloat16)
+    real, naive = ActivationCheckpointer(config), Naive(every, most, half)
+    for number, (action, layer, size, dtype) in enumerate(actions):
+        value = torch.linspace(number, number + 1, 3 * size, dtype=dtype).reshape(3, size)
+        if action == "clear":
+            real.clear()
+            naive = Naive(every, most, half)
+        elif naive.save(layer, value):
+            real.save(layer, value)
+        else:
+            with pytest.raises(CheckpointLimitError):
+                real.save(layer, value)
+        assert real.num_checkpoints == len(naive.kept)
+        assert real.memory_stored_bytes == naive.stored()
+        assert real.memory_saved_bytes == sum(naive.full.values()) - naive.stored()
+        for each in range(13):
+            found, expected = real.get(each), naive.kept.get(each)
+            assert (found is None) == (expected is None)
+            assert found is None or (found.dtype == expected.dtype and torch.equal(found, expected))
+            assert real.is_checkpoint_layer(each) == (every > 0 and each % every == 0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 5), st.integers(0, 4), st.integers(1, 9))
+def test_every_layer_is_computed_again_bit_for_bit_from_the_nearest_checkpoint(
+    every: int, most: int, count: int
+) -> None:
+    layers, value = tower(count), batch(8)
+    twin = copy.deepcopy(layers)
+    checkpointer = ActivationCheckpointer(CheckpointConfig(every, most))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        output = checkpointer.checkpointed_forward(value, layers)
+    state, buffers = torch.get_rng_state(), [b.clone() for b in layers.buffers()]
+    torch.manual_seed(3)
+    expected = outputs(twin, value)
+    assert torch.equal(output, expected[-1])
+    kept = [index for index in range(count) if every and index % every == 0][:most]
+    assert [index for index in range(count) if checkpointer.get(index) is not None] == kept
+    torch.set_rng_state(state)
+    for target in reversed(range(count)):
+        runs: list[nn.Module] = []
+
+        def counted(layer: nn.Module, given: torch.Tensor, runs: list[nn.Module] = runs) -> torch.Tensor:
+            runs.append(layer)
+            return layer(given)
+
+        with torch.no_grad():
+            again = checkpointer.recompute_from_checkpoint(target, layers, counted)
+        assert torch.equal(again, expected[target])
+        assert len(runs) == target - max((index for index in kept if index <= target), default=-1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, buffers, layers.buffers()))
+
+
+@pytest.mark.parametrize(
+    "config", [CheckpointConfig(3), CheckpointConfig(3, 2), CheckpointConfig(1), CheckpointConfig(0)]
+)
+def test_training_through_it_is_plain_training(config: CheckpointConfig) -> None:
+    plain = nn.Sequential(*tower())
+    layers = copy.deepcopy(plain)
+    checkpointer = ActivationCheckpointer(config)
+    found = steps(layers, lambda value: checkpointer.checkpointed_forward(value, list(layers)), batch())
+    assert_same(found, steps(plain, plain, batch()))
+
+
+def peak_of_a_step(config: CheckpointConfig) -> int:
+    layers, value = tower(), batch(1024)
+    checkpointer = ActivationCheckpointer(config)
+    return measured_peak(lambda: checkpointer.checkpointed_forward(value, layers).square().sum().backward(), [], CPU)
+
+
+def test_training_through_it_takes_less_memory_and_still_less_in_half_precision() -> None:
+    plain, kept, halves = map(
+        peak_of_a_step, (CheckpointConfig(0), CheckpointConfig(1), CheckpointConfig(1, use_mixed_precision=True))
+    )
+    assert kept < 0.6 * plain
+    # seven checkpoints in half their size, less what the one that is used takes in both
+    assert kept - halves > 2 * 1024 * WIDTH * 4
+
+
+def test_what_the_backward_starts_from_is_in_memory_once() -> None:
+    layers, value = tower(), batch(1024)
+    checkpointer = ActivationCheckpointer(CheckpointConfig(3, use_mixed_precision=True))
+    output = checkpointer.checkpointed_forward(value, layers)
+    assert checkpointer.memory_stored_bytes == 3 * 1024 * WIDTH * 2
+    assert checkpointer.memory_saved_bytes == 9 * 1024 * WIDTH * 4 - checkpointer.memory_stored_bytes
+    held = checkpointer._store.held_tensors(0)[0]
+    output.sum().backward()
+    assert checkpointer._store.held_tensors(0)[0] is held
+    assert not checkpointer.get(0).requires_grad
+    assert checkpointer.num_checkpoints == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_half_as_large_and_comes_back_rounded_in_its_own_dtype(dtype: torch.dtype) -> None:
+    checkpointer = ActivationCheckpointer(CheckpointConfig(1, use_mixed_precision=True, storage_dtype=dtype))
+    value = torch.randn(50, 7)
+    checkpointer.save(0, value)
+    checkpointer.save(0, value)
+    assert checkpointer.memory_stored_bytes == value.nbytes // 2 == checkpointer.memory_saved_bytes
+    assert torch.equal(checkpointer.get(0), value.to(dtype).float())
+    checkpointer.save(1, torch.arange(5))
+    assert checkpointer.get(1).dtype == torch.int64
+    checkpointer.save(2, {"pair": (value.to(dtype), 3)})
+    assert torch.equal(checkpointer.get(2)["pair"][0], value.to(dtype))
+    large = torch.tensor([1.0, 1e5])
+    checkpointer.save(3, large)
+    assert checkpointer.get(3).isfinite().all()
+
+
+def test_one_more_checkpoint_than_allowed_is_refused_and_an_overwritten_one_is_not() -> None:
+    checkpointer = ActivationCheckpointer(CheckpointConfig(2, max_checkpoints=2))
+    for layer in (0, 1, 2, 3, 2, 0):
+        checkpointer.save(layer, torch.full((4,), float(layer)))
+    with pytest.raises(CheckpointLimitError, match="layer 4 would be checkpoint 3, and max_checkpoints is 2") as caught:
+        checkpointer.save(4, torch.ones(4))
+    assert isinstance(caught.value, ValueError)
+    assert (caught.value.layer, caught.value.max_checkpoints) == (4, 2)
+    assert (checkpointer.num_checkpoints, checkpointer.memory_stored_bytes, checkpointer.memory_saved_bytes) == (
+        2,
+        32,
+        32,
+    )
+    checkpointer.clear()
+    checkpointer.save(4, torch.ones(4))
+    assert checkpointer.num_checkpoints == 1
+
+
+def test_layers_are_computed_from_checkpoints_that_were_saved_by_hand() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+    value = torch.ones(2, 4)
+    expected = outputs(layers, value)
+    checkpointer = ActivationCheckpointer(CheckpointConfig(4))
+    with pytest.raises(MissingCheckpointError, match="nothing is kept at layer 3 or before") as caught:
+        checkpointer.recompute_from_checkpoint(3, layers)
+    assert caught.value.layer == 3
+    checkpointer.save(4, expected[4])
+    again = checkpointer.recompute_from_checkpoint(5, layers)
+    assert torch.equal(again, expected[5])
+    again.sum().backward()
+    assert [layer.weight.grad is not None for layer in layers] == [False] * 5 + [True]
+    with pytest.raises(ValueError, match="target_layer is 6; there are 6 layers"):
+        checkpointer.recompute_from_checkpoint(6, layers)
+
+
+def test_what_was_overwritten_after_it_was_kept_is_refused() -> None:
+    checkpointer = ActivationCheckpointer(CheckpointConfig(1))
+    with torch.no_grad():
+        checkpointer.checkpointed_forward(torch.ones(3), [nn.Linear(3, 3), nn.ReLU(inplace=True)])
+    with pytest.raises(RuntimeError, match=r"kept output of layer 0 was overwritten .* use layer 1 without inplace"):
+        checkpointer.get(0)
+    value = torch.ones(3)
+    none = ActivationCheckpointer(CheckpointConfig(0))
+    none.checkpointed_forward(value, [torch.tanh, torch.sin])
+    value.mul_(2)
+    with pytest.raises(RuntimeError, match="the network's input was overwritten"):
+        none.recompute_from_checkpoint(1, [torch.tanh, torch.sin])
+
+
+def test_parameters_that_no_layer_owns_are_refused_rather_than_left_without_gradient() -> None:
+    scale = torch.ones(WIDTH, requires_grad=True)
+    checkpointer = ActivationCheckpointer(CheckpointConfig(1))
+    output = checkpointer.checkpointed_forward(batch(), tower(3), lambda layer, value: layer(value) * scale)
+    with pytest.raises(RuntimeError, match=r"'layer 1' uses a parameter .* that it does not own"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("bad", [-1, True, 2.0, "4", None])
+def test_bad_numbers_are_refused_in_a_sentence(bad: Any) -> None:
+    checkpointer = ActivationCheckpointer()
+    for refused in (
+        lambda: CheckpointConfig(checkpoint_every_n_layers=bad),
+        lambda: CheckpointConfig(max_checkpoints=bad),
+        lambda: checkpointer.save(bad, torch.ones(1)),
+        lambda: checkpointer.get(bad),
+        lambda: checkpointer.is_checkpoint_layer(bad),
+        lambda: checkpointer.recompute_from_checkpoint(bad, []),
+    ):
+        with pytest.raises(ValueError, match=r"is .*; it has to be a whole number, zero or more"):
+            refused()
+    with pytest.raises(ValueError, match=r"storage_dtype is torch\.float32"):
+        CheckpointConfig(storage_dtype=torch.float32)
+    with pytest.raises(ValueError, match="use_mixed_precision is 1"):
+        CheckpointConfig(use_mixed_precision=1)
+    assert checkpointer.config == CheckpointConfig(4, 64, False, torch.bfloat16)
+
+
+def test_what_is_kept_has_no_history() -> None:
+    checkpointer = ActivationCheckpointer(CheckpointConfig(1))
+    inner = torch.ones(8, requires_grad=True).exp()
+    checkpointer.save(0, inner.sin())
+    memory = weakref.ref(inner.untyped_storage())
+    del inner
+    assert memory() is None

@@ -1,0 +1,166 @@
+"""Levels: functions checkpointed by level, the levels of a model's modules, and the lowest that fits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling import measured_peak
+from rotor_py import ActivationCheckpointing, ByLevel, InfeasibleError, assign_levels, best_level
+from rotor_py.models import resnet18, vgg11
+from tests.by_hand.networks import Block, assert_peak_as_predicted, checkpointed, rows, staged
+from tests.checkpointable.steps import square
+
+CPU = torch.device("cpu")
+
+
+class Counted(nn.Module):
+    """A block that counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(48)
+        self.runs = 0
+
+    def forward(self, value: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.runs += 1
+        return self.inner(value) * scale
+
+
+@pytest.mark.parametrize("fn_level", range(6))
+@pytest.mark.parametrize("training_level", range(6))
+def test_a_function_is_run_again_if_the_training_level_reaches_its_own(fn_level: int, training_level: int) -> None:
+    block, run = Counted(), ActivationCheckpointing(fn_level, training_level)
+    run(block, torch.ones(4, 48), scale=2.0).sum().backward()
+    assert block.runs == (2 if 0 < fn_level <= training_level else 1)
+    run.eval()
+    run(block, torch.ones(4, 48)).sum().backward()
+    assert block.runs == (3 if 0 < fn_level <= training_level else 2)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_functions_train_as_plain_ones_and_take_less_memory(use_reentrant: bool) -> None:
+    found: list[list[torch.Tensor]] = []
+    peaks = []
+    for level in (0, 3):
+        torch.manual_seed(0)
+        blocks = [Block(48) for _ in range(6)]
+        run = ActivationCheckpointing(2, level)
+        value = torch.randn(256, 48, requires_grad=True)
+
+        def step(blocks: list[Block] = blocks, run: nn.Module = run, value: torch.Tensor = value) -> None:
+            hidden = value
+            for block in blocks:
+                hidden = run(block, hidden, use_reentrant=use_reentrant)
+            hidden.square().sum().backward()
+
+        peaks.append(measured_peak(step, [], CPU))
+        found.append([value.grad, *(p.grad for block in blocks for p in block.parameters())])
+    assert all(map(torch.equal, *found))
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+@pytest.mark.parametrize("bad", [-1, 6, True, 1.0, "2", None])
+def test_bad_levels_are_refused_in_a_sentence(bad: Any) -> None:
+    for make in (lambda: ActivationCheckpointing(bad, 1), lambda: ActivationCheckpointing(1, bad)):
+        with pytest.raises(ValueError, match=r"checkpoint_level is .*; it has to be a whole number from 0"):
+            make()
+    with pytest.raises(ValueError, match="level is"):
+        ByLevel.of(staged(), bad)
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+def levels(model: nn.Module, names: list[str]) -> list[int]:
+    found = assign_levels(model)
+    assert list(found) == [name for name, _ in model.named_modules(remove_duplicate=False)]
+    assert all(assigned.reason for assigned in found.values())
+    return [found[name].level for name in names]
+
+
+def test_the_levels_of_networks_of_torch_and_of_the_models_here() -> None:
+    names = ["", "layers", "layers.1", "layers.1.self_attn", "layers.1.linear1"]
+    assert levels(transformer(), names) == [5, 4, 3, 2, 1]
+    names = ["", "layer1", "layer2.0", "layer2.0.conv1", "layer2.0.downsample", "fc"]
+    assert levels(resnet18(), names) == [0, 4, 2, 1, 1, 1]
+    assert levels(vgg11(), ["", "features", "features.0", "classifier"]) == [0, 4, 1, 2]
+    assert levels(staged(), ["", "0", "1", "2", "2.0", "2.0.body", "2.0.body.0"]) == [0, 1, 1, 4, 2, 2, 1]
+    assert levels(nn.Sequential(nn.Linear(2, 2), nn.Identity()), ["", "0", "1"]) == [0, 1, 0]
+    assert "by its name" in assign_levels(transformer())["layers.1.self_attn"].reason
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_levels_of_models_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **small))
+    names = ["", "model", "model.layers", "model.layers.1", "model.layers.1.self_attn", "model.layers.1.mlp", "lm_head"]
+    assert levels(llama, names) == [0, 5, 4, 3, 2, 2, 1]
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=32, **small))
+    names = ["", "encoder", "encoder.layer", "encoder.layer.0", "encoder.layer.0.attention", "embeddings.dropout"]
+    assert levels(bert, names) == [0, 5, 4, 3, 2, 1]
+    config = transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    names = ["", "encoder", "decoder", "decoder.block", "decoder.block.1", "decoder.block.1.layer.1", "lm_head"]
+    assert levels(transformers.T5ForConditionalGeneration(config), names) == [0, 5, 5, 4, 3, 2, 1]
+
+
+def test_stages_of_one_module_form_a_group() -> None:
+    levels = {"": 5, "a": 4, "a.0": 3, "a.1": 3, "a.0.x": 2, "a.0.x.p": 1, "b": 1, "c": 1}
+    names = ["b", "a.0.x", "a.0#1", "a.0#2", "a.1+c", "c", "(top)"]
+    assert ByLevel(3, levels).groups(names) == [range(1, 4), range(4, 5)]
+    assert ByLevel(4, levels).groups(names) == [range(1, 5)]
+    assert ByLevel(2, levels).groups(names) == [range(1, 2)]
+    assert ByLevel(1, levels, frozenset({"c"})).groups(names) == [
+        range(1),
+        range(1, 2),
+        range(2, 3),
+        range(3, 4),
+        range(4, 5),
+        range(5, 6),
+    ]
+    assert ByLevel(1, levels, frozenset({"c"})).groups(["b", "c", "a.0.x.p"]) == [range(2), range(2, 3)]
+    assert ByLevel(5, levels).groups(names) == [range(7)]
+
+
+def test_a_captured_transformer_is_recomputed_by_its_layers() -> None:
+    torch.manual_seed(0)
+    model, batch = transformer(), torch.randn(8, 12, 16)
+    plain = copy.deepcopy(model)
+    planned = checkpointed(model, batch, level=3)
+    groups = ByLevel.of(model, 3).groups(planned.names)
+    assert [planned.names[group.start].startswith(f"layers.{i}") for i, group in enumerate(groups)] == [True] * 3
+    for network in (planned, plain):
+        torch.manual_seed(3)
+        square(network(batch)).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert_peak_as_predicted(planned, batch)
+
+
+def test_the_lowest_level_that_fits_is_found_and_leaves_no_trace() -> None:
+    network, batch = staged(), rows()
+    for p in network.parameters():
+        p.grad = torch.ones_like(p)
+    before = [t.clone() for t in (*network.parameters(), *network.buffers(), torch.get_rng_state())]
+    sizes = best_level(network, batch, "1GB", loss=square, fresh_grads=True)
+    assert sizes.level == 0
+    limit = sizes.peaks[0] - 1
+    choice = best_level(network.eval(), batch, limit, loss=square, fresh_grads=True)
+    after = [*network.parameters(), *network.buffers(), torch.get_rng_state()]
+    assert all(map(torch.equal, before, after))
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in network.parameters())
+    assert not any(module.training for module in network.modules())
+    assert (choice.level, choice.mem_limit) == (next(i for i, peak in enumerate(choice.peaks) if peak <= limit), limit)
+    for cost in (choice.chosen, choice.optimal):
+        assert 0.98 * cost.predicted_peak_bytes <= cost.measured_peak_bytes <= cost.predicted_peak_bytes <= limit
+        assert min(cost.predicted_seconds, cost.measured_seconds) > 0
+    assert choice.optimal.predicted_seconds <= 1.05 * choice.chosen.predicted_seconds
+    with pytest.raises(InfeasibleError, match=r"no level fits: the least, level \d, needs") as caught:
+        best_level(network, batch, min(choice.peaks) - 1, loss=square, fresh_grads=True)
+    assert caught.value.min_bytes == min(choice.peaks)

@@ -1,0 +1,144 @@
+"""`Checkpoint` and `CheckpointedNetwork`: only the inputs of segments are kept, and training is plain training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling import measured_peak
+from rotor_py import Checkpoint, CheckpointedNetwork
+from tests.by_hand.networks import Block
+from tests.execute.training import assert_same, steps
+
+CPU = torch.device("cpu")
+WIDTH = 32
+
+
+def segments(count: int = 4) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(count)]
+
+
+def batch(count: int = 64) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def test_training_it_is_plain_training() -> None:
+    plain = nn.Sequential(*segments())
+    network = CheckpointedNetwork(copy.deepcopy(list(plain)))
+    found = [(name.replace("segments.", ""), tensor) for name, tensor in steps(network, network, batch())]
+    assert_same(found, steps(plain, plain, batch()))
+
+
+def test_every_segment_is_run_twice() -> None:
+    runs = []
+
+    class Counted(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # as the base class has it
+            runs.append(self)
+            return super().forward(input)
+
+    network = CheckpointedNetwork([Counted(4, 4) for _ in range(3)])
+    network(torch.ones(2, 4)).sum().backward()
+    order = [list(network.segments).index(each) for each in runs]
+    assert order == [0, 1, 2, 2, 1, 0]
+
+
+def test_the_memory_that_is_told_is_the_memory_that_is_kept() -> None:
+    network, value = CheckpointedNetwork(segments()), batch(1024)
+    assert (network.memory_bytes, network.full_memory_bytes, network.memory_savings) == (0, 0, 0.0)
+    activation = value.nbytes
+    kept: list[torch.Tensor] = []
+    during = measured_peak(lambda: kept.append(network(value)), [], CPU)
+    # while the last segment runs: three inputs beside the batch, and what a block has at a time
+    assert network.memory_bytes == 4 * activation
+    assert during < 3 * activation + 6 * activation
+    # of every block: four layers, a dropout, and its own output; and the batch
+    assert network.full_memory_bytes == (1 + 8 * 6) * activation
+    assert network.memory_savings == 1 - 4 / 49
+    plain = nn.Sequential(*segments())
+    peaks = [measured_peak(lambda net=net: net(value).square().sum().backward(), [], CPU) for net in (plain, network)]
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_views_and_identities_are_no_memory_of_their_own() -> None:
+    network = CheckpointedNetwork([nn.Linear(6, 6), nn.Flatten(), nn.Identity(), nn.Linear(6, 6), lambda x: x.sin()])
+    network(torch.ones(10, 6))
+    assert network.memory_bytes == 3 * 240
+    assert network.full_memory_bytes == 4 * 240
+    nothing = CheckpointedNetwork([nn.Linear(3, 3)])
+    nothing(torch.ones(0, 3))
+    assert nothing.memory_savings == 0.0
+
+
+def test_the_boundaries_serve_a_second_backward_only_if_they_are_retained() -> None:
+    network, value = CheckpointedNetwork(segments()), batch()
+    total = network(value).sum()
+    total.backward(retain_graph=True)
+    first = [p.grad.clone() for p in network.parameters()]
+    network.zero_grad()
+    total.backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(network.parameters(), first, strict=True))
+    with pytest.raises(RuntimeError, match=r"already used by a backward|second time"):
+        total.backward()
+
+
+def test_evaluation_and_no_grad_are_the_segments() -> None:
+    parts = segments()
+    network, value = CheckpointedNetwork(parts).eval(), batch()
+    assert torch.equal(network(value), nn.Sequential(*parts)(value))
+    assert network(value).grad_fn.name() == nn.Sequential(*parts)(value).grad_fn.name()
+    network.train()
+    with torch.no_grad():
+        assert not network(value).requires_grad
+
+
+def test_segments_may_be_functions_but_not_with_parameters_of_others() -> None:
+    value = torch.randn(5, 5, requires_grad=True)
+    CheckpointedNetwork([torch.sin, lambda x: x * 2])(value).sum().backward()
+    assert torch.equal(value.grad, 2 * value.detach().cos())
+    weight = torch.ones(5, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"'segment 0' uses a parameter .* that it does not own"):
+        CheckpointedNetwork([lambda x: x * weight])(value).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"), [([], "at least one segment, and got none"), ([nn.ReLU(), 3], "segment 1 is 3; it has to be")]
+)
+def test_bad_segments_are_refused_in_a_sentence(bad: list[Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        CheckpointedNetwork(bad)
+    with pytest.raises(ValueError, match="the segment is 3; it has to be"):
+        Checkpoint(3, torch.ones(1))
+
+
+def test_a_checkpoint_computes_its_segment_again_as_it_ran() -> None:
+    torch.manual_seed(2)
+    segment = segments(1)[0]
+    segment.append(nn.LazyBatchNorm1d(momentum=None))
+    value = batch().requires_grad_()
+    segment(value)
+    checkpoint = Checkpoint(segment, value)
+    expected = segment(value)
+    gradients = torch.autograd.grad(expected.square().sum(), [value, *segment.parameters()])
+    state, buffers = torch.get_rng_state(), [b.clone() for b in segment.buffers()]
+    output = checkpoint.recompute()
+    assert torch.equal(output, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, buffers, segment.buffers()))
+    output.square().sum().backward()
+    assert all(map(torch.equal, gradients, [checkpoint.input.grad, *(p.grad for p in segment.parameters())]))
+    assert value.grad is None
+    with torch.no_grad():
+        assert torch.equal(checkpoint.recompute(), expected)
+    assert checkpoint.memory_bytes == value.nbytes
+
+
+def test_a_checkpoint_whose_input_was_overwritten_is_refused() -> None:
+    checkpoint = Checkpoint(nn.ReLU(inplace=True), torch.randn(4))
+    with pytest.raises(RuntimeError, match="overwritten after the checkpoint was made"):
+        checkpoint.recompute()

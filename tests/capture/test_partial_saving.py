@@ -1,0 +1,381 @@
+"""Stages that keep less: the least memory from which the rest can be made cheaply, and the same bits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.nn import functional as F
+
+from rotor_profiling import storage_bytes, tensors_in
+from rotor_profiling.memory import memory_meter
+from rotor_profiling.stage import leaves_of
+from rotor_py import Checkpointable
+from rotor_py.capture.graph_stage import GraphStage
+from rotor_py.capture.min_cut import _CHEAP, _cut, _memory_read, _saved, _size, lean
+from rotor_py.stage.lean import lean_forward
+from rotor_py.stage.runner import StageRunner
+from rotor_solver import ForwardEnable, Sequence, min_bytes, simulate, solve, store_all
+from tests.capture.steps import adamw, compare, limits
+
+WIDTH = 32
+
+
+class Gated(nn.Module):
+    """A root mean square norm and a gated layer, as Llama has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+        self.gate, self.up = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class NewGelu(nn.Module):
+    """GPT-2's layer, with an activation of many small operators, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(self.norm(x))
+        y = 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * torch.pow(y, 3.0))))
+        return x + self.dropout(self.outer(y))
+
+
+class Attention(nn.Module):
+    """Attention written out, with parts, turns and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        half = q.shape[-1] // 2
+        q = torch.cat((-q[..., half:], q[..., :half]), -1) * 0.5 + q
+        weights = torch.softmax(q @ k.transpose(-1, -2) / 3.0, -1).square().clamp(max=0.9)
+        return x + self.out(torch.relu((weights @ v).transpose(1, 2).contiguous().flatten(2)))
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def captured(*layers: nn.Module, rows: int = 64) -> tuple[Checkpointable, torch.Tensor]:
+    torch.manual_seed(0)
+    batch = torch.randn(4, rows, WIDTH)
+    model = Stack(*layers).train()
+    planned = Checkpointable(model, loss=loss, optimizer=adamw(model), fresh_grads=True, granularity=len(layers))
+    planned.measure({"x": batch})
+    return planned, batch
+
+
+def stages(planned: Checkpointable) -> list[GraphStage]:
+    assert planned._cut is not None
+    found = [stage for _, stage in planned._cut.stages]
+    assert all(isinstance(stage, GraphStage) for stage in found)
+    return found  # type: ignore[return-value]
+
+
+def run(
+    forward: Callable[..., Any], stage: nn.Module, values: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """Outputs; gradients of inputs and parameters; the bytes that are held between forward and backward."""
+    values = leaves_of(values)
+    stage.zero_grad()
+    torch.manual_seed(1)
+    with memory_meter(torch.device("cpu")) as meter:
+        output = forward(values)
+        meter.mark("held")
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        torch.autograd.backward(outputs, [torch.full_like(tensor, 0.5) for tensor in outputs])
+    kept = meter.phases[""].kept - storage_bytes(outputs)
+    gradients = [tensor.grad for tensor in (*tensors_in(values), *stage.parameters()) if tensor.grad is not None]
+    return [tensor.detach() for tensor in outputs], gradients, kept
+
+
+@pytest.mark.parametrize("layer", [Gated, NewGelu, Attention])
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("unread", [False, True], ids=["", "unread"])
+def test_a_lean_run_has_the_same_bits_and_holds_less(layer: Any, autocast: bool, unread: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        planned, batch = captured(nn.Linear(WIDTH, WIDTH), layer(), layer())
+        found, value = 0, (batch,)
+        for stage in stages(planned):
+            forward = lean_forward(stage, unread=unread)
+            if forward is not None:
+                outputs, expected, whole = run(stage, stage, value)
+                found_outputs, numbers, less = run(forward, stage, value)
+                assert all(map(torch.equal, numbers, expected))
+                assert len(numbers) == len(expected) > 1
+                assert unread or all(map(torch.equal, found_outputs, outputs))
+                assert less < 0.9 * whole
+                found += 1
+            value = leaves_of(stage(value))
+        assert found
+
+
+def test_what_is_dropped_is_what_cheap_operators_made() -> None:
+    stage, _, _ = lean_run()
+    assert stage._lean is not None
+    choice = stage._lean[0]
+    assert choice is not None
+    nodes = list(stage.body.graph.nodes)
+    dropped = {nodes[number].target for number in choice.dropped}
+    assert F.silu in dropped
+    assert not dropped & {F.linear, torch._C._nn.linear}
+    kept = [nodes[number].target for number in choice.kept]
+    assert kept.count(torch._C._nn.linear) == 2
+    assert not any(nodes[number].target in _CHEAP for number in choice.kept)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_as_little_is_kept_as_an_exhaustive_search_finds(data: st.DataObject) -> None:
+    body = data.draw(graphs())
+    saved, roots = _saved(body)
+    own = [node for node in body.graph.nodes if roots.get(node) is node]
+    cheap = {node for node in own if node.op == "call_function" and node.target in _CHEAP}
+    reads = {node: _memory_read(node, roots) for node in own}
+
+    def enough(kept: set[fx.Node]) -> bool:
+        there = set(kept)
+        for node in own:
+            if node in cheap and reads[node] <= there:
+                there.add(node)
+        return saved <= there
+
+    free = {node for node in own if node.op == "get_attr"}
+    choices = (set(each) | free for n in range(len(own) + 1) for each in itertools.combinations(set(own) - free, n))
+    least = min(sum(map(_size, kept - free)) for kept in choices if enough(kept))
+    found = _cut(list(body.graph.nodes), saved, roots, free)
+    assert enough(found | free)
+    assert sum(map(_size, found - free)) == least
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> fx.GraphModule:
+    """A few operators, cheap ones and products, with sizes that differ."""
+    graph = fx.Graph()
+    attributes = {"weight": nn.Parameter(torch.randn(4, 4)), "wide": nn.Parameter(torch.randn(4, 12))}
+    weight, wide = graph.get_attr("weight"), graph.get_attr("wide")
+    first = graph.placeholder("x")
+    first.meta["example_value"] = torch.randn(4, 4, requires_grad=True)
+    values = [first]
+    for _ in range(draw(st.integers(2, 7))):
+        a, b = draw(st.sampled_from(values)), draw(st.sampled_from(values))
+        kind = draw(st.sampled_from(["tanh", "exp", "square", "mul", "add", "matmul", "wide", "view", "narrow"]))
+        shape = a.meta["example_value"].shape
+        if kind == "matmul":
+            node = graph.call_function(torch.matmul, (weight, a))
+        elif kind == "wide" and shape[-1] == 4:
+            node = graph.call_function(torch.matmul, (a, wide))
+        elif kind == "view":
+            node = graph.call_method("view", (a, shape[0], -1))
+        elif kind == "narrow":
+            node = graph.call_function(torch.narrow, (a, 1, 0, 4))
+        elif kind in ("mul", "add") and b.meta["example_value"].shape == shape:
+            node = graph.call_function(getattr(torch, kind), (a, b))
+        else:
+            node = graph.call_function(getattr(torch, kind if kind in ("tanh", "exp", "square") else "tanh"), (a,))
+        arguments = fx.node.map_arg(node.args, lambda each: each.meta.get("example_value", attributes.get(each.target)))
+        function = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+        node.meta["example_value"] = function(*arguments)
+        values.append(node)
+    graph.output((values[-1], draw(st.sampled_from(values))))
+    return fx.GraphModule(attributes, graph)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_options_of_any_plan_have_the_same_bits_and_the_peak_that_is_predicted(share: float) -> None:
+    planned, batch = captured(Gated(), NewGelu(), Attention(), Gated(), NewGelu(), Attention(), rows=128)
+    plain = Stack(*planned.model.layers)
+    least, whole = limits(planned)
+    solved = planned.compute_sequence(int(least + share * (whole - least)))
+    assert planned.budget is not None
+    chain = planned.budget.chain
+    assert sum(len(stage.options) == 2 for stage in chain.stages) >= 4
+    for which in (1, 2):  # all that have another option by it, and every second one
+        changed = [
+            replace(each, option=int(each.stage % which == 0 and len(chain.stages[each.stage].options) == 2))
+            if isinstance(each, ForwardEnable)
+            else each
+            for each in solved
+        ]
+        planned.sequence = Sequence(tuple(changed))
+        assert any(isinstance(each, ForwardEnable) and each.option for each in planned.sequence)
+        predicted = planned.budget.peak_bytes(planned.sequence)
+        measured = compare(planned, plain, {"x": batch}, loss)
+        assert 0.97 * predicted <= measured <= predicted
+
+
+def test_the_solver_takes_the_other_option_where_it_is_faster_than_running_a_stage_again() -> None:
+    planned, _ = captured(*(Gated() for _ in range(8)))
+    assert planned.inspection_values is not None
+    costs = planned.inspection_values
+    slow = {"forward_seconds": 1.0, "backward_seconds": 2.0, "nograd_seconds": 1.0}
+    whole_cost = tuple(replace(each, **slow) for each in costs.stages)
+    lean_cost = tuple(None if each is None else replace(each, **slow) for each in costs.lean)
+    chain = replace(costs, stages=whole_cost, lean=lean_cost).chain(fresh_gradients=True)
+    whole = simulate(chain, store_all(chain)).peak
+    found = solve(chain, int(0.8 * whole))
+    assert any(isinstance(each, ForwardEnable) and each.option for each in found)
+    single = replace(chain, stages=tuple(replace(stage, options=stage.options[:1]) for stage in chain.stages))
+    assert simulate(chain, found).makespan < simulate(single, solve(single, int(0.8 * whole))).makespan
+    assert min_bytes(chain) < min_bytes(single)
+
+
+def total(output: Any) -> torch.Tensor:
+    return sum((tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad), torch.zeros(()))
+
+
+def lean_run(rows: int = 64) -> tuple[GraphStage, Any, torch.Tensor]:
+    """A stage with a gated layer, its input, and the sum of its output."""
+    planned, batch = captured(nn.Linear(WIDTH, WIDTH), Gated(), Gated(), rows=rows)
+    value: Any = (batch,)
+    for stage in stages(planned):
+        forward = lean_forward(stage)
+        if forward is not None and len(list(stage.parameters())) >= 4:
+            return stage, value, total(forward(value))
+        value = leaves_of(stage(value))
+    raise AssertionError("no stage has a lean option")
+
+
+def test_a_second_backward_through_a_retained_graph_is_the_same() -> None:
+    stage, _, output = lean_run()
+    found = []
+    for retain in (True, False):
+        stage.zero_grad()
+        output.backward(retain_graph=retain)
+        found.append([parameter.grad.clone() for parameter in stage.parameters() if parameter.grad is not None])
+    assert len(found[0]) >= 3
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    stage, _, output = lean_run()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(output, list(stage.parameters()), create_graph=True, allow_unused=True)
+
+
+def test_what_is_kept_and_changed_before_the_backward_is_refused_as_autograd_does() -> None:
+    stage, _, output = lean_run()
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an in-place operation since the forward"):
+        output.backward()
+
+
+def test_nothing_is_held_once_the_output_is_gone_without_the_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        stage, value, output = lean_run()
+        for backward in (True, False):
+            with memory_meter(torch.device("cpu")) as meter:
+                forward = lean_forward(stage)
+                assert forward is not None
+                output = total(forward(value))
+                if backward:
+                    torch.autograd.grad(output, list(stage.parameters()), allow_unused=True)
+                del output, forward
+                meter.mark("after")
+            assert meter.phases[""].peak > 0
+            assert meter.phases["after"].start == 0
+    finally:
+        gc.enable()
+
+
+def test_a_stage_that_writes_over_what_it_reads_has_no_other_option() -> None:
+    class Inplace(Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu_(super().forward(x))
+
+    planned, _ = captured(Inplace(), Inplace())
+    writing = [stage for stage in stages(planned) if any(node.target is torch.relu_ for node in stage.body.graph.nodes)]
+    assert writing
+    assert all(lean_forward(stage) is None for stage in writing)
+
+
+def test_an_option_that_a_stage_does_not_have_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'a\.b' by option 1, which it does not have here"):
+        StageRunner(nn.Linear(2, 2), "a.b").by(1)
+    stage, *_ = lean_run()
+    assert StageRunner(stage, "a").by(1).option == 1
+    with pytest.raises(ValueError, match="option 2"):
+        StageRunner(stage, "a").by(2)
+
+
+def test_a_plan_from_a_file_runs_the_options_that_it_names(tmp_path: Path) -> None:
+    planned, batch = captured(Gated(), NewGelu(), Gated(), NewGelu())
+    least, whole = limits(planned)
+    solved = planned.compute_sequence((least + whole) // 2)
+    both = [len(stage.options) == 2 for stage in planned.budget.chain.stages]  # type: ignore[union-attr]
+    planned.sequence = Sequence(
+        tuple(
+            replace(each, option=int(both[each.stage])) if isinstance(each, ForwardEnable) else each for each in solved
+        )
+    )
+    planned.save_plan(tmp_path / "plan.json")
+    other = Stack(*copy.deepcopy(planned.model).layers)
+    loaded = Checkpointable(
+        other.train(), loss=loss, optimizer=adamw(other), fresh_grads=True, granularity=4, plan=tmp_path / "plan.json"
+    )
+    assert loaded.sequence == planned.sequence
+    assert "stored in part: " in str(loaded.report())
+    compare(loaded, Stack(*copy.deepcopy(planned.model).layers), {"x": batch}, loss)
+    assert loaded.sequence == planned.sequence
+
+
+def test_finding_out_what_to_keep_draws_no_random_numbers() -> None:
+    planned, _ = captured(nn.Linear(WIDTH, WIDTH), NewGelu(), NewGelu())
+    dropping = [each for each in stages(planned) if any(node.target is F.dropout for node in each.body.graph.nodes)]
+    before = torch.get_rng_state()
+    assert dropping
+    assert all(stage._leaner() is not None for stage in dropping)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@torch.library.custom_op("rotor_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None:
+    """An operator nobody said the shape of."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.randn(4, 4, requires_grad=True)
+    y = graph.call_function(torch.ops.rotor_tests.halved.default, (graph.call_function(torch.tanh, (x,)),))
+    graph.output((y,))
+    assert lean(fx.GraphModule({}, graph), 0) is None

@@ -1,0 +1,88 @@
+"""To code that inspects a model, a `Checkpointable` is the model: its class, its signature, its forward."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from rotor_py import Checkpointable
+from tests.execute.training import assert_same, steps
+
+
+class Scaled(nn.Module):
+    """A model with a signature of its own, and no `**kwargs`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, value: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        return self.last(self.first(value).tanh() * scale)
+
+
+def test_it_is_an_instance_of_the_models_class_and_of_its_own() -> None:
+    planned = Checkpointable(Scaled())
+    assert isinstance(planned, Scaled)
+    assert isinstance(planned, Checkpointable)
+    assert planned.__class__ is Scaled
+    assert type(planned) is Checkpointable
+    assert not isinstance(planned, nn.Sequential)
+
+
+def test_forward_has_the_signature_of_the_models() -> None:
+    planned = Checkpointable(Scaled())
+    assert inspect.signature(planned.forward) == inspect.signature(Scaled().forward)
+    assert list(inspect.signature(planned.__class__.forward).parameters) == ["self", "value", "scale"]
+    assert inspect.signature(Checkpointable(nn.Sequential()).forward) == inspect.signature(nn.Sequential().forward)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_is_a_checkpointable_of_the_same_model(again: Any) -> None:
+    twin = again(Checkpointable(Scaled(), mem_limit="1GB"))
+    assert type(twin) is Checkpointable
+    assert twin.__class__ is Scaled
+    assert twin.mem_limit == "1GB"
+
+
+def test_a_class_that_is_put_on_it_is_put_on_the_model() -> None:
+    class Shouting(Scaled):
+        def shout(self) -> str:
+            return "ah"
+
+    planned = Checkpointable(Scaled())
+    planned.__class__ = Shouting
+    assert type(planned) is Checkpointable
+    assert type(planned.model) is Shouting
+    assert planned.shout() == "ah"
+
+
+def test_a_forward_that_is_put_on_it_is_called_and_may_call_the_one_before() -> None:
+    """As Accelerate does for mixed precision."""
+    model = Scaled()
+    planned = Checkpointable(model, mem_limit="1GB")
+    before = planned.forward.__func__
+    planned.forward = MethodType(lambda self, *args: before(self, *args).double(), planned)
+    batch = torch.randn(2, 6)
+    for mode in (True, False):
+        planned.train(mode)
+        assert planned(batch).dtype == torch.float64
+        assert model(batch).dtype == torch.float32
+    assert planned.sequence is not None
+
+
+def test_a_parametrized_model_trains_as_ever() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    parametrizations.orthogonal(network[0])
+    plain = copy.deepcopy(network)
+    planned = Checkpointable(network, mem_limit="1GB")
+    batch = torch.randn(4, 6)
+    assert_same(steps(planned, planned, batch), steps(plain, plain, batch))

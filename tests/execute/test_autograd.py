@@ -1,0 +1,278 @@
+"""What autograd can do, it still can: section 4.4 of what always holds."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import CheckpointOptim
+from rotor_solver import Sequence
+from tests.execute.training import assert_same
+
+MIXED = Sequence.parse("CF_0, Fn_1, Fe_2, Fe_3, L, B_3, B_2, Fe_0, Fe_1, B_1, B_0")
+NESTED = Sequence.parse("CF_0, CF_1, Fn_2, Fe_3, L, B_3, Fe_1, Fe_2, B_2, B_1, Fe_0, B_0")
+STORED = Sequence.parse("Fe_0, Fe_1, Fe_2, Fe_3, L, B_3, B_2, B_1, B_0")
+SEQUENCES = [MIXED, NESTED, STORED]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Dropout(0.3)), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def apply(model: nn.Sequential, sequence: Sequence | str, value: torch.Tensor) -> torch.Tensor:
+    return CheckpointOptim.apply(list(model), sequence, [f"stage {i}" for i in range(len(model))], True, value)
+
+
+def seeded(run):
+    torch.manual_seed(1)
+    return run()
+
+
+def value(requires_grad: bool = False) -> torch.Tensor:
+    torch.manual_seed(2)
+    return torch.randn(3, 4, requires_grad=requires_grad)
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_grad_with_respect_to_the_input_and_parameters(sequence):
+    model, x = network(), value(requires_grad=True)
+    sources = [x, *model.parameters()]
+    found = seeded(lambda: torch.autograd.grad(apply(model, sequence, x).sum(), sources))
+    expected = seeded(lambda: torch.autograd.grad(model(x).sum(), sources))
+    assert all(map(torch.equal, found, expected))
+    assert all(p.grad is None for p in sources)
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_grad_with_respect_to_one_parameter_in_the_middle(sequence):
+    model, x = network(), value()
+    (found,) = seeded(lambda: torch.autograd.grad(apply(model, sequence, x).sum(), [model[2].weight]))
+    (expected,) = seeded(lambda: torch.autograd.grad(model(x).sum(), [model[2].weight]))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_gradients_accumulate(sequence):
+    model, plain = network(), network()
+    for x in (value(), 2 * value()):
+        seeded(lambda x=x: apply(model, sequence, x).sum().backward())
+        seeded(lambda x=x: plain(x).sum().backward())
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_hooks_see_every_gradient_once_and_can_change_it(sequence):
+    model, plain = network(), network()
+    for each in (model, plain):
+        each.seen = []
+        for name, p in each.named_parameters():
+            p.register_hook(lambda g, name=name, each=each: each.seen.append((name, g.clone())) or 3 * g)
+            p.register_post_accumulate_grad_hook(
+                lambda p, name=name, each=each: each.seen.append((name, p.grad.clone()))
+            )
+    seeded(lambda: apply(model, sequence, value()).sum().backward())
+    seeded(lambda: plain(value()).sum().backward())
+    assert sorted(name for name, _ in model.seen) == sorted(name for name, _ in plain.seen)
+    assert_same(sorted(model.seen, key=lambda s: (s[0], float(s[1].abs().sum()))),
+                sorted(plain.seen, key=lambda s: (s[0], float(s[1].abs().sum()))))  # fmt: skip
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_gradients_arrive_from_the_last_stage_to_the_first(sequence):
+    model, order = network(), []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: order.append(int(name[0])))
+    apply(model, sequence, value()).sum().backward()
+    assert order == sorted(order, reverse=True)
+
+
+def test_a_hook_sees_the_backward_of_a_late_stage_before_an_early_stage_runs_again():
+    """Gradients leave while the rest of the backward is still to come: DDP's buckets can."""
+    model, events = network(), []
+    model[3].weight.register_post_accumulate_grad_hook(lambda p: events.append("gradient of the last"))
+    model[0].register_forward_hook(lambda *_: events.append("forward of the first"))
+    apply(model, NESTED, value()).sum().backward()
+    assert events == ["forward of the first", "gradient of the last", "forward of the first"]
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_several_forwards_before_their_backwards_in_either_order(sequence, order):
+    model, plain = network(), network()
+
+    def both(each, forward):
+        losses = seeded(lambda: [forward(x).sum() for x in (value(), 2 * value())])
+        for index in order:
+            losses[index].backward()
+
+    both(model, lambda x: apply(model, sequence, x))
+    both(plain, plain)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_one_backward_of_the_sum_of_two_forwards():
+    model, plain = network(), network()
+    seeded(lambda: (apply(model, MIXED, value()).sum() + apply(model, NESTED, 2 * value()).sum()).backward())
+    seeded(lambda: (plain(value()).sum() + plain(2 * value()).sum()).backward())
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_retain_graph_allows_a_second_backward(sequence):
+    model, plain = network(), network()
+    for each, forward in ((model, lambda x: apply(model, sequence, x)), (plain, plain)):
+        loss = seeded(lambda forward=forward: forward(value()).sum())
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert all(p.grad is not None for p in each.parameters())
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("sequence", [MIXED, NESTED])
+def test_a_second_backward_is_refused_in_words(sequence):
+    loss = apply(network(), sequence, value()).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        loss.backward()
+
+
+def test_create_graph_through_a_recomputed_stage_is_refused_in_words():
+    loss = apply(network(), MIXED, value(requires_grad=True)).square().sum()
+    with pytest.raises(RuntimeError, match="create_graph=True cannot go through stage 'stage 1'"):
+        loss.backward(create_graph=True)
+
+
+def test_create_graph_works_where_everything_is_stored():
+    def second_derivative(forward):
+        x = value(requires_grad=True)
+        (first,) = torch.autograd.grad(forward(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    model = network()
+    found = seeded(lambda: second_derivative(lambda x: apply(model, STORED, x)))
+    assert torch.equal(found, seeded(lambda: second_derivative(model)))
+
+
+def test_the_gradient_of_only_a_part_of_the_output():
+    """Some of the stage's outputs have no gradient; the others' arrive."""
+
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x.sin()
+
+    class First(nn.Module):
+        def forward(self, pair):
+            return pair[0] * 2, pair[1]
+
+    model = nn.Sequential(nn.Linear(4, 4), Pair(4, 4), First())
+    sequence = Sequence.parse("CF_0, Fn_1, Fe_2, L, B_2, CF_0, Fe_1, B_1, Fe_0, B_0")
+    for index in (0, 1):
+        found = torch.autograd.grad(apply(model, sequence, value())[index].sum(), list(model[0].parameters()))
+        expected = torch.autograd.grad(model(value())[index].sum(), list(model[0].parameters()))
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_dropping_the_output_drops_everything(sequence):
+    gc.disable()  # no cycles: reference counts alone do it
+    try:
+        model = network()
+        kept = weakref.WeakSet()
+        model[1].register_forward_hook(lambda module, args, output: kept.add(output))
+        output = apply(model, sequence, value())
+        del output
+        assert not kept
+        apply(model, sequence, value()).sum().backward()
+        assert not kept
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("sequence", [MIXED, NESTED])
+def test_an_error_in_a_recomputation_is_the_stages_own_and_the_next_step_is_right(sequence):
+    model, plain = network(), network()
+
+    class Failing(nn.Tanh):
+        runs = 0
+
+        def forward(self, x):
+            self.runs += 1
+            if self.runs == 2:
+                raise KeyError("mine")
+            return super().forward(x)
+
+    model[1][0] = Failing()
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError, match="mine"):
+        apply(model, sequence, value()).sum().backward()
+    del before
+    model.zero_grad()
+    seeded(lambda: apply(model, sequence, value()).sum().backward())
+    seeded(lambda: plain(value()).sum().backward())
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_a_stage_that_overwrites_its_stored_input_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="'stage 1' overwrites its own input"):
+        apply(model, "CF_0, CF_1, Fn_2, L, CF_1, Fe_2, B_2, Fe_1, B_1, Fe_0, B_0", value())
+
+
+def test_a_function_with_hidden_parameters_is_refused():
+    inner = nn.Linear(4, 4)
+    functions = [nn.Linear(4, 4), lambda x: inner(x), nn.Tanh()]
+    output = CheckpointOptim.apply(functions, "CF_0, Fn_1, Fe_2, L, B_2, Fe_0, Fe_1, B_1, B_0", "abc", True, value())
+    with pytest.raises(RuntimeError, match=r"stage 'b' uses a parameter of shape \(4, 4\) that it does not own"):
+        output.sum().backward()
+
+
+def test_functions_without_parameters_are_stages_too():
+    model = network()
+    functions = [model[0], torch.tanh, lambda x: x * 2, model[3]]
+    forward = lambda x: model[3](torch.tanh(model[0](x)) * 2)  # noqa: E731 # the plain twin, in one line
+    found = torch.autograd.grad(
+        CheckpointOptim.apply(functions, NESTED, list("abcd"), True, value()).sum(), model[0].weight
+    )
+    assert torch.equal(found[0], torch.autograd.grad(forward(value()).sum(), model[0].weight)[0])
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        ("Fe_0, Fe_1, L, B_1, B_0", "needs a_4"),
+        ("Fe_0, Fe_1, Fe_2, Fe_3, L, B_3, B_2", "ends before"),
+        ("Fe_0, XX_1", "operation 1 is 'XX_1'"),
+        ("Fe_0, Fe_1, Fe_2, Fe_3, Fe_4, L", "a stage that is not there"),
+    ],
+)
+def test_sequences_that_are_not_valid_are_refused_before_anything_runs(sequence, message):
+    model, runs = network(), []
+    model[0].register_forward_hook(lambda *_: runs.append(1))
+    with pytest.raises(ValueError, match=message):
+        apply(model, sequence, value())
+    assert not runs
+
+
+def test_without_preserved_random_state_the_stream_goes_on():
+    """`preserve_rng_state=False` saves the bookkeeping; dropout then draws anew, as the caller chose."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Identity())
+    x = torch.ones(1000, requires_grad=True)
+    output = CheckpointOptim.apply(list(model), "CF_0, Fe_1, L, B_1, Fe_0, B_0", "ab", False, x)
+    output.sum().backward()
+    assert not torch.equal(x.grad, output)
+
+
+def test_a_copy_of_a_model_trains_like_the_model():
+    model = network()
+    twin = copy.deepcopy(model)
+    found = seeded(lambda: torch.autograd.grad(apply(twin, MIXED, value()).sum(), list(twin.parameters())))
+    expected = seeded(lambda: torch.autograd.grad(model(value()).sum(), list(model.parameters())))
+    assert all(map(torch.equal, found, expected))

@@ -1,0 +1,172 @@
+"""Optimizers that a model was not told of: they count from their first step on."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable
+from rotor_py.measure.budget import recomputes
+from tests.checkpointable.steps import between, square, step_peak
+from tests.execute.training import assert_same
+
+
+def network() -> nn.Sequential:
+    """As much in parameters as in activations."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh()) for _ in range(5)])
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def told(share: float) -> Checkpointable:
+    """One that was told of its optimizer from the start, with a limit `share` of the way to storing everything."""
+    model = network()
+    planned = Checkpointable(model, batch(), loss=square, optimizer=adamw(model))
+    planned.compute_sequence(between(planned, share))
+    return planned
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[tuple[str, torch.Tensor]]:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        square(model(batch())).backward()
+        optimizer.step()
+    return [(name, p.detach().clone()) for name, p in model.named_parameters()]
+
+
+def bytes_of(planned: Checkpointable) -> tuple[Any, ...]:
+    """What the budget says in bytes: times differ from one measurement to the next."""
+    budget = planned.budget
+    return budget.fixed, budget.floor_bytes, budget.snapshot_bytes, budget.stepping_bytes, budget.least_bytes()
+
+
+def test_every_step_stays_inside_the_limit_though_the_optimizer_comes_later() -> None:
+    known = told(0.5)
+    model = network()
+    planned, plain = Checkpointable(model, mem_limit=known.mem_limit, loss=square), copy.deepcopy(model)
+    planned.measure(batch())
+    assert known.budget.fixed.optimizer + planned.budget.peak_bytes(planned.compute_sequence()) > known.mem_limit
+    optimizer = adamw(planned)
+    assert step_peak(planned, batch(), optimizer) <= known.mem_limit
+    assert bytes_of(planned) == bytes_of(known)
+    assert recomputes(planned.sequence)
+    assert step_peak(planned, batch(), optimizer) <= known.mem_limit
+    found, steps = train(planned, optimizer, 1), adamw(plain)
+    for _ in range(2):
+        square(plain(batch())).backward()
+        steps.step()
+    assert_same(found, train(plain, steps, 1))
+
+
+def test_a_plan_with_room_for_the_optimizer_stays_as_it_is() -> None:
+    planned = Checkpointable(network(), mem_limit="1GB", loss=square)
+    planned.measure(batch())
+    sequence = planned.compute_sequence()
+    train(planned, adamw(planned), 1)
+    assert planned.sequence is sequence
+    assert planned.budget.fixed.optimizer > 0
+
+
+def test_where_no_plan_has_room_training_goes_on_and_a_warning_says_what_would_do(caplog: Any) -> None:
+    model = network()
+    planned, plain = Checkpointable(model, batch(), loss=square), copy.deepcopy(model)
+    sequence = planned.compute_sequence(between(planned, 0.0))
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        found = train(planned, adamw(planned), 2)
+    (message,) = [record.getMessage() for record in caplog.records]
+    least = planned.budget.least_bytes()
+    assert "the optimizer was not known" in message
+    assert f"{least} bytes" in message
+    assert f"({planned.mem_limit} bytes)" in message
+    assert least > planned.mem_limit
+    assert planned.sequence is sequence
+    assert_same(found, train(plain, adamw(plain), 2))
+
+
+def test_an_optimizer_that_steps_before_the_first_forward_counts_in_the_first_plan() -> None:
+    """One that is given a closure runs forward and backward in its step, as in Lightning."""
+    known = told(0.5)
+    planned = Checkpointable(network(), mem_limit=known.mem_limit, loss=square)
+    found = []
+
+    def closure() -> torch.Tensor:
+        value = square(planned(batch()))
+        found.append((bytes_of(planned), recomputes(planned.sequence)))
+        value.backward()
+        return value
+
+    adamw(planned).step(closure)
+    assert found == [(bytes_of(known), True)]
+
+
+def test_optimizers_of_several_groups_of_parameters_add_up() -> None:
+    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
+    parts = list(planned.parameters())
+    whole = told(1.0).budget.fixed.optimizer
+    optimizers = [torch.optim.AdamW(parts[:4]), torch.optim.AdamW(parts[4:])]
+    square(planned(batch())).backward()
+    found = []
+    for optimizer in optimizers * 2:
+        optimizer.step()
+        found.append(planned.budget.fixed.optimizer)
+    assert 0 < found[0] < whole
+    assert found[1:] == [whole] * 3
+
+
+def test_other_models_optimizers_do_not_count_nor_any_beside_the_one_that_was_given() -> None:
+    known, other = told(1.0), network()
+    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
+    for model in (known, other):
+        square(model(batch())).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).step()
+    assert planned.budget.fixed.optimizer == 0
+    assert bytes_of(known) == bytes_of(told(1.0))
+
+
+def test_a_copy_notices_its_own_optimizer() -> None:
+    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
+    train(planned, adamw(planned), 1)
+    twin = copy.deepcopy(planned)
+    train(twin, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9), 1)
+    whole = planned.budget.fixed
+    assert whole.parameters < twin.budget.fixed.optimizer + 1 < whole.optimizer
+
+
+def test_an_optimizer_that_is_gone_counts_no_more() -> None:
+    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
+    for _ in range(2):
+        train(planned, adamw(planned), 1)
+        gc.collect()
+    assert bytes_of(planned) == bytes_of(told(1.0))
+
+
+class Unknowable(torch.optim.SGD):
+    """One whose step cannot be tried out on a stand-in."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.own = {id(p) for group in self.param_groups for p in group["params"]}
+
+    def step(self, closure: Any = None) -> None:
+        if {id(p) for group in self.param_groups for p in group["params"]} != self.own:
+            raise RuntimeError("not mine")
+        super().step(closure)
+
+
+def test_an_optimizer_whose_memory_cannot_be_found_is_named_in_a_warning(caplog: Any) -> None:
+    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        train(planned, Unknowable(planned.parameters()), 2)
+    assert caplog.text.count("the memory of Unknowable could not be found") == 1

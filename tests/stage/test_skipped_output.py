@@ -1,0 +1,232 @@
+"""A stage that is run again right before its backward does not compute what only its output needs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rotor_py import Checkpointable, CheckpointOptim
+from rotor_py.stage.skipped_output import unread_forward
+from rotor_solver import Sequence, recompute_all
+from tests.execute.training import cut_of, replayed, steps
+from tests.solver.strategies import unit_chain
+
+F = nn.functional
+PRODUCTS = {f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")}
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices, and the convolutions, that are really computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func.overloadpacket) in PRODUCTS and args[0].device.type != "meta"
+        return func(*args, **(kwargs or {}))
+
+
+def linear() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Tanh(), nn.Linear(6, 5)), torch.randn(4, 6)
+
+
+def without_bias() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Tanh(), nn.Linear(6, 5, bias=False)), torch.randn(4, 3, 6)
+
+
+def dropped() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Sigmoid(), nn.Sequential(nn.Linear(6, 5), nn.Identity()), nn.Dropout(0.4)), torch.randn(
+        9, 6
+    )
+
+
+def convolution() -> tuple[nn.Module, torch.Tensor]:
+    image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    return nn.Sequential(nn.Tanh(), nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Flatten()), image
+
+
+def transposed() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Tanh(), nn.ConvTranspose1d(3, 4, 3, stride=2)), torch.randn(2, 3, 8)
+
+
+def alone() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Linear(6, 5), torch.randn(4, 6)
+
+
+LEFT_OUT: list[Callable[[], tuple[nn.Module, torch.Tensor]]] = [
+    linear,
+    without_bias,
+    dropped,
+    convolution,
+    transposed,
+    alone,
+]
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", LEFT_OUT)
+def test_numbers_are_those_of_plain_training_without_the_last_product(
+    make: Callable[[], tuple[nn.Module, torch.Tensor]], autocast: torch.dtype | None
+) -> None:
+    torch.manual_seed(0)
+    stage, sample = make()
+    with torch.no_grad():
+        width = stage(sample).shape[-1]
+    model = nn.Sequential(nn.Identity(), stage, nn.Tanh(), nn.Linear(width, 2))
+    sample.requires_grad_()
+    twin = copy.deepcopy(model)
+    region = None if autocast is None else torch.autocast("cpu", autocast)
+    names = tuple(map(str, range(len(model))))
+
+    def forward(value: torch.Tensor) -> torch.Tensor:
+        return CheckpointOptim.apply(tuple(model), recompute_all(unit_chain(len(model))), names, True, value)
+
+    expected = steps(twin, twin, sample, region)
+    for (name, value), (_, right) in zip(steps(model, forward, sample, region), expected, strict=True):
+        assert torch.equal(value, right), name
+
+
+@pytest.mark.parametrize("make", LEFT_OUT)
+def test_the_last_product_is_not_computed(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
+    stage, sample = make()
+    run = unread_forward(stage)
+    assert run is not None
+    with Products() as whole:
+        expected = stage(sample)
+    with Products() as part:
+        output = run(sample)
+    assert (whole.count, part.count) == (1, 0)
+    assert (output.shape, output.stride(), output.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+class Own(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).exp()  # its backward needs what it returns
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.register_forward_hook(lambda _, __, output: output.exp())
+    return layer
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5, inplace=True)),
+        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
+        nn.Sequential(nn.Linear(4, 4), hooked()),
+        Own(4, 4),
+        nn.Identity(),
+        nn.Sequential(),
+        torch.tanh,
+    ],
+    ids=lambda stage: type(stage).__name__,
+)
+def test_nothing_is_left_out_where_somebody_may_look_at_it(stage: Any) -> None:
+    assert unread_forward(stage) is None
+
+
+def test_what_is_stored_on_the_way_back_is_computed() -> None:
+    """Only Fe_2 is followed by its backward: Fe_1 has to give stage 2 its input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+    sample = torch.randn(3, 5, requires_grad=True)
+    sequence = Sequence.parse("CF_0, Fn_1, Fn_2, Fe_3, L, B_3, Fe_0, Fe_1, Fe_2, B_2, B_1, B_0")
+    found, twin = cut_of(model, sample), copy.deepcopy(model)
+    output = replayed(found, sequence)(sample)
+    with Products() as counted:
+        output.sum().backward()
+    assert counted.count == 2 + 4 * 2
+    twin(sample).sum().backward()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+class Block(nn.Module):
+    def __init__(self, ending: str) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.ending = ending
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        inner = self.narrow(F.gelu(self.wide(self.norm(value))))
+        match self.ending:
+            case "sum":
+                return value + inner
+            case "dropout":
+                return value + F.dropout(inner, 0.3, self.training)
+            case "matmul":
+                return value + (inner.view(-1, 4, 8) @ self.narrow.weight[:, :8]).reshape(-1, 8)
+            case "in place":
+                inner += value
+                return inner
+            case "square":
+                return value + inner.square()
+            case "gate":
+                return value * inner
+        raise AssertionError
+
+
+class Blocks(nn.Module):
+    def __init__(self, ending: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(ending) for _ in range(4))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("ending", "left_out"),
+    [("sum", True), ("dropout", True), ("matmul", True), ("in place", False), ("square", False), ("gate", False)],
+)
+def test_captured_stages_leave_out_what_goes_into_their_output_alone(ending: str, left_out: bool) -> None:
+    torch.manual_seed(0)
+    plain = Blocks(ending)
+    planned = Checkpointable(copy.deepcopy(plain), loss=mean_square, granularity=4)
+    batch = torch.randn(64, 8, requires_grad=True)
+    planned.measure(batch)
+    stages = planned.functions[1:]  # the first may end inside a block
+    assert [unread_forward(function) is not None for function in stages] == [left_out] * len(stages)
+    assert planned.budget is not None
+    planned.compute_sequence(planned.budget.least_bytes())
+    found = []
+    for network in (planned, plain):
+        torch.manual_seed(3)
+        output = network(batch)
+        batch.grad = None
+        mean_square(output).backward()
+        assert batch.grad is not None
+        found.append([output, batch.grad, torch.get_rng_state(), *(p.grad for p in network.parameters())])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_error_in_what_is_left_of_a_captured_stage_names_its_line() -> None:
+    planned = Checkpointable(Blocks("sum"), loss=mean_square, granularity=4)
+    batch = torch.randn(64, 8)
+    planned.measure(batch)
+    assert planned.budget is not None
+    planned.compute_sequence(planned.budget.least_bytes())
+    output = planned(batch)
+    planned.model.blocks[1].wide.weight.data = torch.zeros(1, 1)
+    with pytest.raises(RuntimeError) as caught:
+        mean_square(output).backward()
+    notes = "\n".join(caught.value.__notes__)
+    assert "in the recomputation of stage 'blocks." in notes
+    assert "self.wide(self.norm(value))" in notes
