@@ -17,7 +17,7 @@ from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.budget import make_budget
 from rotor_py.measure.cut import Cut, cut_layers
-from rotor_py.measure.device import DEFAULT_SHARE, available_bytes, total_bytes
+from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.measurement import measure
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.input_spec import reaches, spec_of
@@ -90,10 +90,7 @@ class _Planner:
         whole = nn.ModuleList(module for _, module in graph.layers)
         sample = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
         budget = make_budget(whole, (sample, value), measurement, device, fresh_gradients=fresh, optimizer=None)
-        limit = self.options["mem_limit"]
-        total = int(DEFAULT_SHARE * available_bytes(device))
-        if limit is not None:
-            total = parse_bytes(limit, device_bytes=total_bytes(device))
-        sequence = budget.solve(total, Persistent(int(self.options["mem_slots"])))
+        limit = limit_bytes(self.options["mem_limit"], device)
+        sequence = budget.solve(limit, Persistent(int(self.options["mem_slots"])))
         self.program = program(len(self.cut.stages), sequence)
         self.reach = spec_of(value)

@@ -108,15 +108,15 @@ class Facts(Report):
                 "backward_temp_bytes": cost.backward_temp_bytes,
                 "replay_temp_bytes": cost.replay_temp_bytes,
                 "in_part": None
-                if lean is None
+                if in_part is None
                 else {
-                    "forward_seconds": lean.forward_seconds,
-                    "backward_seconds": lean.backward_seconds,
-                    "saved_bytes": lean.saved_bytes,
+                    "forward_seconds": in_part.forward_seconds,
+                    "backward_seconds": in_part.backward_seconds,
+                    "saved_bytes": in_part.saved_bytes,
                 },
                 "action": action,
             }
-            for name, cost, lean, action in zip(
-                measured.names, measured.stages, measured.leans, self.actions(), strict=True
+            for name, cost, in_part, action in zip(
+                measured.names, measured.stages, measured.in_part_by_stage, self.actions(), strict=True
             )
         ]

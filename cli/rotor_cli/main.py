@@ -273,13 +273,10 @@ def _device(name: str | None) -> torch.device:
 
 
 def _limit(text: str | None, device: torch.device) -> int:
-    from rotor_py.measure.device import DEFAULT_SHARE, available_bytes, total_bytes
-    from rotor_py.units import parse_bytes
+    from rotor_py.measure.device import limit_bytes
 
-    if text is None:
-        return int(DEFAULT_SHARE * available_bytes(device))
     try:
-        return parse_bytes(text, device_bytes=total_bytes(device))
+        return limit_bytes(text, device)
     except ValueError as error:
         raise usage(f"--mem-limit: {error}") from error
 

@@ -29,11 +29,11 @@ class Runner(Protocol):
     function: Callable[..., Any]
 
     @property
-    def leaves_out_output(self) -> bool:
-        """Whether a run whose output is `unread` differs from others."""
+    def can_skip_output(self) -> bool:
+        """Whether a run that skips its output differs from others."""
 
-    def forward(self, value: Any, *, unread: bool = False) -> Any:
-        """Run the stage in the graph that is being built around it; with an output without values if it is `unread`."""
+    def forward(self, value: Any, *, skip_output: bool = False) -> Any:
+        """Run the stage in the graph that is being built around it; with `skip_output`, the output has no values."""
 
     def first(self, value: Any) -> tuple[Any, Any]:
         """Run it without a graph; return its output, and its surroundings for running it again."""
@@ -62,7 +62,7 @@ class StageCost:
     output_released_bytes: int
     gradient_storage_bytes: tuple[int, ...] = ()
     """of the gradient of every tensor of the input: more than the gradient itself where that is a part of another"""
-    output_seconds: float = 0.0
+    skipped_output_seconds: float = 0.0
 
 
 def measure_options(
@@ -127,7 +127,13 @@ def measure_options(
             )
         seconds = _seconds(runners, value, device)
     return tuple(
-        replace(cost, nograd_seconds=nograd, forward_seconds=forward, backward_seconds=backward, output_seconds=output)
+        replace(
+            cost,
+            nograd_seconds=nograd,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            skipped_output_seconds=output,
+        )
         for cost, (nograd, forward, backward, output) in zip(found, seconds, strict=True)
     )
 
@@ -245,15 +251,15 @@ def _seconds(runners: Sequence[Runner], value: Any, device: torch.device) -> lis
                 torch.autograd.backward(outputs, gradients)
             lap()
             del outputs
-        for unread in (True, False) if runner.leaves_out_output else ():  # one like the other: memory is warm by now
-            runner.forward(leaves_of(value), unread=unread)
+        for skip_output in (True, False) if runner.can_skip_output else ():  # one like the other: memory is warm by now
+            runner.forward(leaves_of(value), skip_output=skip_output)
             lap()
 
     laps = 1 + 2 * len(runners)
-    measured = lap_seconds(run, device, laps=laps + (2 if runner.leaves_out_output else 0))
+    measured = lap_seconds(run, device, laps=laps + (2 if runner.can_skip_output else 0))
     nograd, forward, backward = (median(each[lap] for each in measured) for lap in range(3))
-    left_out = median(each[laps + 1] - each[laps] for each in measured) if runner.leaves_out_output else 0.0
-    output = max(0.0, min(left_out, nograd, forward))
+    skipped = median(each[laps + 1] - each[laps] for each in measured) if runner.can_skip_output else 0.0
+    output = max(0.0, min(skipped, nograd, forward))
     found = []
     for number in range(len(runners)):
         longer = [median(each[2 * number + lap] - each[lap] for each in measured) for lap in (1, 2)]

@@ -15,11 +15,11 @@ from rotor_profiling import tensors_in
 from rotor_py.capture.cut_points import Cuts
 from rotor_py.capture.fsdp_marks import MARKS, Table
 from rotor_py.capture.graph_facts import Facts, Modes, attribute_of, module_path, new_bytes, tensors_of
-from rotor_py.capture.min_cut import Lean, lean
+from rotor_py.capture.min_cut import SavedPart, find_saved_part
 from rotor_py.capture.run_graph import run_graph
-from rotor_py.capture.skipped_output import without_output
+from rotor_py.capture.skipped_output import skipping_output
 from rotor_py.distributed.shard_groups import ShardGroup
-from rotor_py.stage.partial_saving import Recomputation
+from rotor_py.stage.partial_saving import PartialSaving
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.skipped_output import Run
 
@@ -58,40 +58,40 @@ class GraphStage(nn.Module):
         self.carried = carried
         self.signature = signature
         # No submodules: they run on the attributes of the body.
-        self._without_output = (without_output(body),)
+        self._skipping_output = (skipping_output(body),)
         # Of a sharded model, what is kept for cheap operators would be let go of and gathered again.
-        self._lean: tuple[Lean | None, fx.GraphModule | None, fx.GraphModule | None] | None = (
+        self._saved_part: tuple[SavedPart | None, fx.GraphModule | None, fx.GraphModule | None] | None = (
             (None, None, None) if sharded else None
         )
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
 
-    def unread_forward(self) -> Run | None:
-        """See `rotor_py.stage.skipped_output.unread_forward`."""
-        (graph,) = self._without_output
+    def forward_skipping_output(self) -> Run | None:
+        """See `rotor_py.stage.skipped_output.forward_skipping_output`."""
+        (graph,) = self._skipping_output
         return None if graph is None else partial(self._run, graph)
 
-    def lean_forward(self, *, unread: bool = False) -> Run | None:
-        """See `rotor_py.stage.lean.lean_forward`."""
-        if self._lean is None:
-            self._lean = self._leaner()
-        choice, whole, without = self._lean
-        graph = without if unread else whole
-        return None if choice is None or graph is None else partial(self._run_lean, choice, graph)
+    def partial_forward(self, *, skip_output: bool = False) -> Run | None:
+        """See `rotor_py.stage.partial_saving.partial_forward`."""
+        if self._saved_part is None:
+            self._saved_part = self._find_saved_part()
+        choice, whole, without = self._saved_part
+        graph = without if skip_output else whole
+        return None if choice is None or graph is None else partial(self._run_partial, choice, graph)
 
-    def _leaner(self) -> tuple[Lean | None, fx.GraphModule | None, fx.GraphModule | None]:
+    def _find_saved_part(self) -> tuple[SavedPart | None, fx.GraphModule | None, fx.GraphModule | None]:
         """What to keep, and the graphs that tell it: of all that the stage computes, and without its output."""
-        found = lean(self.body, len(self.reads))
+        found = find_saved_part(self.body, len(self.reads))
         if found is None:
             return None, None, None
-        (bare,) = self._without_output
+        (bare,) = self._skipping_output
         whole = found.telling(self.body, self.body.graph)
         return found, whole, whole if bare is None else found.telling(self.body, bare.graph)
 
-    def _run_lean(self, choice: Lean, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _run_partial(self, choice: SavedPart, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
         devices = {tensor.device.type for tensor in (*tensors_in(values), *self.parameters())}
-        with Recomputation(choice.recipe, tuple(sorted(devices))) as recomputation:
+        with PartialSaving(choice.recipe, tuple(sorted(devices))) as recomputation:
             return self._run(graph, values, recomputation)
 
     def _run(self, graph: fx.GraphModule, values: tuple[Any, ...], *before: Any) -> tuple[Any, ...]:

@@ -49,7 +49,7 @@ _CHEAP: set[Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Lean:
+class SavedPart:
     """What a run keeps for its backward and what it drops, by the numbers of nodes, and how to make that again."""
 
     kept: frozenset[int]
@@ -57,7 +57,7 @@ class Lean:
     recipe: Recipe
 
     def telling(self, body: fx.GraphModule, graph_of_it: fx.Graph) -> fx.GraphModule:
-        """`graph_of_it`, a graph on `body`, with a `Recomputation` as its first input, which it tells."""
+        """`graph_of_it`, a graph on `body`, with a `PartialSaving` as its first input, which it tells."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         recomputation = graph.placeholder("recomputation")
@@ -68,13 +68,13 @@ class Lean:
                 with graph.inserting_after(last if node.op == "placeholder" else copies[node]):
                     how = "drop" if number in self.dropped else "keep"
                     graph.call_method(how, (recomputation, number, copies[node]))
-        found = fx.GraphModule(body, graph, "LeanGraphStage")
+        found = fx.GraphModule(body, graph, "PartialGraphStage")
         for attributes in (found._parameters, found._buffers, found._modules):
             attributes.clear()
         return found
 
 
-def lean(body: fx.GraphModule, shared: int) -> Lean | None:
+def find_saved_part(body: fx.GraphModule, shared: int) -> SavedPart | None:
     """How `body` can do with less; None if there is nothing to gain. Its last `shared` inputs are there in any case."""
     nodes = list(body.graph.nodes)
     if any(node.op == "call_module" or node.target in _MODES or _writes(node) for node in nodes):
@@ -104,7 +104,7 @@ def lean(body: fx.GraphModule, shared: int) -> Lean | None:
             calls[numbers[node]] = Call(function, args, kwargs)
             pending.extend(node.all_input_nodes)
     found = frozenset(numbers[node] for node in dropped)
-    return Lean(frozenset(kept), found, Recipe(calls, {number: _needs(calls, kept, number) for number in found}))
+    return SavedPart(frozenset(kept), found, Recipe(calls, {number: _needs(calls, kept, number) for number in found}))
 
 
 def _value_in(numbers: dict[fx.Node, int]) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from rotor_py.stage.skipped_output import uncomputed
+from rotor_py.stage.skipped_output import skip_output
 
 _PRODUCTS: set[Any] = {
     F.linear,
@@ -58,24 +58,24 @@ _FOLLOWING: set[Any] = {
 """What may come after: its backward does not depend on the values that go into it."""
 
 
-def without_output(body: fx.GraphModule) -> fx.GraphModule | None:
+def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
     """`body` for runs whose output nobody reads, without attributes; None if there is nothing to leave out."""
-    unread = _unread(body.graph)
-    if not any(node.target in _PRODUCTS for node in unread):
+    skipped = _skippable(body.graph)
+    if not any(node.target in _PRODUCTS for node in skipped):
         return None
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.graph, copies))
-    for node in unread:
+    for node in skipped:
         if node.target not in _FOLLOWING:
-            _leave_uncomputed(copies[node])
+            _let_skip(copies[node])
     found = fx.GraphModule(body, graph, "GraphStageWithoutOutput")
     for attributes in (found._parameters, found._buffers, found._modules):
         attributes.clear()
     return found
 
 
-def _unread(graph: fx.Graph) -> list[fx.Node]:
+def _skippable(graph: fx.Graph) -> list[fx.Node]:
     """Operators whose value goes to nothing but the output, through operators whose backward does not look at it."""
     found: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
@@ -97,15 +97,15 @@ def _writes(node: fx.Node) -> bool:
     return bool(inplace) or "out" in node.kwargs
 
 
-def _leave_uncomputed(node: fx.Node) -> None:
+def _let_skip(node: fx.Node) -> None:
     target: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
-    node.op, node.target = "call_function", _uncomputed(target)
+    node.op, node.target = "call_function", _skipping(target)
 
 
 @cache
-def _uncomputed(target: Callable[..., Any]) -> Callable[..., Any]:
+def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return uncomputed(target, *args, **kwargs)
+        return skip_output(target, *args, **kwargs)
 
-    call.__name__ = call.__qualname__ = f"uncomputed_{target.__name__}"
+    call.__name__ = call.__qualname__ = f"skipping_{target.__name__}"
     return call

@@ -19,17 +19,17 @@ from rotor_solver import (
     Sequence,
     Stage,
     simulate,
-    unread_outputs,
+    skipped_outputs,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation, and the inputs a_i that the tape still needs once it is done. Nobody reads an `unread` output."""
+    """One operation, and the inputs a_i that the tape still needs once it is done. Nobody reads a skipped output."""
 
     operation: Operation
     live: frozenset[int]
-    unread: bool = False
+    skips_output: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ def program(stages: int, sequence: Sequence) -> Program:
     operations = tuple(sequence)
     in_graph = frozenset(_first_with_graph(operations))
     live = _liveness(operations)
-    unread = unread_outputs(sequence)
+    skipped = skipped_outputs(sequence)
     steps = [
-        Step(operation, needed, position in unread)
+        Step(operation, needed, position in skipped)
         for position, (operation, needed) in enumerate(zip(operations, live, strict=True))
     ]
     loss = operations.index(Loss())

@@ -24,7 +24,7 @@
 # 10. An error ends the forward or the backward pass in which it is raised. What was held for it is let go at once: the
 #     error's traceback would keep it otherwise. What a retained graph holds stays for the next pass, as in plain
 #     training.
-# 11. Nobody reads what a forward right before the backward of its stage puts out: it has no values then (`unread`).
+# 11. Nobody reads what a forward right before the backward of its stage puts out: it is skipped.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Tape:
         if isinstance(step.operation, ForwardEnable):
             for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
                 tensor.requires_grad_(needed)
-            held.attached[stage], output = self._runner(step).attach(value, surroundings, unread=step.unread)
+            held.attached[stage], output = self._runner(step).attach(value, surroundings, skip_output=step.skips_output)
         else:
             output = runner.again(value, surroundings)
         if stage + 1 in step.live:

@@ -1,4 +1,4 @@
-"""What a device has to give."""
+"""What a device has to give, and how many of its bytes a limit stands for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ from pathlib import Path
 
 import torch
 
+from rotor_py.units import parse_bytes
+
 DEFAULT_SHARE = 0.9
 """Of what the device can give this process, the part that is used where no limit is set."""
+
+
+def limit_bytes(limit: int | str | None, device: torch.device) -> int:
+    """The bytes that a limit stands for on `device`: a number of bytes, `4GB`, `512MiB`, or `80%` of all its memory.
+
+    None stands for 90 % of what the device can give this process now. ValueError, in one sentence, for anything else.
+    """
+    if limit is None:
+        return int(DEFAULT_SHARE * available_bytes(device))
+    return parse_bytes(limit, device_bytes=total_bytes(device))
 
 
 def total_bytes(device: torch.device) -> int:

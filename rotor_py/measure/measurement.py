@@ -28,7 +28,7 @@ from rotor_profiling.timing import median_seconds
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.measure.cut import Cut, carried_by
 from rotor_py.stage.faults import During
-from rotor_py.stage.lean import lean_forward
+from rotor_py.stage.partial_saving import partial_forward
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import moving_buffers
 from rotor_py.stage.traits import StageTraits, find_out, remember
@@ -80,8 +80,8 @@ class Measurement:
     carried: tuple[Carried, ...] = ()
     held_bytes: int = 0
     """of outputs that get no gradient"""
-    lean: tuple[StageCost | None, ...] = ()
-    """what stages cost that keep what is expensive and make the rest again (`stage.lean`); None if they cannot"""
+    in_part: tuple[StageCost | None, ...] = ()
+    """what stages cost that are stored in part (`stage.partial_saving`); None where they cannot be"""
 
     @property
     def returned_bytes(self) -> int:
@@ -89,9 +89,9 @@ class Measurement:
         return sum(each.nbytes for each in self.carried if each.last == len(self.stages))
 
     @property
-    def leans(self) -> tuple[StageCost | None, ...]:
-        """`lean` for every stage."""
-        return self.lean or (None,) * len(self.stages)
+    def in_part_by_stage(self) -> tuple[StageCost | None, ...]:
+        """`in_part` for every stage."""
+        return self.in_part or (None,) * len(self.stages)
 
     def chain(self, *, fresh_gradients: bool) -> Chain:
         """The chain for the solver; parameter gradients appear in it if they are freed between steps."""
@@ -114,8 +114,8 @@ class Measurement:
             loss += self.held_bytes
             gradient[length - 1] += self.held_bytes
         stages = []
-        for stage, (name, cost, lean) in enumerate(zip(self.names, self.stages, self.leans, strict=True)):
-            ways = [cost] if lean is None else [cost, lean]
+        for stage, (name, cost, in_part) in enumerate(zip(self.names, self.stages, self.in_part_by_stage, strict=True)):
+            ways = [cost] if in_part is None else [cost, in_part]
             options = [_option(way, cost, forward[stage], backward[stage]) for way in ways]
             stages.append(
                 Stage(
@@ -127,7 +127,7 @@ class Measurement:
                     name=name,
                     input_released=cost.input_released_bytes,
                     output_released=cost.output_released_bytes,
-                    output_time=cost.output_seconds,
+                    skipped_output_time=cost.skipped_output_seconds,
                 )
             )
         return Chain(tuple(stages), self.input_bytes, self.loss.seconds, loss, output_held=True)
@@ -175,7 +175,7 @@ def measure(
     known: dict[Hashable, tuple[StageCost, ...]] = {}
     traits: dict[Hashable, StageTraits] = {}
     costs: list[StageCost] = []
-    leans: list[StageCost | None] = []
+    in_part: list[StageCost | None] = []
     for position, (name, function) in enumerate(cut.stages):
         if progress is not None:
             progress(position, len(cut.stages), name)
@@ -193,7 +193,7 @@ def measure(
             runner = StageRunner(function, name, preserve_rng_state)
             if kind not in known:
                 known[kind] = measure_options(
-                    (runner, *([runner.by(1)] if lean_forward(function) is not None else [])),
+                    (runner, *([runner.by(1)] if partial_forward(function) is not None else [])),
                     value,
                     device=device,
                     input_bytes=held,
@@ -205,7 +205,7 @@ def measure(
                 )
             cost, *others = known[kind]
             costs.append(cost)
-            leans.append(_worthwhile(cost, others))
+            in_part.append(_worthwhile(cost, others))
             held = cost.activation_bytes
             value = _next(runner, value, device)
             for node, i in entering.items():
@@ -231,7 +231,7 @@ def measure(
         snapshot_bytes=_snapshot_bytes(cut),
         carried=tuple(spans.values()),
         held_bytes=storage_bytes([tensors_in(value)[i] for i in silent if i not in carried.values()], owned),
-        lean=tuple(leans) if any(leans) else (),
+        in_part=tuple(in_part) if any(in_part) else (),
     )
 
 

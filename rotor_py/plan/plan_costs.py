@@ -20,6 +20,8 @@ _MOST_CARRIED = 10**6
 """Carried tensors times stages: a chain is made in so many steps."""
 _BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes"})
 """A backward may free more of its input than it needs."""
+_IN_FILES = {"in_part": "lean", "skipped_output_seconds": "output_seconds"}
+"""Names of parts that files know by an older name, so that saved plans go on loading."""
 _AROUND = ("before_bytes", "stepping_bytes", "step_bytes")
 
 
@@ -32,7 +34,7 @@ class PlanCosts:
 
     def as_data(self) -> dict[str, Any]:
         """Seconds and bytes, as JSON has them. The chain is left out: it follows from what was measured."""
-        found = asdict(self.measurement)
+        found = _renamed(asdict(self.measurement))
         del found["names"]
         around = {name: getattr(self.budget, name) for name in _AROUND}
         return {**found, "fixed": asdict(self.budget.fixed), **around}
@@ -53,9 +55,17 @@ class PlanCosts:
             raise ValueError(f"there are lean of {len(found['lean'])} stages, and {len(names)} stages")
         _refuse_carried(found["carried"], len(names))
         fixed, around = found.pop("fixed"), {name: found.pop(name) for name in _AROUND}
+        found["in_part"] = found.pop("lean")
         measurement = Measurement(names=tuple(names), **found)
         chain = measurement.chain(fresh_gradients=fresh_gradients)
         return cls(measurement, Budget(fixed, chain, snapshot_bytes=measurement.snapshot_bytes, **around))
+
+
+def _renamed(value: Any) -> Any:
+    """`value` with the names that its parts have in files."""
+    if isinstance(value, dict):
+        return {_IN_FILES.get(key, key): _renamed(each) for key, each in value.items()}
+    return [_renamed(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _refuse_carried(carried: tuple[Carried, ...], length: int) -> None:
@@ -98,12 +108,13 @@ def _or_none(read: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:
 
 def _record(kind: Callable[..., T]) -> Callable[[str, Any], T]:
     """Reads a dataclass of seconds and bytes."""
-    readers = {field.name: _READERS[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    names = {_IN_FILES.get(field.name, field.name): field for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    readers = {name: _READERS[str(field.type)] for name, field in names.items()}
 
     def read(name: str, value: Any) -> T:
         if not isinstance(value, dict) or value.keys() != readers.keys():
             raise ValueError(f"{name} has {reprlib.repr(value)}; it has to have {', '.join(readers)}")
-        return kind(**{part: reader(part, value[part]) for part, reader in readers.items()})
+        return kind(**{names[part].name: reader(part, value[part]) for part, reader in readers.items()})
 
     return read
 

@@ -21,7 +21,7 @@ from rotor_py.distributed.whole_parameters import is_sharded, keeps_gradients
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.cut import Cut
-from rotor_py.measure.device import DEFAULT_SHARE, available_bytes, total_bytes
+from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.agreement import agreed_sequence, refuse_other_plans
@@ -35,7 +35,7 @@ from rotor_py.plan.plan_costs import PlanCosts
 from rotor_py.report import Report
 from rotor_py.stage.traits import traits_of
 from rotor_py.transparent import Transparent, in_training
-from rotor_py.units import format_bytes, parse_bytes
+from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, Chain, InfeasibleError, Persistent, Sequence, simulate, store_all
 from rotor_solver.kept import PlanMemory, plan_memory
 
@@ -344,7 +344,4 @@ class Planned(Transparent):
         return self.budget
 
     def _limit_bytes(self, limit: int | str | None) -> int:
-        device = self.device
-        if limit is None:
-            return int(DEFAULT_SHARE * available_bytes(device))
-        return parse_bytes(limit, device_bytes=total_bytes(device))
+        return limit_bytes(limit, self.device)

@@ -1,4 +1,4 @@
-"""Tensors that a backward needs and that are cheap to make again: made from others, when the backward asks for them.
+"""Stages stored in part: what is cheap to make is not saved, but made again when the backward asks for it.
 
 Autograd saves a part of such a tensor as the way to it, by `torch.autograd.graph.saved_tensors_hooks`. What it takes to
 make it again is kept instead; often that is kept anyway.
@@ -16,6 +16,7 @@ import torch
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rotor_py.stage.skipped_output import Run
 from rotor_py.stage.surroundings import Autocast
 
 
@@ -43,7 +44,7 @@ class Recipe:
     needs: dict[int, frozenset[int]]
 
 
-class Recomputation:
+class PartialSaving:
     """One run of a stage of which some values are dropped, to be made again by a recipe.
 
     The run is inside it as a context, and tells what it keeps and what it drops, in memory of its own each, as soon as
@@ -58,7 +59,7 @@ class Recomputation:
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
         self._hooks: Any = None
 
-    def __enter__(self) -> Recomputation:
+    def __enter__(self) -> PartialSaving:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
         return self
@@ -128,7 +129,7 @@ class _Dropped:
 
     __slots__ = ("__weakref__", "kept", "made", "number", "run")
 
-    def __init__(self, run: Recomputation, number: int, kept: dict[int, _Kept]) -> None:
+    def __init__(self, run: PartialSaving, number: int, kept: dict[int, _Kept]) -> None:
         self.run = run
         self.number = number
         self.kept = kept
@@ -171,3 +172,13 @@ class _Part:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+def partial_forward(function: Callable[..., Any], *, skip_output: bool = False) -> Run | None:
+    """How to run a stage so that it is stored in part; None if it has no such way.
+
+    With `skip_output`, its output has no values.
+    """
+    own = getattr(type(function), "partial_forward", None)
+    found: Run | None = None if own is None else own(function, skip_output=skip_output)
+    return found

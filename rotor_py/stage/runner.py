@@ -16,8 +16,8 @@ from rotor_profiling.isolate import alias, parameter_slots, substituted, trained
 from rotor_profiling.storage import tensors_in
 from rotor_py.stage.activity import tell_of_backward
 from rotor_py.stage.faults import During
-from rotor_py.stage.lean import lean_forward
-from rotor_py.stage.skipped_output import unread_forward
+from rotor_py.stage.partial_saving import partial_forward
+from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_py.stage.surroundings import Surroundings, recorded
 from rotor_py.stage.traits import traits_of, without_history
 
@@ -58,7 +58,7 @@ class StageRunner:
         """The same, which runs by another option. ValueError if the stage has no such option."""
         if option == self.option:
             return self
-        if option > 1 or lean_forward(self.function) is None:
+        if option > 1 or partial_forward(self.function) is None:
             raise ValueError(
                 f"the plan runs stage {self.name!r} by option {option}, which it does not have here; plan again"
             )
@@ -67,21 +67,21 @@ class StageRunner:
         return other
 
     @property
-    def leaves_out_output(self) -> bool:
-        """Whether a run whose output is `unread` differs from others."""
-        return unread_forward(self.function) is not None
+    def can_skip_output(self) -> bool:
+        """Whether a run that skips its output differs from others."""
+        return forward_skipping_output(self.function) is not None
 
     def read(self, value: Any) -> list[torch.Tensor]:
         """All tensors that the stage may read, its parameters and buffers aside."""
         return [*tensors_in(value), *self._shared]
 
-    def forward(self, value: Any, *, unread: bool = False) -> Any:
+    def forward(self, value: Any, *, skip_output: bool = False) -> Any:
         """Run the stage in the graph that is being built around it, as plain training does.
 
-        If its output is `unread`, only the graph is made that the backward needs, and the output has no values.
+        With `skip_output`, it makes the graph that the backward needs, and an output without values.
         """
         with During("forward", self.name):
-            output = self._function(unread)(value)
+            output = self._function(skip_output)(value)
         tell_of_backward(output, self.name)
         return output
 
@@ -113,20 +113,20 @@ class StageRunner:
         dependent = self.traits.graph_dependent
         return partial(without_history, self._function()) if dependent else self._function()
 
-    def _function(self, unread: bool = False) -> Callable[[Any], Any]:
-        run = (unread_forward(self.function) if unread else None) or self.function
+    def _function(self, skip_output: bool = False) -> Callable[[Any], Any]:
+        run = (forward_skipping_output(self.function) if skip_output else None) or self.function
         if self.option and torch.is_grad_enabled():
-            run = lean_forward(self.function, unread=unread) or run
+            run = partial_forward(self.function, skip_output=skip_output) or run
         return partial(self._in_context, run) if self.context else run
 
     def _in_context(self, run: Callable[[Any], Any], value: tuple[Any, ...]) -> tuple[Any, ...]:
         output: tuple[Any, ...] = run((*value, *self.context))
         return output[: -len(self.context)] if self.hands_on else output
 
-    def attach(self, value: Any, surroundings: Surroundings, *, unread: bool = False) -> tuple[AttachedStage, Any]:
+    def attach(self, value: Any, surroundings: Surroundings, *, skip_output: bool = False) -> tuple[AttachedStage, Any]:
         """Run it once more with a graph of its own, exactly as the first time; return that graph, and the output.
 
-        An `unread` output has no values.
+        With `skip_output`, the output has no values.
 
         The graph ends at aliases of the parameters. Gradients are handed on to the engine that asked for them, which
         calls the hooks of the real parameters and adds to their `grad`, once.
@@ -143,7 +143,7 @@ class StageRunner:
             surroundings.restored(self.function, graph=True),
             substituted(slots, aliases),
         ):
-            output = self._function(unread)(entered)
+            output = self._function(skip_output)(entered)
         owners += _owners(output)
         attached = AttachedStage(_edges(output), inputs, list(aliases.values()), owners, self.name)
         if self.open:

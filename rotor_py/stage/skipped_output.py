@@ -32,12 +32,12 @@ _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten
 """Layers whose backward does not depend on the values that go into them."""
 
 
-def unread_forward(function: Callable[..., Any]) -> Run | None:
+def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
     """How to run a stage for a backward that follows at once; None if there is nothing to leave out.
 
     What it returns has the graph, the shapes and the types of what `function` returns, but not its values.
     """
-    own = getattr(type(function), "unread_forward", None)
+    own = getattr(type(function), "forward_skipping_output", None)
     if own is not None:
         found: Run | None = own(function)
         return found
@@ -50,16 +50,16 @@ def unread_forward(function: Callable[..., Any]) -> Run | None:
     return partial(_run, layers, last)
 
 
-def uncomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def skip_output(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call an operator, with a graph, and do not compute what a backward never reads of it."""
-    with _Uncomputed():  # type: ignore[no-untyped-call]  # torch leaves it so
+    with _SkippedOutputs():  # type: ignore[no-untyped-call]  # torch leaves it so
         return function(*args, **kwargs)
 
 
 def _run(layers: list[nn.Module], last: int, value: Any) -> Any:
     for layer in layers[:last]:
         value = layer(value)
-    value = uncomputed(layers[last], value)
+    value = skip_output(layers[last], value)
     for layer in layers[last + 1 :]:
         value = layer(value)
     return value
@@ -81,7 +81,7 @@ def _watched(module: nn.Module) -> bool:
     return any(tables) or module._compiled_call_impl is not None or "forward" in vars(module)
 
 
-class _Uncomputed(TorchDispatchMode):
+class _SkippedOutputs(TorchDispatchMode):
     """Below autograd: operators that save their inputs alone return memory that nobody has written to."""
 
     def __torch_dispatch__(

@@ -17,9 +17,9 @@ from rotor_py.by_hand.levels import LEVELS
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.checkpointable import Checkpointable, arguments_of
 from rotor_py.errors import InfeasibleError
-from rotor_py.measure.device import total_bytes
+from rotor_py.measure.device import limit_bytes
 from rotor_py.transparent import in_training
-from rotor_py.units import format_bytes, parse_bytes
+from rotor_py.units import format_bytes
 from rotor_solver import Sequence, simulate
 
 _RUNS = 3
@@ -62,7 +62,7 @@ def best_level(model: nn.Module, batch: Any, mem_limit: int | str, **options: An
     """
     planned = Checkpointable(model, batch, **options)
     assert planned.budget is not None
-    limit = parse_bytes(mem_limit, device_bytes=total_bytes(planned.device))
+    limit = limit_bytes(mem_limit, planned.device)
     found = {level: ByHand(level=level).sequence(model, planned.budget, None) for level in LEVELS}
     peaks = {level: planned.budget.peak_bytes(sequence) for level, sequence in found.items()}
     for level, sequence in found.items():

@@ -24,8 +24,11 @@ from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, Forwa
 from rotor_solver.persistent.program import Persistent
 from rotor_solver.progress import watched
 from rotor_solver.sequence import Sequence
-from rotor_solver.simulate import Simulation, simulate, unread_outputs
+from rotor_solver.simulate import Simulation, simulate, skipped_outputs
 from rotor_solver.solve import ALGORITHMS, Algorithm, solve
+
+unread_outputs = skipped_outputs
+"""An earlier name."""
 
 __all__ = [
     "ALGORITHMS",
@@ -59,6 +62,7 @@ __all__ = [
     "moments",
     "recompute_all",
     "simulate",
+    "skipped_outputs",
     "solve",
     "store_all",
     "unread_outputs",

@@ -74,7 +74,7 @@ def costs_of(chain: Chain) -> Costs:
     during = inputs + outputs + left[stage_of + 1] + holds + saved + temps
     released = np.array(chain.released, np.int64).reshape(length, 2).T.copy()
     run = np.concatenate([[0.0], np.cumsum(chain.nograd_time)]).astype(np.float64)
-    split = run - np.concatenate([[0.0], np.array(chain.output_time, np.float64)])
+    split = run - np.concatenate([[0.0], np.array(chain.skipped_output_time, np.float64)])
     return Costs(
         activation=activation,
         run=run,

@@ -45,8 +45,8 @@ class Stage:
     Once the stage has run with a graph, its backward can do without `input_released` bytes of its input, and without
     `output_released` bytes of its output. They are freed if nobody else needs them.
 
-    `output_time` is the part of a forward with a graph that goes into nothing but the output's values: a run for the
-    stage's own backward, right before it, leaves that out. It is at most the time of any forward of the stage.
+    `skipped_output_time` is the part of a forward with a graph that goes into nothing but the output's values. A run
+    right before the stage's own backward skips it. It is at most the time of any forward of the stage.
     """
 
     activation: int
@@ -57,7 +57,7 @@ class Stage:
     name: str = ""
     input_released: int = 0
     output_released: int = 0
-    output_time: float = 0.0
+    skipped_output_time: float = 0.0
 
     @property
     def seconds_without_graph(self) -> float:
@@ -119,7 +119,7 @@ class Chain:
         replay_temp: Iterable[Any] | None = None,
         input_released: Iterable[Any] | None = None,
         output_released: Iterable[Any] | None = None,
-        output_time: Iterable[Any] | None = None,
+        skipped_output_time: Iterable[Any] | None = None,
         output_held: bool = False,
         names: Iterable[str] | None = None,
     ) -> Chain:
@@ -165,7 +165,7 @@ class Chain:
             [""] * length if names is None else column(names, "names"),
             [0] * length if input_released is None else column(input_released, "input_released"),
             [0] * length if output_released is None else column(output_released, "output_released"),
-            [0.0] * length if output_time is None else column(output_time, "output_time"),
+            [0.0] * length if skipped_output_time is None else column(skipped_output_time, "skipped_output_time"),
         )
         return cls(tuple(stages), sizes[0], backward[-1], backward_temps[-1], output_held)
 
@@ -226,9 +226,9 @@ class Chain:
         return tuple(stage.gradient for stage in self.stages)
 
     @property
-    def output_time(self) -> tuple[float, ...]:
+    def skipped_output_time(self) -> tuple[float, ...]:
         """Seconds that a forward right before the stage's backward leaves out."""
-        return tuple(stage.output_time for stage in self.stages)
+        return tuple(stage.skipped_output_time for stage in self.stages)
 
     @property
     def released(self) -> tuple[tuple[int, int], ...]:
@@ -251,11 +251,12 @@ def _checked(stage: Stage, where: str, incoming: int) -> Stage:
         raise ValueError(f"{where} has no options; a stage needs at least one way to run")
     options = tuple(_checked_option(option, where, incoming) for option in stage.options)
     nograd_time = None if stage.nograd_time is None else _seconds(stage.nograd_time, f"nograd_time of {where}")
-    output_time = _seconds(stage.output_time, f"output_time of {where}")
+    skipped_output_time = _seconds(stage.skipped_output_time, f"skipped_output_time of {where}")
     for forward in (*(option.forward_time for option in options), *([] if nograd_time is None else [nograd_time])):
-        if output_time > forward:
+        if skipped_output_time > forward:
             raise ValueError(
-                f"output_time of {where} is {output_time} seconds; it is a part of the forward, which takes {forward}"
+                f"skipped_output_time of {where} is {skipped_output_time} seconds; it is a part of the forward, which "
+                f"takes {forward}"
             )
     return replace(
         stage,
@@ -270,7 +271,7 @@ def _checked(stage: Stage, where: str, incoming: int) -> Stage:
             f"output_released of {where}",
             most=min(stage.activation, *(option.saved for option in stage.options)),
         ),
-        output_time=output_time,
+        skipped_output_time=skipped_output_time,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rotor_solver.chain import Chain
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Operation
 from rotor_solver.sequence import Sequence
-from rotor_solver.simulate import Machine, last_reads, simulate, unread_outputs
+from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Moment:
 def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
     """The operations of `sequence` one after the other; ValueError, as from `simulate`, if it is not valid."""
     simulate(chain, sequence)
-    machine, reads, unread = Machine(chain), last_reads(sequence), unread_outputs(sequence)
+    machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
     ran: set[int] = set()
     left = 0
     found = []
     for position, operation in enumerate(sequence):
         begin = machine.seconds
-        during = machine.run(operation, unread=position in unread)
+        during = machine.run(operation, skip_output=position in skipped)
         if position in reads:
             machine.release_input(reads[position])
         attached = {index: kept.option.saved - kept.freed for index, kept in machine.attached.items()}

@@ -29,11 +29,11 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
     ValueError, naming the operation, if one uses what is not in memory, or if the sequence does not lead to δ_0.
     """
     machine = Machine(chain)
-    reads, unread = last_reads(sequence), unread_outputs(sequence)
+    reads, skipped = last_reads(sequence), skipped_outputs(sequence)
     during, after = [], []
     for position, operation in enumerate(sequence):
         try:
-            most = machine.run(operation, unread=position in unread)
+            most = machine.run(operation, skip_output=position in skipped)
             if position in reads:
                 machine.release_input(reads[position])
         except _MissingError as missing:
@@ -57,7 +57,7 @@ def last_reads(sequence: Sequence) -> dict[int, int]:
     return {position: stage for stage, position in last.items()}
 
 
-def unread_outputs(sequence: Sequence) -> frozenset[int]:
+def skipped_outputs(sequence: Sequence) -> frozenset[int]:
     """The positions of forwards right before the backward of the same stage: nobody reads what they put out."""
     operations = tuple(sequence)
     return frozenset(
@@ -102,16 +102,16 @@ class Machine:
         self.released = self.chain.released
         self._add_plain(0)
 
-    def run(self, operation: Operation, *, unread: bool = False) -> int:
+    def run(self, operation: Operation, *, skip_output: bool = False) -> int:
         """Carry out one operation; return the most bytes that are in memory while it runs.
 
-        `unread` says that nobody reads what it puts out.
+        With `skip_output`, nobody reads its output, so that it is not computed.
         """
         match operation:
             case Loss():
                 return self._loss()
             case ForwardEnable(stage, option):
-                return self._enable(self._stage(stage), option, unread)
+                return self._enable(self._stage(stage), option, skip_output)
             case ForwardCheck(stage):
                 return self._forward(self._stage(stage))
             case ForwardNograd(stage):
@@ -130,7 +130,7 @@ class Machine:
         if stage not in self.plain and stage not in self.attached:
             raise _MissingError(f"needs a_{stage}, which is not in memory")
 
-    def _enable(self, stage: int, option: int, unread: bool) -> int:
+    def _enable(self, stage: int, option: int, skip_output: bool) -> int:
         self._need_input(stage)
         if stage + 1 in self.attached:
             raise _MissingError(f"would make ā_{stage + 1}, which is in memory already")
@@ -141,7 +141,9 @@ class Machine:
         self.attached[stage + 1] = _Attached(options[option], self.lost)
         self.held += options[option].saved
         self._note_output(stage + 1, "attached")
-        self.seconds += options[option].forward_time - (self.chain.stages[stage].output_time if unread else 0.0)
+        self.seconds += options[option].forward_time
+        if skip_output:
+            self.seconds -= self.chain.stages[stage].skipped_output_time
         return most
 
     def _forward(self, stage: int) -> int:

@@ -23,8 +23,8 @@ from rotor_profiling.memory import memory_meter
 from rotor_profiling.stage import leaves_of
 from rotor_py import Checkpointable
 from rotor_py.capture.graph_stage import GraphStage
-from rotor_py.capture.min_cut import _CHEAP, _cut, _memory_read, _saved, _size, lean
-from rotor_py.stage.lean import lean_forward
+from rotor_py.capture.min_cut import _CHEAP, _cut, _memory_read, _saved, _size, find_saved_part
+from rotor_py.stage.partial_saving import partial_forward
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence, min_bytes, simulate, solve, store_all
 from tests.capture.steps import adamw, compare, limits
@@ -125,19 +125,21 @@ def run(
 
 @pytest.mark.parametrize("layer", [Gated, NewGelu, Attention])
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("unread", [False, True], ids=["", "unread"])
-def test_a_lean_run_has_the_same_bits_and_holds_less(layer: Any, autocast: bool, unread: bool) -> None:
+@pytest.mark.parametrize("skip_output", [False, True], ids=["", "skipped"])
+def test_a_run_that_is_stored_in_part_has_the_same_bits_and_holds_less(
+    layer: Any, autocast: bool, skip_output: bool
+) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         planned, batch = captured(nn.Linear(WIDTH, WIDTH), layer(), layer())
         found, value = 0, (batch,)
         for stage in stages(planned):
-            forward = lean_forward(stage, unread=unread)
+            forward = partial_forward(stage, skip_output=skip_output)
             if forward is not None:
                 outputs, expected, whole = run(stage, stage, value)
                 found_outputs, numbers, less = run(forward, stage, value)
                 assert all(map(torch.equal, numbers, expected))
                 assert len(numbers) == len(expected) > 1
-                assert unread or all(map(torch.equal, found_outputs, outputs))
+                assert skip_output or all(map(torch.equal, found_outputs, outputs))
                 assert less < 0.9 * whole
                 found += 1
             value = leaves_of(stage(value))
@@ -146,8 +148,8 @@ def test_a_lean_run_has_the_same_bits_and_holds_less(layer: Any, autocast: bool,
 
 def test_what_is_dropped_is_what_cheap_operators_made() -> None:
     stage, _, _ = lean_run()
-    assert stage._lean is not None
-    choice = stage._lean[0]
+    assert stage._saved_part is not None
+    choice = stage._saved_part[0]
     assert choice is not None
     nodes = list(stage.body.graph.nodes)
     dropped = {nodes[number].target for number in choice.dropped}
@@ -244,8 +246,8 @@ def test_the_solver_takes_the_other_option_where_it_is_faster_than_running_a_sta
     costs = planned.inspection_values
     slow = {"forward_seconds": 1.0, "backward_seconds": 2.0, "nograd_seconds": 1.0}
     whole_cost = tuple(replace(each, **slow) for each in costs.stages)
-    lean_cost = tuple(None if each is None else replace(each, **slow) for each in costs.lean)
-    chain = replace(costs, stages=whole_cost, lean=lean_cost).chain(fresh_gradients=True)
+    partial_cost = tuple(None if each is None else replace(each, **slow) for each in costs.in_part)
+    chain = replace(costs, stages=whole_cost, in_part=partial_cost).chain(fresh_gradients=True)
     whole = simulate(chain, store_all(chain)).peak
     found = solve(chain, int(0.8 * whole))
     assert any(isinstance(each, ForwardEnable) and each.option for each in found)
@@ -263,11 +265,11 @@ def lean_run(rows: int = 64) -> tuple[GraphStage, Any, torch.Tensor]:
     planned, batch = captured(nn.Linear(WIDTH, WIDTH), Gated(), Gated(), rows=rows)
     value: Any = (batch,)
     for stage in stages(planned):
-        forward = lean_forward(stage)
+        forward = partial_forward(stage)
         if forward is not None and len(list(stage.parameters())) >= 4:
             return stage, value, total(forward(value))
         value = leaves_of(stage(value))
-    raise AssertionError("no stage has a lean option")
+    raise AssertionError("no stage can be stored in part")
 
 
 def test_a_second_backward_through_a_retained_graph_is_the_same() -> None:
@@ -303,7 +305,7 @@ def test_nothing_is_held_once_the_output_is_gone_without_the_collector() -> None
         stage, value, output = lean_run()
         for backward in (True, False):
             with memory_meter(torch.device("cpu")) as meter:
-                forward = lean_forward(stage)
+                forward = partial_forward(stage)
                 assert forward is not None
                 output = total(forward(value))
                 if backward:
@@ -324,7 +326,7 @@ def test_a_stage_that_writes_over_what_it_reads_has_no_other_option() -> None:
     planned, _ = captured(Inplace(), Inplace())
     writing = [stage for stage in stages(planned) if any(node.target is torch.relu_ for node in stage.body.graph.nodes)]
     assert writing
-    assert all(lean_forward(stage) is None for stage in writing)
+    assert all(partial_forward(stage) is None for stage in writing)
 
 
 def test_an_option_that_a_stage_does_not_have_is_refused_by_name() -> None:
@@ -362,7 +364,7 @@ def test_finding_out_what_to_keep_draws_no_random_numbers() -> None:
     dropping = [each for each in stages(planned) if any(node.target is F.dropout for node in each.body.graph.nodes)]
     before = torch.get_rng_state()
     assert dropping
-    assert all(stage._leaner() is not None for stage in dropping)
+    assert all(stage._find_saved_part() is not None for stage in dropping)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -378,4 +380,4 @@ def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None
     x.meta["example_value"] = torch.randn(4, 4, requires_grad=True)
     y = graph.call_function(torch.ops.rotor_tests.halved.default, (graph.call_function(torch.tanh, (x,)),))
     graph.output((y,))
-    assert lean(fx.GraphModule({}, graph), 0) is None
+    assert find_saved_part(fx.GraphModule({}, graph), 0) is None

@@ -39,8 +39,8 @@ def naive_optimum(chain: Chain, limit: int) -> float:
             after = left(i) + output(True)
             if memory >= max(others + option.saved + option.forward_temp, during - freed, after - freed):
                 rest = best(i + 1, last, memory + freed - option.saved, True) if i < last else 0.0
-                unread = stages[i].output_time if after_loss and i == last else 0.0
-                times.append(option.forward_time - unread + option.backward_time + rest)
+                skipped = stages[i].skipped_output_time if after_loss and i == last else 0.0
+                times.append(option.forward_time - skipped + option.backward_time + rest)
         forward, most = 0.0, 0
         for j in range(i + 1, last + 1):
             forward += chain.nograd_time[j - 1]
@@ -123,8 +123,8 @@ def _moves(chain: Chain, state: State, persistent: bool) -> Iterator[tuple[float
             yield chain.forward_time[i], during, enabled
             for freed in (enabled, *_freed(chain, enabled, i)):  # right before its backward: nobody reads the output
                 for seconds, most, after in _backward(chain, freed) if freed.delta == i + 1 else ():
-                    unread = chain.forward_time[i] - chain.output_time[i]
-                    yield unread + seconds, max(during, most), after
+                    skipped = chain.forward_time[i] - chain.skipped_output_time[i]
+                    yield skipped + seconds, max(during, most), after
         made = replace(state.without(i + 1, inside=False), kept=keep)
         made = replace(made, plain=made.plain | {i + 1})
         during = held + sizes[i + 1] + chain.nograd_temp[i]

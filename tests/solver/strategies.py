@@ -33,7 +33,7 @@ def plain_chains(draw: st.DrawFn, max_stages: int = 4) -> Chain:
         backward_temp=several(SCRATCH, 1),
         input_released=released[0],
         output_released=released[1],
-        output_time=[draw(_parts_of(time)) for time in forward_time],
+        skipped_output_time=[draw(_parts_of(time)) for time in forward_time],
     )
 
 
@@ -57,7 +57,7 @@ def rich_chains(draw: st.DrawFn, max_stages: int = 5) -> Chain:
             gradient=draw(st.one_of(st.just(0), SIZES, st.integers(0, 30))),
             input_released=draw(st.integers(0, incoming)),
             output_released=draw(st.integers(0, min(activation, *(each.saved for each in options)))),
-            output_time=draw(_parts_of(min(forwards))),
+            skipped_output_time=draw(_parts_of(min(forwards))),
         )
         stages.append(stage)
         incoming = stage.activation

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_py import Checkpointable, CheckpointOptim
-from rotor_py.stage.skipped_output import unread_forward
+from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_solver import Sequence, recompute_all
 from tests.execute.training import cut_of, replayed, steps
 from tests.solver.strategies import unit_chain
@@ -96,7 +96,7 @@ def test_numbers_are_those_of_plain_training_without_the_last_product(
 @pytest.mark.parametrize("make", LEFT_OUT)
 def test_the_last_product_is_not_computed(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
     stage, sample = make()
-    run = unread_forward(stage)
+    run = forward_skipping_output(stage)
     assert run is not None
     with Products() as whole:
         expected = stage(sample)
@@ -132,7 +132,7 @@ def hooked() -> nn.Module:
     ids=lambda stage: type(stage).__name__,
 )
 def test_nothing_is_left_out_where_somebody_may_look_at_it(stage: Any) -> None:
-    assert unread_forward(stage) is None
+    assert forward_skipping_output(stage) is None
 
 
 def test_what_is_stored_on_the_way_back_is_computed() -> None:
@@ -202,7 +202,7 @@ def test_captured_stages_leave_out_what_goes_into_their_output_alone(ending: str
     batch = torch.randn(64, 8, requires_grad=True)
     planned.measure(batch)
     stages = planned.functions[1:]  # the first may end inside a block
-    assert [unread_forward(function) is not None for function in stages] == [left_out] * len(stages)
+    assert [forward_skipping_output(function) is not None for function in stages] == [left_out] * len(stages)
     assert planned.budget is not None
     planned.compute_sequence(planned.budget.least_bytes())
     found = []

@@ -86,5 +86,5 @@ def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
         nograd_time=sum(stage.seconds_without_graph for stage in stages),
         nograd_temp=max(0, check_most - outgoing),
         gradient=sum(stage.gradient for stage in stages),
-        output_time=stages[-1].output_time,
+        skipped_output_time=stages[-1].skipped_output_time,
     )

@@ -43,8 +43,8 @@ def naive_floating(chain: Chain, limit: int) -> float:
             after = left(s) + output(True)
             if room >= max(others + option.saved + option.forward_temp, during - freed, after - freed):
                 rest = best(s + 1, s + 1, last, room + freed - option.saved, True)
-                unread = stages[s].output_time if after_loss and s == last else 0.0
-                times.append(option.forward_time - unread + option.backward_time + rest)
+                skipped = stages[s].skipped_output_time if after_loss and s == last else 0.0
+                times.append(option.forward_time - skipped + option.backward_time + rest)
         if room >= others + sizes[s + 1] + chain.nograd_temp[s]:
             if s < t:
                 times.append(chain.nograd_time[s] + best(s + 1, t, last, memory, False))

@@ -42,8 +42,8 @@ def naive_heterogeneous(chain: Chain, limit: int, attached: bool) -> float:
             after = sum(chain.gradient[i:]) + held
             if memory >= max(others + option.saved + option.forward_temp, max(during, after) - freed):
                 rest = best(i + 1, last, memory + freed - option.saved, True, False) if i < last else 0.0
-                unread = chain.output_time[i] if lost and i == last else 0.0
-                times.append(option.forward_time - unread + option.backward_time + rest)
+                skipped = chain.skipped_output_time[i] if lost and i == last else 0.0
+                times.append(option.forward_time - skipped + option.backward_time + rest)
         for j in range(i + 1, last + 1) if not enable else ():
             most = max((sizes[k] if k > i else 0) + sizes[k + 1] + chain.nograd_temp[k] for k in range(i, j))
             if memory >= others + most:
