@@ -50,11 +50,9 @@ class ModelsSignature:
 class Transparent(nn.Module):
     """Shares the parameters, buffers, children and hooks of `model`.
 
-    State dicts and names are those of the model, without a prefix, and so are attributes, but for those named in
-    `_own` and private ones. It is an instance of the model's class, too: who asks `isinstance` gets the same answer.
+    State dicts and names are those of the model, without a prefix, and so are attributes, but for private ones and
+    those that the class defines. It is an instance of the model's class, too: `isinstance` gives the same answer.
     """
-
-    _own: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -82,7 +80,7 @@ class Transparent(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         model = self.__dict__.get("model")
-        if model is None or name in self._own or name in self.__dict__ or name.startswith("_"):
+        if model is None or name in self.__dict__ or name.startswith("_") or _is_own(type(self), name):
             object.__setattr__(self, name, value)
         else:
             setattr(model, name, value)
@@ -109,6 +107,16 @@ class Transparent(nn.Module):
         self.model.train(mode)
         self.training = mode
         return self
+
+
+def _is_own(kind: type, name: str) -> bool:
+    """Whether setting an attribute is for the wrapper: one that its class lets be set, and `forward`.
+
+    Libraries that wrap a forward (Accelerate does) put it on what they were given, and mean that to call it.
+    """
+    found = inspect.getattr_static(kind, name, None)
+    settable = found.fset is not None if isinstance(found, property) else hasattr(found, "__set__")
+    return settable or name == "forward"
 
 
 def _blank(kind: type[Transparent]) -> Transparent:

@@ -87,7 +87,7 @@ def _equal(before: Any, after: Any) -> bool:
         return bool(np.array_equal(before, after))
 
 
-def words(spec: Any) -> str:
+def describe(spec: Any) -> str:
     """A spec, as one says it."""
     specs = [leaf for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
     return " and ".join(map(str, specs)) or "without tensors"

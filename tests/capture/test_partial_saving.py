@@ -100,8 +100,8 @@ def captured(*layers: nn.Module, rows: int = 64) -> tuple[Checkpointable, torch.
 
 
 def stages(planned: Checkpointable) -> list[GraphStage]:
-    assert planned._cut is not None
-    found = [stage for _, stage in planned._cut.stages]
+    assert planned.captured
+    found = planned.functions
     assert all(isinstance(stage, GraphStage) for stage in found)
     return found  # type: ignore[return-value]
 

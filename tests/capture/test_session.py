@@ -41,7 +41,7 @@ def test_smaller_inputs_use_the_plan_and_larger_ones_are_planned_with_a_notice(c
 
 def test_inputs_that_keep_growing_are_refused_at_last() -> None:
     planned, _, _ = planned_tower(mem_limit="1GB")
-    planned._plans = 16
+    planned._planner._grown = 16
     with pytest.raises(ValueError, match=r"planned 16 times.*call measure\(\) once with the largest input"):
         planned(ids=torch.randint(20, (40, 40)))
 
@@ -221,7 +221,8 @@ def test_a_copy_of_a_planned_model_plans_for_itself_and_trains_the_same(
 ) -> None:
     planned, plain, _ = planned_tower(mem_limit="1GB")
     plain.train()
-    planned._loss = planned._optimizer = None  # of this file; they need not be picklable
+    settings = planned._planner.settings
+    settings.loss = settings.optimizer = None  # of this file; they need not be picklable
     ids = torch.randint(20, (4, 40))
     train(planned, ids)
     planned.save_plan(tmp_path / "plan.json")

@@ -85,7 +85,7 @@ def test_moving_and_casting_the_whole_moves_the_model() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda planned: pickle.loads(pickle.dumps(planned))])
 def test_copies_train_on_their_own(copied: Callable[[Checkpointable], Checkpointable]) -> None:
     planned = planned_at(0.3, blocks(4, 16))
-    planned._loss = None  # a function of this file; what a caller passes may or may not be picklable
+    planned._planner.settings.loss = None  # a function of this file; what a caller passes may or may not be picklable
     twin = copied(planned)
     assert twin[0].weight is not planned[0].weight
     assert twin[0].weight is twin.model[0].weight
@@ -130,7 +130,7 @@ def test_measuring_changes_nothing() -> None:
     assert np.random.get_state()[1].tolist() == states[2]
     assert [module.training for module in network.modules()] == modes
     assert not calls
-    assert not planned._optimizer.state
+    assert not planned._planner.settings.optimizer.state
 
 
 def test_equal_blocks_are_measured_once() -> None:

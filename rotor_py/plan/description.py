@@ -1,0 +1,102 @@
+"""What is said about a step plan that is solved: a file of it, a report, a line, and what it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rotor_py.plan.fingerprint import input_fingerprint, model_fingerprint
+from rotor_py.plan.model_state import ModelState
+from rotor_py.plan.plan import Plan
+from rotor_py.plan.plan_costs import PlanCosts
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.report import Report
+from rotor_py.stage.traits import traits_of
+from rotor_py.units import format_bytes
+from rotor_solver import Sequence, simulate, store_all
+from rotor_solver.kept import PlanMemory, plan_memory
+
+
+def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
+    """The plan, for a file. ValueError if the model has been changed for another kind of step since."""
+    sequence = _sequence(plan)
+    budget, costs = plan.budget, PlanCosts(plan.measurement, plan.budget)
+    unlimited = plan.unlimited(model.settings)
+    if plan.file is not None:
+        if sequence == plan.file.sequence and budget == plan.file.costs.budget:
+            return plan.file
+        return replace(
+            plan.file,
+            sequence=sequence,
+            mem_limit=plan.file.mem_limit if unlimited else _limit_bytes(plan, model),
+            peak_bytes=budget.peak_bytes(sequence),
+            costs=costs,
+            limited=not unlimited,
+        )
+    assert plan.cut is not None
+    _refuse_another_step(plan, model)
+    return Plan(
+        model=model_fingerprint(model.core),
+        input=input_fingerprint(plan.input_spec, model.device_of(plan.input_spec)),
+        prefix=[name for name, _ in plan.cut.prefix],
+        stages=plan.cut.groups(),
+        traits=[traits_of(function) for function in plan.functions],
+        sequence=sequence,
+        mem_limit=_limit_bytes(plan, model),
+        peak_bytes=budget.peak_bytes(sequence),
+        fresh_grads=model.settings.fresh_grads,
+        costs=costs,
+        limited=not unlimited,
+    )
+
+
+def memory_of(plan: StepPlan) -> PlanMemory:
+    """What the plan keeps for the backward when the loss runs, stage by stage."""
+    sequence = _sequence(plan)
+    return plan_memory(plan.budget.chain, sequence, sum(each.nbytes for each in plan.measurement.carried))
+
+
+def report_of(plan: StepPlan, model: TrainedModel) -> Report:
+    """The plan as a report."""
+    sequence = _sequence(plan)
+    return Report(
+        title=type(model.core).__name__,
+        device=str(model.device_of(plan.input_spec)),
+        mem_limit=None if plan.unlimited(model.settings) else _limit_bytes(plan, model),
+        budget=plan.budget,
+        measurement=plan.measurement,
+        sequence=sequence,
+    )
+
+
+def summary_of(plan: StepPlan, model: TrainedModel) -> str:
+    """The plan in one line: limit, fixed part, least possible, planned peak and overhead."""
+    sequence = _sequence(plan)
+    budget, stored = plan.budget, store_all(plan.budget.chain)
+    plain, planned = simulate(budget.chain, stored), simulate(budget.chain, sequence)
+    overhead = planned.makespan / plain.makespan - 1 if plain.makespan else 0.0
+    unlimited = plan.unlimited(model.settings)
+    limit = "no limit" if unlimited else f"limit {format_bytes(_limit_bytes(plan, model))}"
+    return (
+        f"{limit}; {budget.split()}; least possible "
+        f"{format_bytes(budget.least_bytes())}; predicted peak {format_bytes(budget.peak_bytes(sequence))}, "
+        f"{overhead:.1%} more time than storing all ({format_bytes(budget.peak_bytes(stored))})"
+    )
+
+
+def _sequence(plan: StepPlan) -> Sequence:
+    assert plan.sequence is not None
+    return plan.sequence
+
+
+def _limit_bytes(plan: StepPlan, model: TrainedModel) -> int:
+    return model.limit_bytes(model.device_of(plan.input_spec))
+
+
+def _refuse_another_step(plan: StepPlan, model: TrainedModel) -> None:
+    """ValueError if the model is not as it was when the plan in use was made: the file would say it is for this."""
+    if plan.spec is not None and not ModelState.of(model.core).looks_like(plan.spec.model):
+        raise ValueError(
+            "the plan in use is for a step in which other parameters were trained, or modes or dtypes were others; "
+            "save it before the model is changed for the next kind of step"
+        )

@@ -1,0 +1,181 @@
+"""The file of a plan: JSON, which is data and nothing else, and the checks that it has to pass.
+
+What a field means:
+
+    schema, torch          the version of this format, and of torch when the plan was made
+    model                  `fingerprint.model_fingerprint`: types of layers and shapes of parameters, by name
+    input                  `fingerprint.input_fingerprint`: device, autocast, and shape, dtype and gradient by tensor
+    prefix, stages         names of the layers that run before the chain, and of the layers of each stage
+    traits                 for each stage, what a run without a graph does not show (`stage.traits`)
+    sequence, solver       the sequence in its notation; the algorithm that found it, and its lower bound in seconds
+    mem_limit, limited     the limit in bytes, and whether somebody has set it; a strategy by hand may have none
+    peak_bytes             the predicted peak of the whole step
+    fresh_grads            whether gradients are freed between steps
+    costs                  all that was measured, in seconds and bytes (`plan_costs`)
+    digest                 SHA-256 of everything else, which shows damage; it is no protection against forgery
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import reprlib
+from dataclasses import asdict
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotor_py.errors import shortened
+from rotor_py.execute.program import program
+from rotor_py.measure.cut import JOINT
+from rotor_py.plan.plan_costs import PlanCosts
+from rotor_py.stage.traits import StageTraits
+from rotor_solver import Sequence
+
+SCHEMA = 4
+_LARGEST_FILE = 16 * 2**20
+"""A plan has some thousand bytes for each hundred stages; nobody's file is read into memory to find that out."""
+_log = logging.getLogger("rotor_py")
+
+
+def write(path: str | Path, fields: dict[str, Any]) -> None:
+    """Write the fields of a plan as JSON. OSError if the file cannot be written."""
+    sequence, costs = fields["sequence"], fields["costs"]
+    data = {"schema": SCHEMA, "torch": torch.__version__, **fields}
+    data |= {"traits": [asdict(traits) for traits in fields["traits"]], "sequence": str(sequence)}
+    data |= {"solver": _solver_data(sequence), "costs": costs.as_data()}
+    data["digest"] = _digest(data)
+    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The fields of a plan. ValueError if the file is not one, or not as it was saved; OSError if it cannot be read."""
+    file = Path(path)
+    data = _parsed(file)
+    try:
+        fields = _checked(data)
+        if _digest(data) != data["digest"]:
+            raise ValueError("its digest is that of another content, so it was changed or damaged")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not a whole plan: {shortened(error)}; save it again") from None
+    if data["torch"] != str(torch.__version__):
+        _log.warning(
+            "%s was made with torch %s; with torch %s peaks and times may be others: plan again to be sure",
+            file, shortened(data["torch"]), torch.__version__,
+        )  # fmt: skip
+    return fields
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    """The JSON of the file, if it is of this schema and has all fields, each of its type."""
+    with file.open("rb") as opened:
+        content = opened.read(_LARGEST_FILE + 1)
+    if len(content) > _LARGEST_FILE:
+        raise ValueError(f"{file} is not a plan: it has more than {_LARGEST_FILE} bytes, a plan has a few thousand")
+    try:
+        data = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not a plan, or only a part of one: {error}; save it again") from None
+    if not isinstance(data, dict) or type(data.get("schema")) is not int or data["schema"] != SCHEMA:
+        found = reprlib.repr(data.get("schema")) if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"{file} is not a plan of schema {SCHEMA} but of {found}; save it again")
+    for name, kind in (_FIELDS | _BESIDE).items():
+        if type(data.get(name)) is not kind:  # isinstance would take True for a number of bytes
+            found = reprlib.repr(data.get(name))
+            raise ValueError(f"{file} is not a whole plan: {name!r} is {found}; save it again")
+    return data
+
+
+def _checked(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the plan; ValueError if they are not what they should be, or do not belong together."""
+    fields = {name: data[name] for name in _FIELDS}
+    names = [JOINT.join(group) for group in _names(data["stages"])]
+    sequence = _sequence(data["sequence"], data["solver"])
+    costs = PlanCosts.from_data(data["costs"], names, fresh_gradients=data["fresh_grads"])
+    traits = _traits(data["traits"])
+    _names([data["prefix"]])
+    if len(traits) != len(names):
+        raise ValueError(f"there are traits of {len(traits)} stages, and {len(names)} stages")
+    if data["mem_limit"] <= 0 or data["peak_bytes"] <= 0:
+        raise ValueError("the limit and the peak have to be above zero")
+    _refuse_odd_fingerprints(data["model"], data["input"])
+    program(len(names), sequence)
+    peak = costs.budget.peak_bytes(sequence)
+    if data["peak_bytes"] != peak:
+        raise ValueError(f"the peak is {data['peak_bytes']}, and the costs make it {peak}")
+    return {**fields, "traits": traits, "sequence": sequence, "costs": costs}
+
+
+def _refuse_odd_fingerprints(model: dict[str, Any], given: dict[str, Any]) -> None:
+    """ValueError for what no fingerprint of a model or an input has: comparing it would raise something else."""
+    for part in ("layers", "parameters"):
+        table = model.get(part)
+        if not isinstance(table, dict) or not all(isinstance(text, str) for text in table.values()):
+            raise ValueError(f"the {part} of the model have to be a table of texts")
+    if not all(isinstance(given.get(part), str) for part in ("device", "autocast")):
+        raise ValueError("the device and autocast of the input have to be texts")
+    shapes = [each.get("shape") if isinstance(each, dict) else None for each in _list(given.get("tensors"))]
+    if not all(isinstance(shape, list) and all(type(size) is int for size in shape) for shape in shapes):
+        raise ValueError("every tensor of the input has to have a shape")
+
+
+def _traits(entries: list[Any]) -> list[StageTraits]:
+    found = []
+    for entry in entries:
+        match entry:
+            case {"graph_dependent": bool(dependent), "without_gradient": [*positions]} if all(
+                type(position) is int for position in positions
+            ):
+                found.append(StageTraits(dependent, tuple(positions)))
+            case _:
+                raise ValueError(f"the traits of a stage are {reprlib.repr(entry)}")
+    return found
+
+
+def _names(groups: list[Any]) -> list[list[str]]:
+    if not all(isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups):
+        raise ValueError("the names of layers have to be lists of texts")
+    return groups
+
+
+def _solver_data(sequence: Sequence) -> dict[str, Any]:
+    bound = sequence.lower_bound
+    return {"algorithm": sequence.algorithm, "lower_bound": None if bound is None else float(bound)}
+
+
+def _sequence(text: str, solver: dict[str, Any]) -> Sequence:
+    match solver:
+        case {"algorithm": str(algorithm), "lower_bound": None | float() as bound} if bound is None or 0 <= bound < inf:
+            return Sequence(Sequence.parse(text), algorithm, bound)
+    raise ValueError(f"what is known of its solver is {reprlib.repr(solver)}")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{reprlib.repr(value)} has to be a list, and not an empty one")
+    return value
+
+
+def _digest(data: dict[str, Any]) -> str:
+    """Of all that is in the file, however it is written there."""
+    content = {name: value for name, value in data.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()
+
+
+_FIELDS: dict[str, type] = {
+    "model": dict,
+    "input": dict,
+    "prefix": list,
+    "stages": list,
+    "traits": list,
+    "sequence": str,
+    "mem_limit": int,
+    "peak_bytes": int,
+    "fresh_grads": bool,
+    "costs": dict,
+    "limited": bool,
+}
+_BESIDE: dict[str, type] = {"torch": str, "digest": str, "solver": dict}

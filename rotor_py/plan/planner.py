@@ -1,0 +1,256 @@
+"""What to do for which step: the events in the life of a plan, and what follows from each.
+
+# Note [The life of a plan]
+#
+# A planner is in one of four states (`PlanState`): unmeasured, measured, solved, agreed. It is the state of the step
+# plan in use; without one, the planner is unmeasured. These are the events:
+#
+#  1. Measure. The planner forgets what it knew about steps of this kind, and cuts and measures the stages. Plans for
+#     other kinds of steps wait. A plan from a file is given up. → measured
+#  2. Solve. The planner finds a sequence for the limit. Where several processes train the model, they find it together,
+#     and all of them have to come to this point. → agreed, or solved where the process is alone
+#  3. Another sequence is given. The planner follows it, whatever memory it takes. → solved
+#  4. A limit is set. It counts when the next sequence is found: the plan in use stays. A plan that waits is solved
+#     again when its turn comes.
+#  5. A forward arrives. If the plan in use was made for such steps, and for an input at least as large, the forward
+#     follows it. If a plan that waits was, that one is put in use. Otherwise the planner measures (event 1); only an
+#     input that is too large for a chain of layers is refused. A plan without a sequence is solved (event 2) before
+#     anything runs.
+#  6. An optimizer is noticed. It counts in every budget. A sequence that leaves no room for it is given up, and another
+#     one is found. If there is none, training goes on with the old one, beyond the limit, and a warning says so. Where
+#     several processes train the model, each notices its own optimizer, so they solve together at the next forward.
+#  7. A plan file is adopted. Costs and sequence are those of the file. → solved. The first forward compares model and
+#     input with the file, as does a forward after a change of the model; processes compare their sequences.
+#  8. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
+#
+# The model is in training mode in events 1 and 5, and when a file is made of a plan: the caller sees to it. In all
+# threads of a process, one planner at a time measures or solves (`planning_lock`).
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in
+from rotor_py.errors import PlanMismatchError, UnsupportedModelError
+from rotor_py.measure.planning_lock import planning
+from rotor_py.plan.fingerprint import model_fingerprint
+from rotor_py.plan.input_spec import describe
+from rotor_py.plan.model_state import ModelState
+from rotor_py.plan.optimizers import noticed_cost, wait_for_optimizers
+from rotor_py.plan.plan import Plan
+from rotor_py.plan.settings import Settings
+from rotor_py.plan.solving import agree, count_optimizer_beside_file, make_room_for_optimizer, solve
+from rotor_py.plan.sources import source_of
+from rotor_py.plan.step_plan import PlanState, StepPlan, StepPlans
+from rotor_py.plan.step_spec import StepSpec
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.report.progress import progress_bar
+from rotor_solver import Algorithm, Sequence
+
+_log = logging.getLogger("rotor_py")
+_MOST_PLANS = 16
+"""Plans for larger and larger inputs, until the user is asked for the largest. A guess: each takes seconds."""
+
+
+class Planner:
+    """The plans for the steps of one model: `whole` is what is called, `core` what of it can be cut into stages."""
+
+    def __init__(self, whole: nn.Module, core: nn.Module, settings: Settings) -> None:
+        self.settings = settings
+        self.model = TrainedModel(whole, core, settings)
+        self.plans = StepPlans()
+        self._blank = source_of(core, settings.granularity)
+        self._grown = 0
+        """how often a captured model was planned again for a larger input"""
+        self.wait_for_optimizers()
+
+    def wait_for_optimizers(self) -> None:
+        """Have the optimizers noticed that train the model, unless the user has named one."""
+        if self.settings.optimizer is None:
+            wait_for_optimizers(self)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that an optimizer may train."""
+        return list(self.model.core.parameters())
+
+    @property
+    def state(self) -> PlanState:
+        """How far the plan in use is made."""
+        return PlanState.UNMEASURED if self.plans.in_use is None else self.plans.in_use.state
+
+    @property
+    def captured(self) -> bool:
+        """Whether TorchDynamo captures the model's graph."""
+        return self._blank.captured
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model trains on. UnsupportedModelError if there are several."""
+        return self.model.device_of(None if self.plans.in_use is None else self.plans.in_use.input_spec)
+
+    @property
+    def in_use(self) -> StepPlan:
+        """The step plan in use. ValueError if nothing has been measured."""
+        if self.plans.in_use is None:
+            raise ValueError("nothing has been measured yet; call measure(input), or train one step")
+        return self.plans.in_use
+
+    def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Event 1: cut the model into stages, and measure them with these arguments.
+
+        Parameters, gradients, buffers, random state and mode are afterwards what they were. UnsupportedModelError if
+        the model cannot be cut.
+        """
+        self._measure(self._blank.input_of(args, kwargs))
+
+    def _measure(self, value: Any) -> None:
+        spec = self.model.step_on(value)
+        source = self._blank if self.plans.in_use is None else self.plans.in_use.source
+        if self.plans.make_room(spec):
+            source = self._blank.renewed()
+        device = self.model.device_of(spec.input)
+        given = self.settings.progress
+        with planning, torch.enable_grad(), nullcontext(given) if given else progress_bar() as progress:
+            measured = source.measure(value, device, self.settings, progress)
+        budget = self.model.budget(measured, device, noticed_cost(self))
+        # Capturing may have changed the model: buffers and modules that its first forward makes.
+        spec = replace(spec, model=ModelState.of(self.model.core))
+        self.plans.in_use = StepPlan(source, measured.measurement, budget, spec=spec, cut=measured.cut)
+
+    def solve(
+        self, limit: int | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
+    ) -> Sequence:
+        """Event 2: find the sequence to train by; see `solving.solve`. ValueError if nothing has been measured."""
+        return solve(self.in_use, self.model, limit, slots=slots, algorithm=algorithm)
+
+    def solved(self) -> StepPlan:
+        """The step plan in use, with a sequence. ValueError if nothing has been measured, errors of `solve`."""
+        if self.in_use.sequence is None:
+            self.solve()
+        return self.in_use
+
+    def follow(self, sequence: Sequence | None) -> None:
+        """Event 3: follow this sequence; None to have one found. ValueError if nothing has been measured."""
+        self.in_use.sequence = sequence
+
+    def set_limit(self, limit: int | str) -> None:
+        """Event 4: look for sequences within this limit from now on. ValueError if it is not one."""
+        before, self.settings.mem_limit = self.settings.mem_limit, limit
+        try:
+            self.model.limit_bytes(self.device)
+        except ValueError:
+            self.settings.mem_limit = before
+            raise
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Event 5: run the model forward, so that its backward follows the plan; as it is where nothing trains.
+
+        UnsupportedModelError for a model or an input that cannot be planned for, InfeasibleError if no plan fits,
+        PlanMismatchError if the plan is from a file and was made for something else.
+        """
+        value = self._blank.input_of(args, kwargs)
+        spec = self.model.step_on(value)
+        if not spec.model.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
+            return self.model.core.forward(*args, **kwargs)
+        self._make_ready(spec, value)
+        try:
+            return self._run_planned(value)
+        except PlanMismatchError:
+            if self.in_use.file is not None or not self.captured:
+                raise
+        # The model takes another way than the one that was measured, for another shape for example.
+        self._measure_again(spec, value)
+        agree(self.in_use, self.model)
+        return self._run_planned(value)
+
+    def _run_planned(self, value: Any) -> Any:
+        plan = self.in_use
+        assert plan.sequence is not None
+        return plan.source.run(plan.cut, plan.sequence, value, preserve_rng_state=self.settings.preserve_rng_state)
+
+    def _make_ready(self, spec: StepSpec, value: Any) -> None:
+        """Have a plan in use that serves a step on `value`, and a sequence."""
+        plan = self.plans.in_use
+        if plan is not None and plan.file is not None:
+            plan.compare_with_file(spec, value, self.model)
+        else:
+            known = self.plans.turn_to(spec, self._revive)
+            covered = known and self._blank.covers(self.in_use.input_spec, value)
+            if not covered and self.captured:
+                self._measure_again(spec, value)
+            elif not covered and not known and self._may_measure(spec):
+                self._measure(value)
+            elif not covered:
+                raise UnsupportedModelError(
+                    f"the input is {describe(spec.input)}, and the plan was made for "
+                    f"{describe(self.in_use.input_spec)}; call measure() with the largest input there will be"
+                )
+        agree(self.in_use, self.model)
+
+    def _may_measure(self, spec: StepSpec) -> bool:
+        """Whether the layers of a chain are to be measured for such steps, of which nothing is known.
+
+        Not if the input alone differs, other than in its gradients: it was meant to be what it was. And where several
+        processes train the model, one that measured alone would wait for the others for ever.
+        """
+        known = None if self.plans.in_use is None else self.plans.in_use.spec
+        if known is None or known.model != spec.model:
+            return True
+        return self.model.alone and not known.same_gradients(spec)
+
+    def _measure_again(self, spec: StepSpec, value: Any) -> None:
+        """Plan for a first or larger input, or another kind of step; UnsupportedModelError if there is no end to it."""
+        plan = self.plans.in_use
+        known = None if plan is None else plan.spec
+        self._grown += known is None or known.model == spec.model
+        if self._grown > _MOST_PLANS:
+            raise UnsupportedModelError(
+                f"the model has been planned {_MOST_PLANS} times, and its input has changed again; call measure() once "
+                "with the largest input there will be"
+            )
+        if plan is not None:
+            if not self.model.alone and not self._blank.covers(plan.input_spec, value):
+                raise UnsupportedModelError(
+                    f"the input is {describe(spec.input)}, for which there is no plan, and processes that train "
+                    "together cannot each make one; call measure() in all of them with the largest input there will be"
+                )
+            why = "planning again" if plan.is_for(spec) else "planning for another kind of step"
+            _log.warning("%s: the input is %s", why, describe(spec.input))
+        self._measure(value)
+
+    def _revive(self, plan: StepPlan) -> None:
+        """A plan is in use again that waited: it is solved again if anything has changed that it depends on."""
+        grown = self.model.with_gradients_left_over(plan.budget, self.model.device_of(plan.input_spec))
+        if plan.solved_with != self.settings.solved_with or grown != plan.budget:
+            plan.budget, plan.sequence = grown, None
+
+    def optimizer_noticed(self) -> None:
+        """Event 6: count the optimizers that train the model; see `solving.make_room_for_optimizer`."""
+        cost = noticed_cost(self)
+        if cost is not None:
+            make_room_for_optimizer(self.plans, self.model, cost)
+
+    def adopt(self, file: Plan) -> None:
+        """Event 7: follow a plan from a file. PlanMismatchError if it was made for another model."""
+        file.refuse_other(model=model_fingerprint(self.model.core))
+        self.plans.in_use = StepPlan.adopted(file, self._blank)
+        if self.settings.mem_limit is None and file.limited:
+            self.settings.mem_limit = file.mem_limit
+        if self.settings.optimizer is not None:
+            try:
+                count_optimizer_beside_file(self.in_use, self.model, optimizer_cost(self.settings.optimizer))
+            except UnknownOptimizerError as error:
+                _log.warning("%s", error)
+
+    def copied(self) -> Planner:
+        """Event 8: a planner for a copy of the model. It refers to this model until that is copied along with it."""
+        twin = Planner(self.model.whole, self.model.core, replace(self.settings))
+        twin.plans = self.plans.copied(twin._blank)
+        return twin

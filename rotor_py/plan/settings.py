@@ -1,0 +1,52 @@
+"""What the user asked for: the limit, and all that planning depends on beside the model and its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from rotor_py.by_hand.strategy import ByHand
+from rotor_solver.progress import Progress
+
+
+@dataclass(slots=True)
+class Settings:
+    """The arguments of `Checkpointable`, which describes them. They may be changed at any time.
+
+    A change counts from the next plan on: the plan in use was right for what was asked then.
+    """
+
+    mem_limit: int | str | None = None
+    mem_slots: int = 500
+    verbosity: int = 0
+    preserve_rng_state: bool = True
+    loss_tmp_memory_usage: int = 0
+    loss: Callable[[Any], torch.Tensor] | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    fresh_grads: bool = False
+    progress: Progress | None = None
+    granularity: int = 100
+    process_group: ProcessGroup | None = None
+    by_hand: ByHand | None = None
+
+    def __post_init__(self) -> None:
+        """TypeError if `optimizer` is no optimizer: its class, for example."""
+        given = self.optimizer
+        if given is not None and (isinstance(given, type) or not hasattr(given, "param_groups")):
+            raise TypeError(
+                f"optimizer is {what_it_is(given)}; pass the optimizer that will step, made of the model's parameters"
+            )
+
+    @property
+    def solved_with(self) -> tuple[int | str | None, int]:
+        """What a sequence depends on that the user may change after it was found."""
+        return self.mem_limit, self.mem_slots
+
+
+def what_it_is(value: Any) -> str:
+    """The kind of a value that is not what was asked for, for an error."""
+    return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__

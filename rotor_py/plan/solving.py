@@ -1,0 +1,135 @@
+"""From costs to a sequence: solving for the limit, alone or with all processes, and making room for an optimizer."""
+
+from __future__ import annotations
+
+import logging
+
+from rotor_profiling import OptimizerCost
+from rotor_py.distributed.processes import size_of
+from rotor_py.measure.device import limit_bytes
+from rotor_py.measure.planning_lock import planning
+from rotor_py.plan.agreement import agreed_sequence, refuse_other_plans
+from rotor_py.plan.description import summary_of
+from rotor_py.plan.step_plan import StepPlan, StepPlans
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.units import format_bytes
+from rotor_solver import Algorithm, InfeasibleError, Persistent, Sequence
+
+_log = logging.getLogger("rotor_py")
+
+
+def solve(
+    plan: StepPlan,
+    model: TrainedModel,
+    limit: int | str | None = None,
+    *,
+    slots: int | None = None,
+    algorithm: Algorithm | None = None,
+) -> Sequence:
+    """Find the sequence of `plan` within `limit`, or else within the limit that is set.
+
+    Without an `algorithm`, it is that of the strategy set by hand, or else the best sequence. A limit that is given and
+    works becomes the limit that is set.
+
+    InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits. ValueError for what is
+    no limit.
+    """
+    settings, group, device = model.settings, model.group, model.device_of(plan.input_spec)
+    given = settings.mem_limit if limit is None else limit
+    with planning:
+        if algorithm is None and settings.by_hand is not None:
+            most = None if given is None else limit_bytes(given, device)
+            sequence = settings.by_hand.sequence(model.core, plan.budget, most)
+        else:
+            algorithm = algorithm or Persistent(slots=settings.mem_slots if slots is None else slots)
+            most = limit_bytes(given, device)
+            if group is not None and size_of(group) > 1:
+                sequence = agreed_sequence(plan.budget, most, algorithm, group, device)
+            else:
+                sequence = plan.budget.solve(most, algorithm)
+    plan.sequence, plan.agreed = sequence, sequence if size_of(group) > 1 else None
+    settings.mem_limit = given
+    plan.solved_with = settings.solved_with
+    if settings.verbosity:
+        _log.warning("%s", summary_of(plan, model))
+    return sequence
+
+
+def agree(plan: StepPlan, model: TrainedModel) -> None:
+    """Have a sequence that all processes follow; solve, if that has not been done with all of them.
+
+    InfeasibleError if nothing fits, PlanMismatchError if a process has another plan.
+    """
+    group = model.group
+    open_question = size_of(group) > 1 and plan.agreed is not plan.sequence
+    if plan.file is not None:
+        if group is not None and open_question:
+            refuse_other_plans(str(plan.sequence), group, model.device_of(plan.input_spec))
+            plan.agreed = plan.sequence
+        return
+    grown = model.with_communication(plan.budget)
+    if grown != plan.budget:
+        plan.budget, plan.sequence = grown, None
+    if plan.sequence is None or open_question:
+        try:
+            solve(plan, model)
+        except InfeasibleError as error:
+            if plan.last_resort is None:
+                raise
+            _warn_beyond_the_limit(error)
+            plan.sequence = plan.agreed = plan.last_resort
+        plan.last_resort = None
+
+
+def make_room_for_optimizer(plans: StepPlans, model: TrainedModel, cost: OptimizerCost) -> None:
+    """Count an optimizer that nothing was known about, and solve again what leaves no room for it.
+
+    A warning is logged if no plan does, or if the plan came from a file: training then goes on with the plan in use,
+    beyond the limit. An error would come after the forward and the backward, when it is too late to do anything else.
+    """
+    by_hand = model.settings.by_hand is not None
+    plan = plans.in_use
+    device = model.device_of(None if plan is None else plan.input_spec)
+    limit = None if by_hand else model.limit_bytes(device)
+    plans.count_optimizer(cost, limit)
+    if plan is None:  # it counts as soon as there is a plan
+        return
+    if plan.file is not None:
+        count_optimizer_beside_file(plan, model, cost)
+        return
+    plan.count_optimizer(cost)
+    if limit is None:
+        return
+    if plan.agreed is not None:  # the other processes notice theirs, and agree with this one at the next step
+        plan.solve_again()
+        return
+    if plan.sequence is None or plan.budget.peak_bytes(plan.sequence) <= limit:
+        return
+    try:
+        solve(plan, model)
+    except InfeasibleError as error:
+        _warn_beyond_the_limit(error)
+
+
+def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel, cost: OptimizerCost) -> None:
+    """Count an optimizer in a plan from a file. A warning is logged where that has less room for it than it needs."""
+    assert plan.file is not None
+    before = plan.budget
+    plan.count_optimizer(cost)
+    if plan.unlimited(model.settings) or plan.budget == before:
+        return
+    peak, limit = plan.budget.peak_bytes(plan.file.sequence), model.limit_bytes(model.device_of(plan.input_spec))
+    if peak > limit:
+        _log.warning(
+            "the plan was made for another optimizer, or for none: with this one a step needs %s (%d bytes), and the "
+            "limit is %s (%d bytes); training goes on, beyond the limit. Plan again with the optimizer given.",
+            format_bytes(peak), peak, format_bytes(limit), limit,
+        )  # fmt: skip
+
+
+def _warn_beyond_the_limit(error: InfeasibleError) -> None:
+    _log.warning(
+        "the optimizer was not known when the model was planned; training goes on, beyond the limit: %s Given as "
+        "optimizer=, it counts from the start.",
+        error,
+    )

@@ -1,0 +1,184 @@
+"""Where the stages of a model come from: a chain of layers, or the graph that TorchDynamo captures."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from rotor_py.capture.graph_stage import in_context
+from rotor_py.capture.session import CaptureSession
+from rotor_py.distributed.whole_parameters import as_entered, is_sharded
+from rotor_py.execute import regions
+from rotor_py.execute.program import Program, program
+from rotor_py.execute.tape import replay
+from rotor_py.measure.cut import Cut, cut, is_chain
+from rotor_py.measure.measurement import Measurement, measure
+from rotor_py.plan.input_spec import covers, reaches
+from rotor_py.plan.plan import Plan
+from rotor_py.plan.settings import Settings
+from rotor_py.stage.runner import StageRunner
+from rotor_solver import Sequence
+from rotor_solver.progress import Progress
+
+
+class Measured(NamedTuple):
+    """What measuring a step found out; `sample` is all that the caller passes in, and holds during the step."""
+
+    cut: Cut
+    measurement: Measurement
+    sample: Any
+
+
+class Source(Protocol):
+    """Stages of a model, for one kind of step. The model is in training mode, and gradients are on."""
+
+    @property
+    def captured(self) -> bool:
+        """Whether TorchDynamo captures the stages. Graphs fit one kind of step, and are captured anew for a larger one.
+
+        Layers are what they are: an input that is larger than planned for is refused, since nobody asked for it.
+        """
+
+    def renewed(self) -> Source:
+        """One for another kind of step, or for a copy of the model."""
+
+    def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """What the model is called with, as one value. TypeError if the model does not take these arguments."""
+
+    def covers(self, planned: Any, value: Any) -> bool:
+        """Whether `value` needs no more memory than the input whose spec is `planned`."""
+
+    def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
+        """Cut the model into stages and measure them on `value`. UnsupportedModelError if it cannot be cut."""
+
+    def adopt(self, plan: Plan) -> Cut | None:
+        """Cut as a plan from a file says; None if the cut shows when the model runs.
+
+        PlanMismatchError if it was made for another model.
+        """
+
+    def run(self, cut: Cut | None, sequence: Sequence, value: Any, *, preserve_rng_state: bool) -> Any:
+        """Run the model forward on `value`, so that its backward follows `sequence`.
+
+        PlanMismatchError if the model takes another way than it did when it was measured.
+        """
+
+
+class LayerSource:
+    """The layers of a nesting of `nn.Sequential`, as they stand."""
+
+    captured = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._replay = _Replay(model)
+
+    def renewed(self) -> LayerSource:
+        return LayerSource(self._model)
+
+    def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """The one value that goes into the first layer."""
+        if len(arguments) == 1 and not keywords:
+            return arguments[0]
+        bound = inspect.signature(self._model.forward).bind(*arguments, **keywords)
+        (value,) = bound.arguments.values()
+        return value
+
+    def covers(self, planned: Any, value: Any) -> bool:
+        """Layers may do anything with a size; they are only known to need less for fewer samples."""
+        return covers(planned, value)
+
+    def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
+        found = cut(self._model, value, device)
+        measurement = measure(found, value, device, loss=settings.loss, progress=progress, **_options(settings))
+        return Measured(found, measurement, value)
+
+    def adopt(self, plan: Plan) -> Cut:
+        return plan.cut(self._model)
+
+    def run(self, cut: Cut | None, sequence: Sequence, value: Any, *, preserve_rng_state: bool) -> Any:
+        assert cut is not None
+        for _, layer in cut.prefix:
+            value = layer(value)
+        runners = [StageRunner(function, name, preserve_rng_state) for name, function in cut.stages]
+        return self._replay(runners, sequence, value)
+
+
+class GraphSource:
+    """The graphs that TorchDynamo captures of any other model. Values are pairs of arguments and keywords."""
+
+    captured = True
+
+    def __init__(self, model: nn.Module, granularity: int) -> None:
+        self._model = model
+        self._granularity = granularity
+        self._session = CaptureSession(model, self._run_stages, granularity)
+        self._replay = _Replay(model)
+        self._following: tuple[Sequence, bool] | None = None
+
+    def renewed(self) -> GraphSource:
+        return GraphSource(self._model, self._granularity)
+
+    def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return as_entered(self._model, (arguments, keywords))
+
+    def covers(self, planned: Any, value: Any) -> bool:
+        """A graph of smaller shapes has the operators of the one that was measured, or is another graph."""
+        return reaches(planned, value)
+
+    def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
+        arguments, keywords = value
+        found, measurement, shared = self._session.measure(
+            arguments, keywords, device, loss=settings.loss, progress=progress, **_options(settings)
+        )
+        return Measured(found, measurement, (arguments, keywords, shared))
+
+    def adopt(self, plan: Plan) -> None:
+        self._session.cut_like = plan.cut_layers
+
+    def run(self, cut: Cut | None, sequence: Sequence, value: Any, *, preserve_rng_state: bool) -> Any:
+        arguments, keywords = value
+        self._following = sequence, preserve_rng_state
+        return self._session.run(arguments, keywords)
+
+    def _run_stages(self, cut: Cut, value: Any) -> Any:
+        """Run the stages of the main graph. Its cut is that of the shapes which TorchDynamo found this time."""
+        assert self._following is not None
+        sequence, preserve_rng_state = self._following
+        for _, layer in cut.prefix:
+            value = layer(value)
+        runners, value = in_context(cut.stages, value, preserve_rng_state)
+        return self._replay(runners, sequence, value)
+
+
+def source_of(model: nn.Module, granularity: int) -> Source:
+    """Layers where the model is a chain of them: they need no capturing, and have names that a user knows."""
+    return LayerSource(model) if is_chain(model) else GraphSource(model, granularity)
+
+
+class _Replay:
+    """Runs stages by a sequence, which it reads once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._read: tuple[Sequence, Program] | None = None
+
+    def __call__(self, runners: list[StageRunner], sequence: Sequence, value: Any) -> Any:
+        # Sequences are compared as objects: comparing thousands of operations would take longer than small stages do.
+        if self._read is None or self._read[0] is not sequence:
+            self._read = sequence, program(len(runners), sequence)
+        if is_sharded(self._model):
+            # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.
+            return regions.run(runners, regions.regions(sequence), value)
+        return replay(runners, self._read[1], value)
+
+
+def _options(settings: Settings) -> dict[str, Any]:
+    return {
+        "preserve_rng_state": settings.preserve_rng_state,
+        "fresh_gradients": settings.fresh_grads,
+        "loss_temp_bytes": settings.loss_tmp_memory_usage,
+    }

@@ -1,0 +1,98 @@
+"""The model that is planned for, as planning sees it: what is called, what is cut, and who trains it together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from rotor_profiling import OptimizerCost, optimizer_cost
+from rotor_py.distributed.processes import around, communication_bytes, processes, size_of
+from rotor_py.distributed.shard_groups import at_rest
+from rotor_py.distributed.whole_parameters import is_sharded, keeps_gradients
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.measure.budget import Budget, make_budget
+from rotor_py.measure.device import limit_bytes
+from rotor_py.plan.input_spec import TensorSpec, spec_of
+from rotor_py.plan.model_state import ModelState
+from rotor_py.plan.settings import Settings
+from rotor_py.plan.sources import Measured
+from rotor_py.plan.step_spec import StepSpec
+
+
+class TrainedModel:
+    """`whole` is what is called; `core` is what of it can be cut into stages, without what distributes or compiles."""
+
+    def __init__(self, whole: nn.Module, core: nn.Module, settings: Settings) -> None:
+        self.whole = whole
+        self.core = core
+        self.settings = settings
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The processes that train this model together, as far as is known."""
+        given = self.settings.process_group
+        return given if given is not None else processes(self.whole)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process trains the model by itself."""
+        return size_of(self.group) == 1
+
+    def step_on(self, value: Any) -> StepSpec:
+        """A step on `value` with the model as it is now."""
+        return StepSpec(ModelState.of(self.core), spec_of(value))
+
+    def device_of(self, spec: Any = None) -> torch.device:
+        """The device that a step on the input of this spec trains on, and whose memory the limit is about.
+
+        UnsupportedModelError if model and input are on several.
+        """
+        devices = ModelState.of(self.core).devices | {
+            leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)
+        }
+        accelerators = sorted({device for device in devices if device.type != "cpu"}, key=str)
+        if len(accelerators) > 1:
+            raise UnsupportedModelError(
+                f"the model is spread over {', '.join(map(str, accelerators))}; a plan is for one device"
+            )
+        return accelerators[0] if accelerators else torch.device("cpu")
+
+    def limit_bytes(self, device: torch.device) -> int:
+        """The limit of the whole step, in bytes. ValueError if it is not one."""
+        return limit_bytes(self.settings.mem_limit, device)
+
+    def budget(self, measured: Measured, device: torch.device, noticed: OptimizerCost | None) -> Budget:
+        """The memory of a step that was measured; `noticed` is what optimizers cost that nobody named."""
+        given = self.settings.optimizer
+        several = is_sharded(self.core) or not self.alone
+        with at_rest(self.core):
+            return make_budget(
+                self.core,
+                measured.sample,
+                measured.measurement,
+                device,
+                fresh_gradients=self.settings.fresh_grads,
+                optimizer=noticed if given is None else optimizer_cost(given),
+                communication=communication_bytes(self.whole) if several else 0,
+                buckets=around(self.whole) is not None,
+            )
+
+    def with_gradients_left_over(self, budget: Budget, device: torch.device) -> Budget:
+        """The budget with room for gradients that other kinds of steps have left."""
+        return budget.with_gradients_of(self.core, device, fresh=self.settings.fresh_grads)
+
+    def with_communication(self, budget: Budget) -> Budget:
+        """The budget with room for what processes send to each other.
+
+        It shows late: DistributedDataParallel is known in its first forward, and whole gradients that FSDP keeps are
+        asked for from step to step (`set_requires_gradient_sync`).
+        """
+        unknown = not budget.fixed.communication and not self.alone
+        if not unknown and not keeps_gradients(self.core):
+            return budget
+        needed = communication_bytes(self.whole)
+        return budget.with_communication(needed) if needed > budget.fixed.communication else budget
