@@ -15,7 +15,7 @@ from rotor_py.errors import (
     UnsupportedModelError,
 )
 from rotor_py.execute.tape import CheckpointOptim
-from rotor_py.plan.plan import Plan
+from rotor_py.plan.saved.plan import Plan
 from rotor_py.report import Report
 from rotor_py.trials.best_level import LevelChoice, best_level
 from rotor_py.units import format_bytes, parse_bytes

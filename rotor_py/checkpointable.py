@@ -16,8 +16,8 @@ from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
 from rotor_py.plan.description import file_of, memory_of, report_of, summary_of
-from rotor_py.plan.plan import Plan
 from rotor_py.plan.planner import Planner
+from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings, what_it_is
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.report import Report

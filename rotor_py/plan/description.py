@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rotor_py.plan.fingerprint import input_fingerprint, model_fingerprint
-from rotor_py.plan.model_state import ModelState
-from rotor_py.plan.plan import Plan
-from rotor_py.plan.plan_costs import PlanCosts
+from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
+from rotor_py.plan.saved.plan import Plan
+from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.step_spec import ModelState
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report import Report
 from rotor_py.stage.traits import traits_of

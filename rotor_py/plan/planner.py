@@ -40,16 +40,15 @@ from torch import nn
 from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.planning_lock import planning
-from rotor_py.plan.fingerprint import model_fingerprint
 from rotor_py.plan.input_spec import describe
-from rotor_py.plan.model_state import ModelState
 from rotor_py.plan.optimizers import noticed_cost, wait_for_optimizers
-from rotor_py.plan.plan import Plan
+from rotor_py.plan.saved.fingerprint import model_fingerprint
+from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import agree, count_optimizer_beside_file, make_room_for_optimizer, solve
 from rotor_py.plan.sources import source_of
 from rotor_py.plan.step_plan import PlanState, StepPlan, StepPlans
-from rotor_py.plan.step_spec import StepSpec
+from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar
 from rotor_solver import Algorithm, Sequence

@@ -17,7 +17,7 @@ from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import Cut, cut, is_chain
 from rotor_py.measure.measurement import Measurement, measure
 from rotor_py.plan.input_spec import covers, reaches
-from rotor_py.plan.plan import Plan
+from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence

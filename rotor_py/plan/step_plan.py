@@ -18,12 +18,11 @@ from rotor_profiling import OptimizerCost
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
-from rotor_py.plan.fingerprint import input_fingerprint, model_fingerprint
-from rotor_py.plan.model_state import ModelState
-from rotor_py.plan.plan import Plan
+from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
+from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.sources import Source
-from rotor_py.plan.step_spec import StepSpec
+from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.traits import StageTraits, remember, traits_of
 from rotor_solver import Sequence

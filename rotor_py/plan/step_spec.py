@@ -1,12 +1,64 @@
-"""Which step a plan is for."""
+"""Which step a plan is for: the state of the model, which is cheap to look at in every step, and its input."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import nn
+
+from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.plan.input_spec import gradients_of, same_kind
-from rotor_py.plan.model_state import ModelState
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """Layers and their modes, parameters and what they are, autocast. Two states are equal if a plan serves both."""
+
+    modules: tuple[object, ...]
+    parameters: tuple[tuple[int, bool, torch.device, torch.dtype], ...]
+    autocast: tuple[torch.dtype | None, ...]
+    devices: frozenset[torch.device] = field(compare=False)
+    trains: bool = field(compare=False)
+
+    def same_layers(self, other: ModelState) -> bool:
+        """Whether layers and parameters are the same objects, whatever their modes."""
+        mine, theirs = ([entry[0] for entry in state.parameters] for state in (self, other))
+        return self.modules[::2] == other.modules[::2] and mine == theirs
+
+    def looks_like(self, other: ModelState) -> bool:
+        """Whether modes, dtypes and what is trained are the same, though in a copy maybe."""
+        mine, theirs = ([entry[1:] for entry in state.parameters] for state in (self, other))
+        return self.modules[1::2] == other.modules[1::2] and mine == theirs
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelState:
+        with at_rest(model):
+            return cls._of(model)
+
+    @classmethod
+    def _of(cls, model: nn.Module) -> ModelState:
+        modules: list[object] = []
+        found: list[tuple[int, bool, torch.device, torch.dtype]] = []
+        pending = [model]
+        while pending:
+            module = pending.pop()
+            modules += (id(module), module.training)
+            pending += [child for child in module._modules.values() if child is not None]
+            for p in module._parameters.values():
+                if p is not None:
+                    found.append((id(p), p.requires_grad, p.device, p.dtype))
+        devices = frozenset([device for _, _, device, _ in found])
+        return cls(
+            modules=tuple(modules),
+            parameters=tuple(found),
+            autocast=tuple(
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
+            ),
+            devices=devices,
+            trains=any(needs_gradient for _, needs_gradient, _, _ in found),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.input_spec import TensorSpec, spec_of
-from rotor_py.plan.model_state import ModelState
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.sources import Measured
-from rotor_py.plan.step_spec import StepSpec
+from rotor_py.plan.step_spec import ModelState, StepSpec
 
 
 class TrainedModel:

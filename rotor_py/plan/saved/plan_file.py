@@ -31,7 +31,7 @@ import torch
 from rotor_py.errors import shortened
 from rotor_py.execute.program import program
 from rotor_py.measure.cut import JOINT
-from rotor_py.plan.plan_costs import PlanCosts
+from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.stage.traits import StageTraits
 from rotor_solver import Sequence
 

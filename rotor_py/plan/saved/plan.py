@@ -10,9 +10,9 @@ from torch import nn
 
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.cut import Cut, Layer, joined, layers
-from rotor_py.plan import plan_file
-from rotor_py.plan.fingerprint import refuse_difference, refuse_other_input
-from rotor_py.plan.plan_costs import PlanCosts
+from rotor_py.plan.saved import plan_file
+from rotor_py.plan.saved.fingerprint import refuse_difference, refuse_other_input
+from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.stage.traits import StageTraits, remember
 from rotor_solver import Sequence
 

@@ -1,0 +1,112 @@
+"""The folders are the architecture: imports go one way, between packages, folders and files (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("cli/rotor_cli", "rotor_py", "profiling/rotor_profiling", "solver/rotor_solver")
+"""From the top to the bottom."""
+FLOORS = (
+    {"trials"},
+    {"checkpointable", "backend"},
+    {"plan"},
+    {"capture", "by_hand", "report"},
+    {"execute", "measure"},
+    {"stage", "distributed"},
+    {"errors", "units", "transparent", "models"},
+)
+"""The rooms of rotor_py, from the top to the bottom: a room imports from lower floors alone."""
+MOST_FILES = 13
+"""Files side by side in a folder, `__init__.py` not counted: with more, a folder is missing."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the project by its dotted name."""
+    found = {}
+    for package in PACKAGES:
+        base = (ROOT / package).parent
+        for path in sorted((ROOT / package).rglob("*.py")):
+            found[".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The project's modules that a file imports, anywhere in it and for type checkers as well."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                if inner in MODULES:
+                    yield inner
+                elif node.module in MODULES:
+                    yield node.module
+
+
+IMPORTS = {name: {each for each in imported(path) if each != name} for name, path in MODULES.items()}
+
+
+def room_of(name: str) -> str:
+    return name.split(".")[1]
+
+
+def test_packages_import_from_those_below_alone() -> None:
+    order = [package.rpartition("/")[2] for package in PACKAGES]
+    for name, found in IMPORTS.items():
+        own = order.index(name.partition(".")[0])
+        assert not [each for each in found if order.index(each.partition(".")[0]) < own], name
+
+
+def test_rooms_import_from_lower_floors_alone() -> None:
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    inside = {name: found for name, found in IMPORTS.items() if name.startswith("rotor_py.")}
+    assert {room_of(name) for name in inside} == floor.keys()
+    for name, found in inside.items():
+        others = {room_of(each) for each in found if each.startswith("rotor_py.")} - {room_of(name)}
+        assert not [room for room in others if floor[room] <= floor[room_of(name)]], name
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_the_solver_knows_no_torch() -> None:
+    for name, path in MODULES.items():
+        if name.startswith("rotor_solver"):
+            assert "import torch" not in path.read_text(encoding="utf-8"), name
+
+
+def test_folders_hold_what_can_be_seen_at_a_glance() -> None:
+    for folder in {path.parent for path in MODULES.values()}:
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MOST_FILES, folder
+
+
+def private_fields(tree: ast.AST) -> set[str]:
+    """The private names that classes of a file set on themselves, other than those that torch's modules have."""
+    targets = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    found = {node.attr for node in targets if isinstance(node.value, ast.Name) and node.value.id == "self"}
+    return {name for name in found if name.startswith("_")} - vars(nn.Module()).keys()
+
+
+def test_no_class_reaches_into_private_fields_of_a_class_in_another_file() -> None:
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+    fields = {name: private_fields(tree) for name, tree in trees.items()}
+    for name, tree in trees.items():
+        theirs = set().union(*(found for other, found in fields.items() if other != name)) - fields[name]
+        reached = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in theirs)
+        assert not [found for found in map(ast.unparse, reached) if not found.startswith(("self._", "cls._"))], name
