@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -110,3 +111,16 @@ def test_no_class_reaches_into_private_fields_of_a_class_in_another_file() -> No
         theirs = set().union(*(found for other, found in fields.items() if other != name)) - fields[name]
         reached = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in theirs)
         assert not [found for found in map(ast.unparse, reached) if not found.startswith(("self._", "cls._"))], name
+
+
+def test_the_page_and_its_picture_name_every_folder_and_files_that_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    folders = {path.parent.relative_to(ROOT) for path in MODULES.values()}
+    roots = {Path(), Path("rotor_py"), Path("cli"), *folders}
+    for name in re.findall(r"`([\w/]+\.py)`", page):
+        assert any((ROOT / root / name).exists() for root in roots), name
+    for folder in folders:
+        assert str(folder) in page or folder.parent.name == "rotor_cli", folder
+    for room in set().union(*FLOORS) - {"errors", "units", "transparent", "models"}:
+        assert room in picture, room
