@@ -18,6 +18,8 @@ from rotor_py.execute.tape import CheckpointOptim
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.report import Report
 from rotor_py.trials.best_level import LevelChoice, best_level
+from rotor_py.trials.comparison import ComparedStrategy, compare
+from rotor_py.trials.verification import Verification, verify
 from rotor_py.units import format_bytes, parse_bytes
 from rotor_solver import (
     Chain,
@@ -56,6 +58,7 @@ __all__ = [
     "CheckpointOptim",
     "Checkpointable",
     "CheckpointedNetwork",
+    "ComparedStrategy",
     "Floating",
     "Frontier",
     "GriewankHeterogeneous",
@@ -78,8 +81,10 @@ __all__ = [
     "StageMemory",
     "StoreAll",
     "UnsupportedModelError",
+    "Verification",
     "assign_levels",
     "best_level",
+    "compare",
     "format_bytes",
     "frontier",
     "limit_for",
@@ -89,4 +94,5 @@ __all__ = [
     "simulate",
     "solve",
     "store_all",
+    "verify",
 ]

@@ -33,12 +33,28 @@ def usage(message: str) -> Failure:
 
 @contextmanager
 def model_code(file: str) -> Iterator[None]:
-    """Run code of the user's: what it raises is shown with its own traceback, from the user's file on."""
+    """Run code of the user's. What it raises becomes a Failure with its own traceback, from the user's file on."""
     try:
         yield
     except (Failure, KeyboardInterrupt):
         raise
     except BaseException as error:
+        raise raised_by_model(error, file) from error
+
+
+@contextmanager
+def explained(file: str) -> Iterator[None]:
+    """Tell what the user's code raises while our code runs it from what our code says about the model."""
+    from rotor_profiling import UnknownOptimizerError, UnusableLossError  # they import torch, and --help does not
+    from rotor_py import UnsupportedModelError
+
+    try:
+        yield
+    except Failure:
+        raise
+    except (UnsupportedModelError, UnusableLossError, UnknownOptimizerError) as error:
+        raise Failure(str(error), USAGE) from error
+    except Exception as error:
         raise raised_by_model(error, file) from error
 
 
@@ -50,7 +66,7 @@ def raised_by_model(error: BaseException, file: str) -> Failure:
 
 
 def _theirs(trace: TracebackType | None, file: str) -> TracebackType | None:
-    """The traceback from the first frame of `file` on; without one, from the first frame that is not ours."""
+    """The traceback from the first frame in `file` on; if there is none, from the first frame that is not ours."""
     wanted = Path(file).resolve()
     first = trace
     while trace is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rotor_py.report.report import Report
+from rotor_py.report.facts import ReportFacts
 from rotor_py.units import format_bytes
 
 NAME = "optimizer step"
@@ -22,16 +22,18 @@ class OptimizerStep:
 
     @property
     def total(self) -> int:
+        """The peak of the optimizer's step."""
         return self.fixed + self.input + self.output + self.gradients + self.scratch
 
     @property
     def sentence(self) -> str:
+        """The step in the words of a report."""
         return f"{NAME}: {format_bytes(self.total)} while it runs"
 
 
-def optimizer_step(report: Report) -> OptimizerStep | None:
-    """The optimizer's step in the plan of `report`; None where no optimizer is known."""
-    budget, measurement = report.budget, report.measurement
+def optimizer_step(facts: ReportFacts) -> OptimizerStep | None:
+    """The optimizer's step in the plan of `facts`; None where no optimizer is known."""
+    budget, measurement = facts.budget, facts.measurement
     if budget.step_bytes is None:
         return None
     output = measurement.stages[-1].activation_bytes + measurement.held_bytes

@@ -1,4 +1,4 @@
-"""One line on the terminal about long work: what is being done, how much of it is done, and how long is left."""
+"""One line on the terminal about long work: what is being done, how much of it is done, and how much time is left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 1.0
 """Work that takes less shows nothing."""
 _REDRAWN_SECONDS = 0.1
 _COUNTED = 10_000
-"""What has more parts is shown in percent."""
+"""Work of more parts is shown in percent. The number is a guess: five digits are hard to read while they change."""
 _BAR = 16
 
 
@@ -45,7 +45,7 @@ def progress_bar() -> Iterator[Progress | None]:
 
 
 class Activities:
-    """The line, for one kind of work after the other."""
+    """The line, which shows one kind of work at a time."""
 
     def __init__(self, shown: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self.shown = shown
@@ -58,7 +58,7 @@ class Activities:
         self._lock = RLock()
 
     def doing(self, verb: str) -> Progress:
-        """Something to be called with what is done, what there is, and what is worked on: `measuring layer.3`."""
+        """A function of the parts done, all parts and the name of the next; the line then says `measuring layer.3`."""
         return partial(self._tell, verb) if self.shown else _silent
 
     def stop(self) -> None:
@@ -79,7 +79,7 @@ class Activities:
             other, self._line = self._line[0] != verb, (verb, name, done, total)
             if self._timer is None:
                 self._begin = now
-                # The first part of the work may be long, and nothing is told meanwhile.
+                # Nobody calls while the first part of the work runs, and it may be long: only a timer can draw then.
                 self._timer = Timer(PATIENCE_SECONDS, self._draw)
                 self._timer.daemon = True
                 self._timer.start()
@@ -107,7 +107,7 @@ class Activities:
 
 
 def _silent(done: int, total: int, name: str) -> None:
-    """For whoever wants to see nothing."""
+    """Stands in where nothing is to be shown."""
 
 
 def _count(done: int, total: int) -> str:

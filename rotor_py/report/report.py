@@ -1,159 +1,41 @@
-"""A measured model, its budget and its plan: every report is made from this."""
+"""The report of a plan, as a user gets it: printed, shown in a notebook, or written as a page."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rotor_py.measure.budget import Budget
-from rotor_py.measure.measurement import Measurement
-from rotor_py.units import format_bytes
-from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, simulate, store_all
-
-if TYPE_CHECKING:
-    from rotor_py.report.sweep import Sweep
+from rotor_py.report.facts import ReportFacts
+from rotor_py.report.html.page import frame, page
+from rotor_py.report.sweep import Sweep
+from rotor_py.report.sweeping import sweep
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(ReportFacts):
     """A measured model, its budget and its plan. `mem_limit`, in bytes, is None where none was set.
 
-    `str` is the report for a terminal; in a notebook, and as a file, it is a page.
+    `str` is the report for a terminal; in a notebook, and as a file, it is a page. The numbers are those of
+    `ReportFacts`: bytes and seconds.
     """
 
-    title: str
-    device: str
-    mem_limit: int | None
-    budget: Budget
-    measurement: Measurement
-    sequence: Sequence
-    sweep: Sweep | None = None
-    """What all limits cost; where it is None, a page finds it out."""
-
     def __str__(self) -> str:
-        from rotor_py.report.text import plain_text
+        # Imported here because the import of rich takes time, and most who train never print a report.
+        from rotor_py.report.terminal.text import plain_text
 
         return plain_text(self)
 
     def _repr_html_(self) -> str:
-        from rotor_py.report.page import frame
-
-        return frame(self)
+        return frame(page(self, self._swept()))
 
     def to_html(self, path: str | os.PathLike[str], remarks: tuple[str, ...] = ()) -> None:
         """Write one self-contained page, which loads nothing: no script, style, font or image from elsewhere.
 
         `remarks` are shown as lines under the verdict. OSError if the file cannot be written.
         """
-        from rotor_py.report.page import page
+        Path(path).write_text(page(self, self._swept(), remarks), encoding="utf-8")
 
-        Path(path).write_text(page(self, remarks), encoding="utf-8")
-
-    @property
-    def fits(self) -> bool:
-        """Whether the predicted peak is inside the limit."""
-        return self.mem_limit is None or self.peak_bytes <= self.mem_limit
-
-    def verdict(self) -> tuple[str, str]:
-        """Does it fit, and at what price: the beginning and the rest of one sentence."""
-        if self.mem_limit is None:
-            begin, limit = f"{self.title} is planned", "without a limit"
-        else:
-            begin = f"{self.title} fits" if self.fits else f"{self.title} does not fit"
-            limit = f"in {format_bytes(self.mem_limit)}"
-        plain = self.store_all_bytes
-        if self.overhead == 1.0 and self.peak_bytes == plain:
-            price = "nothing has to be recomputed."
-        else:
-            price = (
-                f"{self.overhead - 1:+.1%} time compared with storing everything, which needs {format_bytes(plain)}."
-            )
-        return begin, f" {limit} on {self.device}: predicted peak {format_bytes(self.peak_bytes)}, {price}"
-
-    def peak_reason(self) -> str | None:
-        """Where the peak is, in one sentence, if neither forward nor backward reaches it; else None."""
-        running = self.budget.beside_chain(self.sequence) + simulate(self.chain, self.sequence).peak
-        if self.peak_bytes <= running:
-            return None
-        stepping = self.peak_bytes == self.budget.optimizer_peak_bytes
-        return (
-            f"The peak is {'in the optimizer step' if stepping else 'in the layers before the chain'}: "
-            f"{format_bytes(self.peak_bytes)} there, {format_bytes(running)} in forward and backward. No other plan "
-            "needs less there."
-        )
-
-    @property
-    def chain(self) -> Chain:
-        return self.budget.chain
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of the planned step."""
-        return self.budget.peak_bytes(self.sequence)
-
-    @property
-    def store_all_bytes(self) -> int:
-        """Predicted peak of a step that stores everything."""
-        return self.budget.peak_bytes(store_all(self.chain))
-
-    @property
-    def step_seconds(self) -> float:
-        """Predicted time of the planned forward, loss and backward."""
-        return self.seconds_of(self.sequence)
-
-    @property
-    def store_all_seconds(self) -> float:
-        """Predicted time of the plain forward, loss and backward."""
-        return self.seconds_of(store_all(self.chain))
-
-    def seconds_of(self, sequence: Sequence) -> float:
-        """Predicted time of a forward, loss and backward that follow `sequence`."""
-        return simulate(self.chain, sequence).makespan + self.before_chain_seconds
-
-    @property
-    def overhead(self) -> float:
-        """Planned time as a ratio to the plain one."""
-        return self.step_seconds / self.store_all_seconds if self.store_all_seconds else 1.0
-
-    @property
-    def gap(self) -> float | None:
-        """How far the plan can be from the best memory-persistent one, certified; None if there is no bound."""
-        bound = self.sequence.lower_bound
-        if bound is None:
-            return None
-        makespan = simulate(self.chain, self.sequence).makespan
-        return makespan / bound - 1 if bound else 0.0
-
-    @property
-    def before_chain_seconds(self) -> float:
-        """Time of the layers before the chain, which no plan changes."""
-        return self.measurement.prefix.seconds if self.measurement.prefix else 0.0
-
-    def actions(self) -> list[str]:
-        """What happens to every stage, in words."""
-        runs = [0] * len(self.chain)
-        kept: dict[int, str] = {}
-        before_loss = True
-        for operation in self.sequence:
-            match operation:
-                case Loss():
-                    before_loss = False
-                case ForwardEnable(stage, option):
-                    runs[stage] += 1
-                    if before_loss:
-                        size = format_bytes(self.chain.stages[stage].options[option].saved)
-                        kept[stage] = f"stored in part: {size}" if option else "stored"
-                case ForwardCheck(stage):
-                    runs[stage] += 1
-                    if before_loss:
-                        kept.setdefault(stage, "checkpointed")
-                case ForwardNograd(stage):
-                    runs[stage] += 1
-        return [_action(kept.get(stage), count - 1) for stage, count in enumerate(runs)]
-
-
-def _action(kept: str | None, again: int) -> str:
-    times = f"recomputed {again}×" if again else ""
-    return ", ".join(part for part in (kept, times) if part)
+    def _swept(self) -> Sweep:
+        """The curve, solved for now if it is not known: only pages show it, and it takes time."""
+        return sweep(self) if self.sweep is None else self.sweep

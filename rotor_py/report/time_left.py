@@ -1,4 +1,4 @@
-"""How long something still takes, from how long the part of it took that is done."""
+"""An estimate of the time that is left, from the time that the finished part took."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable, Hashable
 
 
 class TimeLeft:
-    """Seconds left of what is counted. Something else is counted as soon as its name, its total or its begin differ."""
+    """The seconds that work still takes, at its pace so far.
+
+    Work of another name or total, or with fewer parts done than before, is other work: the estimate begins anew.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -16,7 +19,7 @@ class TimeLeft:
         self._begin = 0.0
 
     def update(self, name: str, done: int, total: int) -> float | None:
-        """Seconds left when `done` of `total` are done; None as long as nothing is known."""
+        """Seconds left when `done` of `total` parts are done; None until a part has been finished."""
         now = self._clock()
         if self._what != (name, total) or done < self._done:
             self._what, self._first, self._begin = (name, total), done, now
@@ -27,7 +30,7 @@ class TimeLeft:
 
 
 def in_words(seconds: float | None) -> str:
-    """`about 12 s left`; nothing where nothing is known."""
+    """`about 12 s left`; an empty text where nothing is known."""
     if seconds is None:
         return ""
     for most, divisor, unit in ((99.5, 1, "s"), (99.5 * 60, 60, "min")):

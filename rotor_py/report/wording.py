@@ -9,6 +9,7 @@ from rotor_py.units import format_bytes, format_seconds, limit_text
 from rotor_solver import Backward, ForwardEnable, Loss, Moment, Operation
 
 USUAL = 0.10
+"""The share of more time that reports speak of, unless the user names another."""
 
 
 def label(operation: Operation, names: Sequence[str]) -> str:
@@ -42,7 +43,7 @@ def saving(sweep: Sweep, overhead: float = USUAL) -> str:
     if sweep.saved(least) <= 0:
         return f"No plan needs less than storing everything: {stored}."
     if sweep.saved(point) <= 0:
-        point = sweep.points[-2]
+        point = sweep.points[-2]  # the first saving there is; the last point stores everything
     text = (
         f"{format_share(point.overhead - 1)} more time saves {format_share(sweep.saved(point))} of activation memory: "
         f"a limit of {limit_text(point.mem_limit)} instead of {stored}."
@@ -51,6 +52,11 @@ def saving(sweep: Sweep, overhead: float = USUAL) -> str:
         return f"{text} Less is not possible."
     price = format_share(least.overhead - 1)
     return f"{text} The least possible is {limit_text(least.mem_limit)}, at {price} more time."
+
+
+def format_gap(gap: float) -> str:
+    """The distance from the optimum: `0 %` where two digits would show nothing, else `at most 0.12%`."""
+    return "0 %" if gap < 5e-5 else f"at most {gap:.2%}"
 
 
 def format_share(share: float) -> str:

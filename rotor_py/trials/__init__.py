@@ -1,1 +1,1 @@
-"""Real training steps, taken to see what they cost and whether they are right; the model is left as it was."""
+"""What other strategies would cost, and real training steps that show what is true; the model is left as it was."""

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
-from rotor_profiling import RandomState, leaves_of, measured_peak, tensors_in
+from rotor_profiling import tensors_in
 from rotor_py.by_hand.levels import LEVELS
 from rotor_py.by_hand.strategy import ByHand
-from rotor_py.checkpointable import Checkpointable, arguments_of
+from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError
 from rotor_py.measure.device import limit_bytes
-from rotor_py.transparent import in_training
+from rotor_py.trials.left_alone import left_alone
+from rotor_py.trials.step import TrainingStep
 from rotor_py.units import format_bytes
 from rotor_solver import Sequence, simulate
-
-_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """One way to train a step: its peak in bytes and its seconds, predicted from measured stages, and measured.
 
-    Measured is a step without the optimizer's, which is in the predicted peak.
+    The predicted peak includes the optimizer's step; the measured one does not.
     """
 
     predicted_peak_bytes: int
@@ -52,25 +48,58 @@ class LevelChoice:
     peaks: tuple[int, ...]
 
 
-def best_level(model: nn.Module, batch: Any, mem_limit: int | str, **options: Any) -> LevelChoice:
+def best_level(
+    model: nn.Module,
+    batch: Any,
+    mem_limit: int | str,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    fresh_grads: bool = False,
+    **options: Any,
+) -> LevelChoice:
     """The lowest level with which a step of `model` on `batch` has a measured peak of at most `mem_limit`.
 
-    `batch` is a tensor, a tuple of positional or a dict of keyword arguments; `options` are those of `Checkpointable`,
-    such as `loss`, `optimizer` and `fresh_grads`. Steps are trained to measure them, after which gradients, buffers and
-    the random state are put back; hooks of parameters are called. InfeasibleError if no level fits: its `min_bytes` is
-    the least peak of all levels, and the optimal plan may fit where they do not.
+    Steps are trained to measure them, without the optimizer's. Gradients, buffers and the random state are put back
+    afterwards; hooks of parameters are called.
+
+    Args:
+        model: any model that `Checkpointable` takes.
+        batch: a tensor, a tuple of positional or a dict of keyword arguments.
+        mem_limit: the peak of a whole step: bytes, or a text such as "4GB", "512MiB", "80%".
+        loss: a function of the output. Without it, the scalars of the output are summed, or all of it if there are
+            none.
+        optimizer: the optimizer, whose state counts.
+        fresh_grads: gradients are freed between steps.
+        options: other options of `Checkpointable`.
+
+    Raises:
+        InfeasibleError: no level fits. Its `min_bytes` is the least peak of all levels; the optimal plan may fit where
+            they do not.
+        ValueError: `mem_limit` is not a size.
+        UnsupportedModelError: the model, or the batch, is none that can be planned.
     """
-    planned = Checkpointable(model, batch, **options)
+    planned = Checkpointable(model, batch, loss=loss, optimizer=optimizer, fresh_grads=fresh_grads, **options)
     assert planned.budget is not None
     limit = limit_bytes(mem_limit, planned.device)
+    step = TrainingStep(
+        planned.model,
+        batch,
+        loss or _sum,
+        optimizer,
+        planned.device,
+        fresh_grads=fresh_grads,
+        steps_optimizer=False,
+    )
     found = {level: ByHand(level=level).sequence(model, planned.budget, None) for level in LEVELS}
     peaks = {level: planned.budget.peak_bytes(sequence) for level, sequence in found.items()}
     for level, sequence in found.items():
+        # What is predicted not to fit is not tried: on a device, it could end in an out-of-memory error.
         if peaks[level] > limit:
             continue
-        chosen = _cost(planned, sequence, batch)
+        chosen = _cost(planned, sequence, step)
         if chosen.measured_peak_bytes <= limit:
-            optimal = _cost(planned, planned.compute_sequence(limit), batch)
+            optimal = _cost(planned, planned.compute_sequence(limit), step)
             return LevelChoice(level, limit, chosen, optimal, tuple(peaks.values()))
     least = min(peaks.values())
     raise InfeasibleError(
@@ -82,12 +111,14 @@ def best_level(model: nn.Module, batch: Any, mem_limit: int | str, **options: An
     )
 
 
-def _cost(planned: Checkpointable, sequence: Sequence, batch: Any) -> StepCost:
-    """Train steps by `sequence`, in such a way that nothing is left of them."""
+def _cost(planned: Checkpointable, sequence: Sequence, step: TrainingStep) -> StepCost:
+    """Train steps by `sequence`."""
     assert planned.budget is not None
     planned.sequence = sequence
-    with in_training(planned), torch.enable_grad(), _left_alone(planned):
-        peak, seconds = _measured(planned, batch)
+    with left_alone(planned):
+        with step.taken(planned) as peak:
+            pass
+        seconds = step.seconds(planned)
     return StepCost(
         predicted_peak_bytes=planned.budget.peak_bytes(sequence),
         measured_peak_bytes=peak,
@@ -96,54 +127,8 @@ def _cost(planned: Checkpointable, sequence: Sequence, batch: Any) -> StepCost:
     )
 
 
-def _measured(planned: Checkpointable, batch: Any) -> tuple[int, float]:
-    """The peak, and the median of the seconds, of steps after the first, which finds the gradients that it left."""
-    model = planned.model
-    clock = torch.get_device_module(planned.device)
-    seconds = []
-    for _ in range(1 + _RUNS):
-        if planned._fresh_grads:
-            model.zero_grad(set_to_none=True)
-        clock.synchronize(planned.device)
-        begin = time.perf_counter()
-        _step(planned, batch)
-        clock.synchronize(planned.device)
-        seconds.append(time.perf_counter() - begin)
-    if planned._fresh_grads:
-        model.zero_grad(set_to_none=True)
-    optimizer = planned._optimizer
-    state = [] if optimizer is None else tensors_in([list(entry.values()) for entry in optimizer.state.values()])
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    present = [*model.parameters(), *model.buffers(), *gradients, *state, *tensors_in(batch)]
-    peak = measured_peak(lambda: _step(planned, batch), present, planned.device)
-    return peak, median(seconds[1:])
-
-
-def _step(planned: Checkpointable, batch: Any) -> None:
-    args, kwargs = arguments_of(leaves_of(batch))
-    output = planned(*args, **kwargs)
-    if planned._loss is not None:
-        planned._loss(output).backward()
-        return
+def _sum(output: Any) -> torch.Tensor:
+    """A loss that needs next to no memory, as `Checkpointable` assumes where none is given."""
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     losses = [tensor for tensor in tensors if tensor.dim() == 0] or tensors
-    torch.stack([tensor.sum() for tensor in losses]).sum().backward()
-
-
-@contextmanager
-def _left_alone(planned: Checkpointable) -> Iterator[None]:
-    """Put gradients, buffers, the random state and the plan in use back afterwards."""
-    model, state = planned.model, RandomState.now((planned.device,))
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for buffer, before in buffers:
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
-        state.restore()
+    return torch.stack([tensor.sum() for tensor in losses]).sum()

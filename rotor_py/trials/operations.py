@@ -14,8 +14,12 @@ from rotor_solver import Backward, Loss, Operation, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """An operation of a real step: seconds since the step began, and bytes in all."""
+class TimedOperation:
+    """An operation of a step: when it begins, in seconds since the step began, and how long it takes.
+
+    `again` tells whether its stage ran before. `during` are the most bytes on the device while it runs, `after` the
+    bytes at its end.
+    """
 
     operation: Operation
     again: bool
@@ -32,9 +36,6 @@ class _Event:
     begins: bool
 
 
-_Marked = tuple[_Event, int]
-
-
 def measured_operations(
     step: Callable[[], object],
     sequence: Sequence,
@@ -42,12 +43,12 @@ def measured_operations(
     present: Iterable[torch.Tensor],
     device: torch.device,
     between: Callable[[], object] = lambda: None,
-) -> tuple[Ran, ...]:
-    """Take `step`, which follows `sequence` in a chain of stages called `names`, twice: once for time, once for memory.
+) -> tuple[TimedOperation, ...]:
+    """Take `step` twice, once for time and once for memory; it follows `sequence` in a chain of stages called `names`.
 
-    `present` are the tensors that are there before it; `between` is called between the two. An operation lasts until
-    the next one begins, so that it includes what autograd does meanwhile. Backwards that no gradient reaches are left
-    out.
+    `present` are the tensors that are on the device before the step; `between` is called between the two steps. An
+    operation lasts until the next one begins, so it includes what autograd does meanwhile. Backwards that no gradient
+    reaches are not in the result.
     """
     times: list[float] = []
 
@@ -57,6 +58,7 @@ def measured_operations(
         times.append(time.perf_counter())
 
     clock()
+    # Not both at once: counting memory makes a step slower.
     events = _events(step, clock)
     clock()
     between()
@@ -85,14 +87,19 @@ def _events(step: Callable[[], object], also: Callable[[], None]) -> list[_Event
 
 
 def _begins(events: list[_Event], sequence: Sequence, names: list[str]) -> Iterator[tuple[int, Operation, bool]]:
-    """The event at which each operation begins, and whether its stage was run before."""
+    """The event at which each operation begins, and whether its stage was run before.
+
+    Forwards come in the order of the sequence, and backwards from the last stage down; the loss is what follows the end
+    of the last forward before it.
+    """
     forwards = [operation for operation in sequence if not isinstance(operation, Backward | Loss)]
     before_loss = list(sequence).index(Loss())
     backward, forward = len(names), 0
     ran: set[str] = set()
     for at, event in enumerate(events):
         if event.doing == BACKWARD:
-            if event.begins and event.name in names[:backward]:  # else it is the second gradient of the same stage
+            # A stage whose output has several tensors is told once for each gradient: only the first begins anything.
+            if event.begins and event.name in names[:backward]:
                 backward = names.index(event.name)
                 yield at, Backward(backward), False
         elif event.begins:
@@ -103,9 +110,11 @@ def _begins(events: list[_Event], sequence: Sequence, names: list[str]) -> Itera
             yield at, Loss(), False
 
 
-def _ran(begins: Iterable[tuple[int, Operation, bool]], bounds: list[float], phases: list[Phase]) -> Iterator[Ran]:
+def _ran(
+    begins: Iterable[tuple[int, Operation, bool]], bounds: list[float], phases: list[Phase]
+) -> Iterator[TimedOperation]:
     found = list(begins)
     ends = [*(at for at, _, _ in found[1:]), len(phases)]
     for (at, operation, again), end in zip(found, ends, strict=True):
         during = max(phase.peak for phase in phases[at:end])
-        yield Ran(operation, again, bounds[at], bounds[end] - bounds[at], during, phases[end - 1].end)
+        yield TimedOperation(operation, again, bounds[at], bounds[end] - bounds[at], during, phases[end - 1].end)

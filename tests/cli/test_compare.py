@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_py.trials.compare import EVERY, at_limit, leanest, named, strategies
-from rotor_py.trials.verify import verify
-from rotor_solver import InfeasibleError, Periodic, StoreAll, recompute_all, simulate, store_all
 from tests.cli.conftest import FICKLE
-from tests.solver.strategies import unit_chain
 
 
 def compared(result) -> tuple[dict, dict[str, dict]]:
@@ -94,56 +87,6 @@ def test_a_strategy_that_changes_gradients_ends_with_5_and_is_named(plan, model_
     )
     assert found, result.stderr
     assert found[1] not in ("optimal", "store-all")
-
-
-def test_what_fits_is_planned_to_fit_and_what_does_not_is_as_lean_as_it_can_be():
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
-    network = Checkpointable(model, torch.randn(32, 64), loss=torch.sum)
-    budget = replace(network.budget, snapshot_bytes=10_000)
-    for name, algorithm in strategies(model, network.names, 500).items():
-        lean = budget.peak_bytes(leanest(budget, algorithm))
-        assert budget.peak_bytes(at_limit(budget, algorithm, lean - 1)) == lean, name
-        for limit in (lean, lean + 3000, lean + 9_999, lean + 30_000, 10**9):
-            assert budget.peak_bytes(at_limit(budget, algorithm, limit)) <= limit, name
-        for limit in range(lean, lean + 60_000, 4096):
-            found, room = at_limit(budget, algorithm, limit), budget.chain_limit(limit)
-            with suppress(InfeasibleError):
-                slower = simulate(budget.chain, algorithm.solve(budget.chain, room)).makespan
-                assert simulate(budget.chain, found).makespan <= slower, name
-    stored = budget.peak_bytes(store_all(budget.chain))
-    for algorithm in (StoreAll(), Periodic()):  # what computes nothing twice needs no snapshot
-        assert at_limit(budget, algorithm, stored) == store_all(budget.chain)
-
-
-def test_after_other_strategies_were_verified_the_plan_is_what_it_was():
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
-    sample = torch.randn(32, 64)
-    network = Checkpointable(model, sample, mem_limit="1GB", loss=torch.sum)
-    planned, other = network.sequence, recompute_all(network.chain)
-    found = verify(network, sample, torch.sum, None, torch.device("cpu"), fresh_grads=False, others=[other])
-    assert network.sequence is planned
-    assert [each.max_grad_difference for each in found] == [0, 0]
-    peaks = [network.budget.peak_bytes(sequence) for sequence in (planned, other)]
-    assert [each.measured_peak_bytes for each in found] == pytest.approx(peaks, rel=0.01)
-
-
-def test_only_levels_that_the_model_has_are_listed():
-    block = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]
-    flat = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-    deep = nn.Sequential(*[nn.Sequential(*block) for _ in range(3)])
-    found = strategies(flat, ["0", "1", "2"], 500)
-    assert [name for name in found if name.startswith("level")] == ["level 1"]
-    stages = [f"{outer}.{inner}.{leaf}" for outer in range(3) for inner in range(3) for leaf in range(2)]
-    found = strategies(deep, stages, 500)
-    assert [name for name in found if name.startswith("level")] == ["level 1", "level 2"]
-
-
-def test_the_distance_is_read_off_the_sequence():
-    chain = unit_chain(12)
-    for distance in range(1, 13):
-        sequence = Periodic(every=distance).solve(chain, 10**9)
-        assert named(EVERY, sequence) == ("every layer" if distance == 1 else f"every {distance} layers")
-    assert named("sqrt", sequence) == "sqrt"
 
 
 def test_the_table_is_shown_below_the_plan(plan, model_file, store_all_bytes):

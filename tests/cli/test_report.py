@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rotor_py import Checkpointable, parse_bytes
-from rotor_py.report.text import folded
+from rotor_py.report.terminal.text import folded
 from rotor_py.units import format_seconds
 from rotor_solver import Sequence
 

@@ -17,7 +17,8 @@ from rotor_cli.reporters.chart import chart
 from rotor_cli.reporters.sweep import curve
 from rotor_cli.reporters.text import console
 from rotor_py import Checkpointable
-from rotor_py.report.sweep import Point, Sweep, sweep
+from rotor_py.report.sweep import Point, Sweep
+from rotor_py.report.sweeping import sweep
 from rotor_py.report.wording import saving
 from rotor_solver import Persistent, Sequence, recompute_all, store_all
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_cli.facts import Facts, Verified
+from rotor_cli.facts import Facts
 from rotor_cli.reporters.trace import AFTER, AGAIN, BACKWARD, FORWARD, LIMIT, MEASURED, PREDICTED, WHILE, trace
-from rotor_py import Chain, Checkpointable, simulate, store_all
+from rotor_py import Chain, Checkpointable, Verification, simulate, store_all
 
 KEYS = {
     "X": {"ph", "name", "pid", "tid", "ts", "dur", "args"},
@@ -60,7 +60,7 @@ def events(facts: Facts, phase: str, pid: int = PREDICTED) -> list[dict[str, Any
 
 
 def test_every_event_has_the_fields_of_its_phase(facts: Facts) -> None:
-    found = json.loads(json.dumps(trace(replace(facts, verified=Verified(1000, 0.5, 0.0, 2000, 0.25)))))
+    found = json.loads(json.dumps(trace(replace(facts, verified=Verification(1000, 0.5, 0.0, 2000, 0.25)))))
     assert set(found) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert found["displayTimeUnit"] in ("ms", "ns")
     for event in found["traceEvents"]:
@@ -80,7 +80,7 @@ def test_slices_of_a_track_do_not_overlap_where_time_is_counted_in_nanoseconds(
     facts: Facts, seconds: float, whole: Callable[[float], int]
 ) -> None:
     scaled = replace(facts, budget=replace(facts.budget, chain=_timed(facts.budget.chain, seconds)))
-    verified = replace(scaled, verified=Verified(1000, 0.1, 0.0, 2000, 0.3))
+    verified = replace(scaled, verified=Verification(1000, 0.1, 0.0, 2000, 0.3))
     tracks = defaultdict(list)
     for event in json.loads(json.dumps(trace(verified)))["traceEvents"]:
         if event["ph"] == "X":
@@ -92,7 +92,7 @@ def test_slices_of_a_track_do_not_overlap_where_time_is_counted_in_nanoseconds(
 
 
 def test_names_come_first_and_events_in_the_order_of_time(facts: Facts) -> None:
-    found = trace(replace(facts, verified=Verified(1000, 0.5, 0.0, 2000, 0.25)))["traceEvents"]
+    found = trace(replace(facts, verified=Verification(1000, 0.5, 0.0, 2000, 0.25)))["traceEvents"]
     kinds = [event["ph"] != "M" for event in found]
     assert kinds == sorted(kinds)
     times = [event["ts"] for event in found if event["ph"] != "M"]
@@ -157,7 +157,7 @@ def test_counters_show_memory_at_every_operation_beside_the_limit(facts: Facts) 
 @pytest.mark.parametrize("plain", [(2000, 0.25), (None, None)])
 def test_a_verified_step_stands_beside_the_predicted_one(facts: Facts, plain: tuple[Any, Any]) -> None:
     assert not events(facts, "X", MEASURED)
-    verified = replace(facts, verified=Verified(1000, 0.5, 0.0, *plain))
+    verified = replace(facts, verified=Verification(1000, 0.5, 0.0, *plain))
     found = {event["name"]: (event["dur"], event["args"]["peak_bytes"]) for event in events(verified, "X", MEASURED)}
     expected = {"planned step": (0.5e6, 1000)} | ({"plain step": (0.25e6, 2000)} if plain[0] else {})
     assert found == expected

@@ -12,15 +12,15 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from rotor_cli.facts import Facts, Verified
+from rotor_cli.facts import Facts
 from rotor_cli.reporters.comparison import Comparison
 from rotor_cli.reporters.sweep import curve
 from rotor_cli.reporters.text import render
-from rotor_py import Checkpointable, format_bytes
-from rotor_py.report.prose import Prose
-from rotor_py.report.stage_table import broken
-from rotor_py.report.sweep import sweep
-from rotor_py.trials.compare import compare
+from rotor_py import Checkpointable, Verification, format_bytes
+from rotor_py.report.sweeping import sweep
+from rotor_py.report.terminal.prose import Prose
+from rotor_py.report.terminal.stage_table import broken
+from rotor_py.trials.comparison import compare
 from rotor_py.units import format_seconds
 from tests.checkpointable.steps import between, square
 
@@ -48,8 +48,8 @@ def facts_of(*names: str) -> Facts:
         "a_network.py", "cpu", limit, planned.budget, planned.inspection_values, sequence,
         arguments=("loss=loss", "optimizer=optimizer", "fresh_grads=True"),
     )  # fmt: skip
-    verified = Verified(1_980_000, 0.376, 0.0, 3_030_000, 0.296)
-    rows = tuple(replace(row, verified=verified) if row.fits else row for row in compare(facts, model, 500))
+    verified = Verification(1_980_000, 0.376, 0.0, 3_030_000, 0.296)
+    rows = tuple(replace(row, verified=verified) if row.fits else row for row in compare(facts, model))
     others = {row.strategy: row.sequence for row in rows}
     return replace(facts, compared=rows, verified=verified, sweep=sweep(facts, 500, others))
 

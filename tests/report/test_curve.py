@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from rotor_py import Report
-from rotor_py.report.axis import round_numbers
-from rotor_py.report.curve_picture import HEIGHT, LEFT, TOP, WIDTH, curve_picture
-from rotor_py.report.page import page
-from rotor_py.report.sweep import Point, Sweep, sweep
+from rotor_py.report.html.axis import round_numbers
+from rotor_py.report.html.curve_picture import HEIGHT, LEFT, TOP, WIDTH, curve_picture
+from rotor_py.report.html.page import page
+from rotor_py.report.sweep import Point, Sweep
+from rotor_py.report.sweeping import sweep
 from rotor_py.report.wording import saving
 from rotor_solver import Persistent, Sequence
 
@@ -76,16 +78,20 @@ def test_the_curve_is_as_fast_as_plans_for_single_limits(report: Report) -> None
         assert curve <= 1.03 * single
 
 
-def test_a_page_finds_out_the_curve_by_itself_or_shows_what_is_known(report: Report) -> None:
-    text = page(report)
+def test_a_page_finds_out_the_curve_by_itself_or_shows_what_is_known(report: Report, tmp_path: Path) -> None:
+    def written(report: Report) -> str:
+        report.to_html(tmp_path / "plan.html")
+        return (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+    text = written(report)
     assert '<svg id="curve"' in text
     assert saving(sweep(report)) in text
     known = Sweep(0, 2 * report.peak_bytes, (*STEPS[:2], replace(STEPS[2], mem_limit=2 * report.peak_bytes)))
-    assert saving(known) in page(replace(report, sweep=known))
+    assert saving(known) in written(replace(report, sweep=known))
 
 
 def test_where_there_is_nothing_to_choose_the_page_says_so_without_a_picture(report: Report) -> None:
-    text = page(replace(report, sweep=Sweep(0, 1000, STEPS[2:])))
+    text = page(report, Sweep(0, 1000, STEPS[2:]))
     assert "No plan needs less than storing everything: 1.00 kB." in text
     assert 'id="curve"' not in text
 

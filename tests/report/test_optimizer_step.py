@@ -13,9 +13,10 @@ from torch import nn
 from rotor_cli.facts import Facts
 from rotor_cli.reporters.trace import OPTIMIZER, PREDICTED, WHILE, trace
 from rotor_py import Checkpointable, Report, format_bytes, simulate, store_all
-from rotor_py.report.memory_picture import HEIGHT, TOP, layers_of, memory_picture
+from rotor_py.report.html.memory_picture import HEIGHT, TOP, layers_of, memory_picture
+from rotor_py.report.html.page import page
 from rotor_py.report.optimizer_step import optimizer_step
-from rotor_py.report.page import page
+from rotor_py.report.sweeping import sweep
 from rotor_solver import moments
 from tests.checkpointable.steps import between, square, step_peak
 
@@ -63,17 +64,16 @@ def test_the_sentence_is_in_text_and_page_with_both_numbers(report: Report) -> N
         "in forward and backward. No other plan needs less there."
     )
     assert reason in " ".join(str(report).split())
-    assert f"<p>{reason}</p>" in page(report, remarks=("measured",))
-    assert page(report, remarks=("measured",)).index(reason) < page(report, remarks=("measured",)).index(
-        "<p>measured</p>"
-    )
+    text = page(report, sweep(report), remarks=("measured",))
+    assert f"<p>{reason}</p>" in text
+    assert text.index(reason) < text.index("<p>measured</p>")
 
 
 def test_nothing_is_said_where_forward_and_backward_reach_the_peak(report: Report) -> None:
     lean = replace(report, budget=replace(report.budget, step_bytes=64))
     assert lean.peak_bytes == running(lean)
     assert lean.peak_reason() is None
-    assert "The peak is in" not in str(lean) + page(lean)
+    assert "The peak is in" not in str(lean) + page(lean, sweep(lean))
 
 
 def test_layers_before_the_chain_are_named_where_they_are_the_peak(report: Report) -> None:
@@ -97,7 +97,7 @@ def test_the_last_column_of_the_picture_is_the_optimizer_step_and_reaches_the_pe
     assert picture.columns[-1].x + picture.columns[-1].width <= picture.width
     highest = min(float(y) for y in re.findall(r"V(-?[\d.]+)", " ".join(layer.outline for layer in picture.layers)))
     assert TOP <= highest < TOP + 0.05 * HEIGHT
-    assert "optimizer step: " in page(report)
+    assert "optimizer step: " in page(report, sweep(report))
 
 
 def test_without_a_known_optimizer_there_is_no_such_column() -> None:

@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 
 from rotor_py import Report, Sequence, simulate
-from rotor_py.report.memory_picture import HEIGHT, TOP, layers_of, memory_picture
-from rotor_py.report.schedule_picture import lives, schedule_picture
+from rotor_py.report.html.memory_picture import HEIGHT, TOP, layers_of, memory_picture
+from rotor_py.report.html.schedule_picture import lives, schedule_picture
 from rotor_solver import moments
 
 

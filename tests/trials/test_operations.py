@@ -11,7 +11,7 @@ from torch import nn
 
 from rotor_profiling import tensors_in
 from rotor_py import Checkpointable, store_all
-from rotor_py.trials.operations import Ran, measured_operations
+from rotor_py.trials.operations import TimedOperation, measured_operations
 from rotor_solver import Backward, ForwardEnable, Loss, Sequence, moments
 
 BATCH = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
@@ -48,7 +48,7 @@ def planned(model: nn.Module, share: float) -> Checkpointable:
     return found
 
 
-def operations(model: Checkpointable, step: Any = None) -> tuple[Ran, ...]:
+def operations(model: Checkpointable, step: Any = None) -> tuple[TimedOperation, ...]:
     model.zero_grad(set_to_none=False)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from rotor_cli.errors import model_code, usage
+from rotor_cli.loading.sample import made_by, moved_to, tensor_of, with_batch
 from rotor_cli.loading.transformers_class import configuration_class, example_of, make
 
-DEFAULT_BATCH = 8
 EXAMPLE = """\
 import torch
 from torch import nn
@@ -52,7 +50,10 @@ class ModelFile:
 def load(
     target: str, device: torch.device, batch: int | None, shape: str | None, config: str | None = None
 ) -> ModelFile:
-    """Read `file.py`, `file.py:name` or `package.module:name`; Failure in words if that does not work."""
+    """Read `file.py`, `file.py:name` or `package.module:name`, and move the model and the sample to `device`.
+
+    Failure, with what is wrong in words, if it cannot be read or what it defines cannot be used.
+    """
     location, name = _split(target)
     module, file = _import(location)
     wanted = getattr(module, name, None)
@@ -62,15 +63,14 @@ def load(
     with model_code(file):
         model = _made(wanted, torch.nn.Module) if configurable is None else make(wanted, configurable, config)
     if not isinstance(model, nn.Module):
-        raise usage(
-            _unusable(file, name, module, f"a model called {name!r} (a torch.nn.Module, or a function that makes one)")
-        )
+        wanted_model = f"a model called {name!r} (a torch.nn.Module, or a function that makes one)"
+        raise usage(_unusable(file, module, wanted_model))
     sample: Any
     if configurable is not None:
-        sample = example_of(model, None if shape is None else _tensor(shape))
+        sample = example_of(model, None if shape is None else tensor_of(shape))
     else:
-        sample = _tensor(shape) if shape else _sample(module, file, batch)
-    sample = _with_batch(sample, batch) if batch is not None else sample
+        sample = tensor_of(shape) if shape else _sample(module, file, batch)
+    sample = with_batch(sample, batch) if batch is not None else sample
     loss, make_optimizer = getattr(module, "loss", None), getattr(module, "optimizer", None)
     if configurable is not None:
         loss = make_optimizer = None
@@ -78,11 +78,10 @@ def load(
         raise usage(f"`loss` in {file} is {type(loss).__name__}; it has to be a function of the model's output")
     with model_code(file):
         model = model.to(device).train()
-        sample = tree_map_only(torch.Tensor, lambda tensor: _moved(tensor, device), sample)
+        sample = moved_to(device, sample)
         optimizer = _optimizer(make_optimizer, model, file) if make_optimizer is not None else None
-    return ModelFile(
-        file, f"{Path(location).name if location.endswith('.py') else location}", model, sample, loss, optimizer
-    )
+    title = Path(location).name if location.endswith(".py") else location
+    return ModelFile(file, title, model, sample, loss, optimizer)
 
 
 def _split(target: str) -> tuple[str, str]:
@@ -106,6 +105,8 @@ def _import(location: str) -> tuple[ModuleType, str]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # As if Python ran the file: it may import its neighbours, and its classes are found by their module's name. A file
+    # called like a module that is imported already (torch.py) must not take that module's place.
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
     with model_code(str(path)):
@@ -133,53 +134,10 @@ def _made(value: Any, kind: type) -> Any:
 def _sample(module: ModuleType, file: str, batch: int | None) -> Any:
     sample = getattr(module, "sample", None)
     if sample is None:
-        raise usage(
-            _unusable(
-                file,
-                "sample",
-                module,
-                "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)",
-            )
-        )
-    if not callable(sample) or isinstance(sample, torch.Tensor):
-        return sample
+        wanted = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
+        raise usage(_unusable(file, module, wanted))
     with model_code(file):
-        required = [p for p in inspect.signature(sample).parameters.values() if p.default is p.empty]
-        if batch is None and not required:
-            return sample()
-        return sample(DEFAULT_BATCH if batch is None else batch)
-
-
-def _with_batch(sample: Any, batch: int) -> Any:
-    """The sample with `batch` rows, its own repeated or cut."""
-    if batch < 1:
-        raise usage(f"--batch is {batch}; a batch has at least one sample")
-
-    def resized(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0 or len(tensor) in (0, batch):
-            return tensor
-        return tensor.detach()[torch.arange(batch) % len(tensor)].requires_grad_(tensor.requires_grad)
-
-    return tree_map_only(torch.Tensor, resized, sample)
-
-
-def _tensor(shape: str) -> torch.Tensor:
-    """A random tensor of a shape such as `32,3,224,224`, or whole numbers for `8,128:int64`."""
-    sizes, _, kind = shape.partition(":")
-    dtype = getattr(torch, kind or "float32", None)
-    try:
-        dimensions = [int(size) for size in sizes.split(",")]
-    except ValueError:
-        dimensions = []
-    if not dimensions or min(dimensions) < 1 or not isinstance(dtype, torch.dtype):
-        raise usage(f"--input {shape!r} is not a shape; write for example 32,3,224,224 or 8,128:int64")
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(dimensions, dtype=dtype)
-    return torch.zeros(dimensions, dtype=dtype)
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor if tensor.device == device else tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+        return made_by(sample, batch)
 
 
 def _optimizer(make: Any, model: nn.Module, file: str) -> torch.optim.Optimizer:
@@ -192,6 +150,6 @@ def _optimizer(make: Any, model: nn.Module, file: str) -> torch.optim.Optimizer:
     return made
 
 
-def _unusable(file: str, name: str, module: ModuleType, wanted: str) -> str:
+def _unusable(file: str, module: ModuleType, wanted: str) -> str:
     defined = ", ".join(key for key in vars(module) if not key.startswith("_")) or "nothing"
     return f"{file} has to define {wanted}; it defines {defined}. A file that works:\n\n{EXAMPLE}"

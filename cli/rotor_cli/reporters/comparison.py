@@ -9,21 +9,21 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rotor_py.report.stage_table import broken
-from rotor_py.trials.compare import Row
+from rotor_py.report.terminal.stage_table import broken
+from rotor_py.trials.comparison import ComparedStrategy
 from rotor_py.units import format_bytes, format_seconds
 
 _ANY = 10**4
-_Part = Callable[["Row | None", str], "list[str | Text]"]
+_Part = Callable[["ComparedStrategy | None", str], "list[str | Text]"]
 
 
 class Comparison:
-    """One row for each strategy: what is predicted, and what was measured, where anything was.
+    """One row for each strategy: what is predicted, and beside it what was measured, where anything was.
 
-    Where there is no room for that beside it, it stands in a table below.
+    In a narrow terminal, what was measured stands in a second table below.
     """
 
-    def __init__(self, rows: tuple[Row, ...]) -> None:
+    def __init__(self, rows: tuple[ComparedStrategy, ...]) -> None:
         self.rows = rows
         self.measured = tuple(row for row in rows if row.verified is not None)
 
@@ -43,7 +43,7 @@ class Comparison:
             yield _table(self.measured, (_measured,), "\n", longest - max(0, excess(predicted)))
 
 
-def _table(rows: tuple[Row, ...], parts: tuple[_Part, ...], gap: str, names: int = _ANY) -> Table:
+def _table(rows: tuple[ComparedStrategy, ...], parts: tuple[_Part, ...], gap: str, names: int = _ANY) -> Table:
     """A table of these parts, with names of at most `names` characters in a line."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("strategy")
@@ -55,7 +55,7 @@ def _table(rows: tuple[Row, ...], parts: tuple[_Part, ...], gap: str, names: int
     return table
 
 
-def _predicted(row: Row | None, gap: str) -> list[str | Text]:
+def _predicted(row: ComparedStrategy | None, gap: str) -> list[str | Text]:
     """The cells of a row; the headings, their words `gap` apart, without one."""
     if row is None:
         return ["fits", f"predicted{gap}peak", "time", "overhead"]
@@ -63,7 +63,7 @@ def _predicted(row: Row | None, gap: str) -> list[str | Text]:
     return [fits, format_bytes(row.peak_bytes), format_seconds(row.step_seconds), f"{row.overhead - 1:+.1%}"]
 
 
-def _measured(row: Row | None, gap: str) -> list[str | Text]:
+def _measured(row: ComparedStrategy | None, gap: str) -> list[str | Text]:
     if row is None:
         return [f"measured{gap}peak", f"measured{gap}time"]
     found = row.verified

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rotor_cli.reporters.chart import chart
-from rotor_py.report.prose import Prose
 from rotor_py.report.sweep import Sweep
+from rotor_py.report.terminal.prose import Prose
 from rotor_py.report.wording import USUAL, format_share, saving
 from rotor_py.units import format_bytes
 

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rotor_cli.facts import Facts
-from rotor_py.report.prose import Prose
-from rotor_py.report.text import parts
+from rotor_py.report.terminal.prose import Prose
+from rotor_py.report.terminal.text import parts
 from rotor_py.units import format_bytes, format_seconds, limit_text
 
 

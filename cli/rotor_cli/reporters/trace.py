@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rotor_cli.facts import Facts, Verified
+from rotor_cli.facts import Facts
 from rotor_py.report.optimizer_step import NAME, optimizer_step
 from rotor_py.report.wording import label
-from rotor_py.trials.operations import Ran
+from rotor_py.trials.operations import TimedOperation
+from rotor_py.trials.verification import Verification
 from rotor_solver import Backward, Loss, moments
 
 Event = dict[str, Any]
@@ -58,7 +59,7 @@ def _predicted(facts: Facts) -> Iterator[Event]:
     found = moments(facts.chain, facts.sequence)
     for moment in found:
         during, after = beside + moment.during, beside + moment.after
-        ran = Ran(moment.operation, moment.again, start + moment.begin, moment.seconds, during, after)
+        ran = TimedOperation(moment.operation, moment.again, start + moment.begin, moment.seconds, during, after)
         yield from _operation(PREDICTED, facts, ran, {"fixed_bytes": beside})
     end = start + found[-1].begin + found[-1].seconds
     step = optimizer_step(facts)
@@ -72,7 +73,7 @@ def _predicted(facts: Facts) -> Iterator[Event]:
     yield from (_counter(LIMIT, PREDICTED, seconds, facts.mem_limit) for seconds in (0.0, end))
 
 
-def _operation(pid: int, facts: Facts, ran: Ran, more: dict[str, int]) -> Iterator[Event]:
+def _operation(pid: int, facts: Facts, ran: TimedOperation, more: dict[str, int]) -> Iterator[Event]:
     name = label(ran.operation, facts.measurement.names) + (" (recompute)" if ran.again else "")
     track = BACKWARD if isinstance(ran.operation, Backward | Loss) else AGAIN if ran.again else FORWARD
     sizes = {"bytes_while_it_runs": ran.during, "bytes_after": ran.after, **more}
@@ -81,7 +82,7 @@ def _operation(pid: int, facts: Facts, ran: Ran, more: dict[str, int]) -> Iterat
     yield _counter(AFTER, pid, ran.begin + ran.seconds, ran.after)
 
 
-def _measured(facts: Facts, found: Verified) -> Iterator[Event]:
+def _measured(facts: Facts, found: Verification) -> Iterator[Event]:
     if found.operations:
         first = found.operations[0].begin
         yield _complete("before the stages", MEASURED, FORWARD, 0.0, first, {})

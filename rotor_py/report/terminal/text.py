@@ -10,60 +10,60 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rotor_py.report.prose import Prose
-from rotor_py.report.report import Report
-from rotor_py.report.stage_table import StageTable
-from rotor_py.units import format_bytes
-from rotor_py.units import format_seconds as format_seconds
+from rotor_py.report.facts import ReportFacts
+from rotor_py.report.terminal.prose import Prose
+from rotor_py.report.terminal.stage_table import StageTable
+from rotor_py.report.wording import format_gap
+from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Operation, Sequence
 
 _WIDEST = 100
 
 
-def plain_text(report: Report, width: int | None = None) -> str:
+def plain_text(facts: ReportFacts, width: int | None = None) -> str:
     """The report as text without colours, as wide as the terminal, and not wider than 100."""
     file = io.StringIO()
     if width is None:
         width = min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)
-    Console(file=file, width=width, highlight=False, color_system=None).print(Group(*parts(report)))
+    Console(file=file, width=width, highlight=False, color_system=None).print(Group(*parts(facts)))
     return file.getvalue().rstrip()
 
 
-def parts(report: Report) -> list[RenderableType]:
+def parts(facts: ReportFacts) -> list[RenderableType]:
     """The whole report, part by part."""
-    reason = report.peak_reason()
+    reason = facts.peak_reason()
     why = [] if reason is None else [Prose(reason)]
-    return [Prose(verdict(report)), *why, "", amounts(report), "", StageTable(report), "", sequence(report.sequence)]
+    return [Prose(verdict(facts)), *why, "", amounts(facts), "", StageTable(facts), "", sequence(facts.sequence)]
 
 
-def verdict(report: Report) -> Text:
-    """One sentence: does it fit, and at what price."""
-    begin, rest = report.verdict()
-    return Text.assemble((begin, "bold green" if report.fits else "bold red"), rest)
+def verdict(facts: ReportFacts) -> Text:
+    """One sentence: whether the plan fits, and at what price."""
+    begin, rest = facts.verdict()
+    return Text.assemble((begin, "bold green" if facts.fits else "bold red"), rest)
 
 
-def amounts(report: Report) -> Table:
+def amounts(facts: ReportFacts) -> Table:
     """The memory line and the time line."""
     table = Table.grid(padding=(0, 2))
-    least = report.budget.least_bytes()
+    least = facts.budget.least_bytes()
     memory = (
-        ("limit", "none" if report.mem_limit is None else format_bytes(report.mem_limit)),
-        ("fixed", format_bytes(report.budget.fixed.total)),
+        ("limit", "none" if facts.mem_limit is None else format_bytes(facts.mem_limit)),
+        ("fixed", format_bytes(facts.budget.fixed.total)),
         ("least possible", format_bytes(least)),
-        ("store-all", format_bytes(report.store_all_bytes)),
-        ("planned", format_bytes(report.peak_bytes)),
+        ("store-all", format_bytes(facts.store_all_bytes)),
+        ("planned", format_bytes(facts.peak_bytes)),
     )
     time: tuple[tuple[str, str], ...] = (
-        ("store-all", format_seconds(report.store_all_seconds)),
-        ("planned", format_seconds(report.step_seconds)),
-        ("overhead", f"{report.overhead - 1:+.1%}"),
+        ("store-all", format_seconds(facts.store_all_seconds)),
+        ("planned", format_seconds(facts.step_seconds)),
+        ("overhead", f"{facts.overhead - 1:+.1%}"),
     )
-    gap = report.gap
+    gap = facts.gap
     if gap is not None:
-        time += (("from the optimum", "0 %" if gap < 5e-5 else f"at most {gap:.2%}"),)
+        time += (("from the optimum", format_gap(gap)),)
     table.add_row(Text("memory", style="bold"), Prose(_pairs(memory)))
     table.add_row(Text("time", style="bold"), Prose(_pairs(time)))
-    table.add_row(Text("fixed", style="bold"), Prose(report.budget.parts() or "nothing"))
+    table.add_row(Text("fixed", style="bold"), Prose(facts.budget.parts() or "nothing"))
     return table
 
 
@@ -77,7 +77,7 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:
 
 
 def sequence(operations: Sequence) -> Text:
-    """The sequence in short notation; runs of one kind are folded to their ends."""
+    """The sequence in short notation; neighbours of one kind are folded to the first and the last."""
     text = Text("sequence  ", style="bold")
     text.append(", ".join(folded(operations)), style="not bold")
     return text
@@ -96,9 +96,11 @@ def folded(operations: Iterable[Operation]) -> Iterator[str]:
 
 
 def _continues(run: list[Operation], operation: Operation) -> bool:
+    """Whether `operation` is of the kind of `run`, and its stage is the next one up or down."""
     last = run[-1]
     if type(operation) is not type(last) or not hasattr(operation, "stage") or not hasattr(last, "stage"):
         return False
+    # `Fe_3'` is a stage that is stored in part: in a fold, nobody would see which of the stages are.
     if getattr(operation, "option", 0) or getattr(last, "option", 0):
         return False
     step = operation.stage - last.stage
@@ -106,6 +108,6 @@ def _continues(run: list[Operation], operation: Operation) -> bool:
 
 
 def _fold(run: list[Operation]) -> str:
-    if len(run) < 3:
+    if len(run) < 3:  # two operations are no longer than their fold
         return ", ".join(map(str, run))
     return f"{run[0]}…{str(run[-1]).rpartition('_')[2]}"

@@ -1,11 +1,11 @@
-"""The schedule as shapes: stages across, operations down; what runs, and what is kept from when to when."""
+"""The schedule as shapes: stages across, operations down; what runs, and what is kept for how long."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rotor_py.report.report import Report
+from rotor_py.report.facts import ReportFacts
 from rotor_py.report.wording import kind, sentence
 from rotor_solver import Backward, Loss, Moment, moments
 
@@ -14,7 +14,7 @@ CELL, ROW, LEFT, TOP = 18, 14, 64, 20
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Something in memory from row `first` to row `last`, in whose operation it is freed unless `stays`.
+    """Something that is in memory from row `first` to row `last`. The operation of `last` frees it, unless it `stays`.
 
     `kind` is "kept" for what a stage's backward needs, and "input" for a checkpoint: the stage's input alone.
     """
@@ -48,11 +48,11 @@ class SchedulePicture:
     height: int
 
 
-def schedule_picture(report: Report) -> SchedulePicture:
-    """Every operation of the plan, and every life of what a stage keeps."""
-    found = moments(report.chain, report.sequence)
-    names, beside = report.measurement.names, report.budget.beside_chain(report.sequence)
-    length = len(report.chain)
+def schedule_picture(facts: ReportFacts) -> SchedulePicture:
+    """Every operation of the plan, and from when to when each stage keeps something."""
+    found = moments(facts.chain, facts.sequence)
+    names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
+    length = len(facts.chain)
     ran = (
         Ran(
             length if isinstance(moment.operation, Loss) else moment.operation.stage,
@@ -73,7 +73,7 @@ def schedule_picture(report: Report) -> SchedulePicture:
 
 
 def lives(found: tuple[Moment, ...], stage: int) -> Iterator[Kept]:
-    """From when to when something is kept for `stage`: its input alone, or all that its backward needs."""
+    """Every period in which something is kept for `stage`: its input alone, or all that its backward needs."""
     first, now = 0, ""
     for row, moment in enumerate(found):
         kept = _state(moment, stage)

@@ -1,7 +1,7 @@
 """Memory against time, as shapes: a step function over all limits, this plan on it, and strategies as letters.
 
-Time is drawn as the logarithm of its ratio to the plain one, so that what ten percent buy can be seen where the least
-memory costs many times as much.
+Time is drawn as the logarithm of its ratio to the plain one. The least memory may cost many times the plain time, and
+what ten percent more time saves can still be seen.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from rotor_py.report.axis import Column, round_numbers
-from rotor_py.report.report import Report
+from rotor_py.report.facts import ReportFacts
+from rotor_py.report.html.axis import Column, round_numbers
 from rotor_py.report.sweep import Point, Sweep
-from rotor_py.report.text import format_seconds
 from rotor_py.report.wording import format_share
-from rotor_py.units import format_bytes
+from rotor_py.units import format_bytes, format_seconds
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 240, 56, 28, 32, 44
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 _APART, _FINEST = 20, 0.02
+"""The least distance between two labels of the time axis, in pixels; and a share for curves below a tenth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point: where it is, what is said of it, and its letter with the place of that."""
+    """A point and what it says when it is pointed at; and its letter, with the place where the letter stands."""
 
     x: float
     y: float
@@ -49,17 +49,18 @@ class CurvePicture:
     legend: tuple[tuple[str, str], ...]
 
 
-def curve_picture(report: Report, sweep: Sweep) -> CurvePicture | None:
-    """The curve of `sweep` and the plan of `report`; None where there is nothing to choose from."""
+def curve_picture(facts: ReportFacts, sweep: Sweep) -> CurvePicture | None:
+    """The curve of `sweep` and the plan of `facts`; None where there is nothing to choose from."""
     points = sweep.points
     if len(points) < 2:
         return None
-    plan = Point("", report.peak_bytes, report.step_seconds, report.overhead, report.sequence)
+    plan = Point("", facts.peak_bytes, facts.step_seconds, facts.overhead, facts.sequence)
     least, most = min(points[0].mem_limit, plan.mem_limit), max(points[-1].mem_limit, plan.mem_limit)
     margin = 0.04 * (most - least)
     left, right = least - margin, most + margin
     highest = max(*(math.log(point.overhead) for point in (*points, plan)), math.log1p(_FINEST))
-    # Strategies may make the curve half as high, no less.
+    # A strategy may cost many times what the curve does. Those up to twice as high (in logarithms) are in the picture;
+    # one that is higher would press the curve flat, and is only listed in the legend.
     others = [math.log(point.overhead) for point in sweep.strategies]
     highest = 1.08 * max(highest, *(other for other in others if other <= 2 * highest), 0.0)
 
@@ -72,7 +73,7 @@ def curve_picture(report: Report, sweep: Sweep) -> CurvePicture | None:
     def inside(point: Point) -> bool:
         return left <= point.mem_limit <= right and y(point.overhead) >= TOP
 
-    limit = report.mem_limit
+    limit = facts.mem_limit
     limit_x = x(limit) if limit is not None and left <= limit <= right else None
     return CurvePicture(
         line="".join(_line([(x(point.mem_limit), y(point.overhead)) for point in points])),
@@ -103,7 +104,7 @@ def _line(corners: list[tuple[float, float]]) -> Iterator[str]:
 
 
 def _columns(sweep: Sweep, starts: list[float]) -> Iterator[Column]:
-    """What is not enough; then from every limit to the next, what the plan for it costs."""
+    """First the limits that are too small for any plan; then, from every limit to the next, what its plan costs."""
     yield Column(LEFT, starts[0] - LEFT, f"no plan needs less than {format_bytes(sweep.points[0].mem_limit)}")
     for (point, above), (start, end) in zip(
         pairwise((*sweep.points, None)), pairwise((*starts, float(LEFT + WIDTH))), strict=True
@@ -129,7 +130,7 @@ def _named(point: Point, inside: bool) -> str:
 
 
 def _shares(highest: float) -> list[float]:
-    """The round shares of more time that are far enough from each other to be written."""
+    """The round shares of more time whose labels have room beside each other."""
     found = [0.0]
     for share in (_FINEST, *_SHARES) if highest < math.log1p(0.1) else _SHARES:
         place = math.log1p(share)
@@ -141,7 +142,10 @@ def _shares(highest: float) -> list[float]:
 def _placed(
     points: list[tuple[str, float, float, str]], others: list[tuple[float, float]], wall: float | None
 ) -> Iterator[Mark]:
-    """The points with letters as near to them as there is room beside `others` and the line at `wall`."""
+    """The points, with each letter as near to its point as `others`, other letters and the line at `wall` allow.
+
+    Places are tried from the nearest outwards, and above to the right first, as one would write a label.
+    """
     taken = [*others, *((x, y) for _, x, y, _ in points)]
     around = product(range(-70, 71, 10), range(-65, 66, 13))
     offsets = sorted(around, key=lambda by: (by[0] - 10) ** 2 + (by[1] + 13) ** 2)
@@ -153,7 +157,7 @@ def _placed(
 
 
 def _free(place: tuple[float, float], taken: list[tuple[float, float]], wall: float | None) -> bool:
-    """Whether a letter can stand here: inside the picture, and upon nothing else."""
+    """Whether a letter can stand here: inside the picture, and on nothing else."""
     x, y = place
     inside = LEFT + 6 <= x <= LEFT + WIDTH + RIGHT - 8 and TOP <= y <= TOP + HEIGHT - 6
     clear = wall is None or abs(x - wall) >= 8

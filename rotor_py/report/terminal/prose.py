@@ -1,4 +1,7 @@
-"""Sentences in which no line ends between a number and its unit. Rich would end it at a no-break space, too."""
+"""Sentences in which no line ends between a number and its unit.
+
+No-break spaces alone do not do it: rich ends a line at them, too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _SPACE = re.compile(r"(?<!\d) +|(?<=\d) +(?!(?:[kMGT]?B\b|[mµ]?s\b|%))")
 
 
 class Prose:
-    """A text that is wrapped between words, amounts and what no-break spaces hold together."""
+    """A text that is wrapped between words, but not inside an amount or at a no-break space."""
 
     def __init__(self, text: Text | str) -> None:
         self.text = Text(text) if isinstance(text, str) else text

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
-from rotor_cli.facts import Facts, Verified
 from rotor_py.by_hand.by_level import ByLevel
 from rotor_py.by_hand.levels import LEVELS
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Progress
+from rotor_py.report.facts import ReportFacts
+from rotor_py.trials.verification import Verification
 from rotor_solver import (
     Algorithm,
     ForwardCheck,
@@ -32,8 +32,12 @@ OPTIMAL, EVERY = "optimal", "every n layers"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A strategy and the predicted cost of a whole step with it; what does not fit is shown at its least peak."""
+class ComparedStrategy:
+    """A strategy and the predicted cost of a whole step with it, in bytes and seconds.
+
+    A strategy that does not fit into the limit is at its least peak. `overhead` is the ratio of its time to the plain
+    one.
+    """
 
     strategy: str
     fits: bool
@@ -41,38 +45,39 @@ class Row:
     step_seconds: float
     overhead: float
     sequence: Sequence
-    verified: Verified | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """One entry of the list "compare": seconds and bytes; what was measured, where it was."""
-        data: dict[str, Any] = {
-            "strategy": self.strategy,
-            "fits": self.fits,
-            "peak_bytes": self.peak_bytes,
-            "step_seconds": self.step_seconds,
-            "overhead": self.overhead,
-        }
-        if self.verified is not None:
-            data["measured_peak_bytes"] = self.verified.measured_peak_bytes
-            data["measured_step_seconds"] = self.verified.measured_step_seconds
-            data["max_grad_difference"] = self.verified.max_grad_difference
-        return data
+    verified: Verification | None = None
+    """What real steps showed, where any were trained."""
 
 
-def compare(facts: Facts, model: nn.Module, slots: int, progress: Progress | None = None) -> tuple[Row, ...]:
-    """The plan of `facts`, then the other strategies for `model`: those that fit, fastest first, then the others."""
+def compare(
+    facts: ReportFacts, model: nn.Module, slots: int = 500, progress: Progress | None = None
+) -> tuple[ComparedStrategy, ...]:
+    """The plan of `facts`, then every other strategy at the same limit: those that fit, fastest first, then the others.
+
+    Args:
+        facts: `Checkpointable.report()`, of a plan with a limit.
+        model: the model that the report is about; its modules decide which levels there are.
+        slots: how finely the solver divides memory.
+        progress: called with (strategies done, all of them, name of the next).
+
+    Raises:
+        ValueError: the plan has no limit, so there is none to compare at.
+    """
+    limit = facts.mem_limit
+    if limit is None:
+        raise ValueError("the plan has no limit at which strategies could be compared; plan with mem_limit=")
     others = []
     for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
-        sequence = at_limit(facts.budget, algorithm, facts.mem_limit)
-        others.append(_row(facts, name, sequence))
-    others.sort(key=lambda row: (not row.fits, row.step_seconds if row.fits else 0.0, row.peak_bytes))
-    return (_row(facts, OPTIMAL, facts.sequence), *others)
+        sequence = at_limit(facts.budget, algorithm, limit)
+        others.append(_compared(facts, limit, name, sequence))
+    others.sort(key=lambda each: (not each.fits, each.step_seconds if each.fits else 0.0, each.peak_bytes))
+    return (_compared(facts, limit, OPTIMAL, facts.sequence), *others)
 
 
-def with_verified(rows: tuple[Row, ...], found: list[Verified]) -> tuple[Row, ...]:
-    """The rows with what was measured of those that fit, in their order."""
+def with_verified(compared: Iterable[ComparedStrategy], found: Iterable[Verification]) -> tuple[ComparedStrategy, ...]:
+    """The same with what was measured: `found` has a result for each strategy that fits, in their order."""
     measured = iter(found)
-    return tuple(replace(row, verified=next(measured)) if row.fits else row for row in rows)
+    return tuple(replace(each, verified=next(measured)) if each.fits else each for each in compared)
 
 
 def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, Algorithm]:
@@ -89,9 +94,9 @@ def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, 
 
 
 def leanest_of_each(
-    facts: Facts, model: nn.Module, slots: int, progress: Progress | None = None
+    facts: ReportFacts, model: nn.Module, slots: int, progress: Progress | None = None
 ) -> dict[str, Sequence]:
-    """Every strategy by name, with the least memory that it can do with."""
+    """A sequence of every strategy by name, each with the least memory that the strategy needs."""
     found = {}
     for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
         sequence = leanest(facts.budget, algorithm)
@@ -100,7 +105,7 @@ def leanest_of_each(
 
 
 def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tuple[str, Algorithm]]:
-    """The strategies, each of which is told before it is worked on."""
+    """The strategies one by one; `progress` is told about each before it is worked on."""
     for done, (name, algorithm) in enumerate(found.items()):
         if progress is not None:
             progress(done, len(found), name)
@@ -109,7 +114,8 @@ def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tu
 
 def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
     """What `algorithm` plans for a step within `mem_limit` bytes; where that is too little, its leanest sequence."""
-    # What is computed twice needs a snapshot of the random state, and what is not does not.
+    # A plan that computes something twice needs room for a snapshot of the random state; whether it does is only known
+    # afterwards. So all the room is tried first, and the room beside a snapshot if the plan turns out to need one.
     for room in (mem_limit - budget.fixed.total, budget.chain_limit(mem_limit)):
         try:
             sequence = algorithm.solve(budget.chain, max(0, room))
@@ -121,7 +127,7 @@ def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
 
 
 def leanest(budget: Budget, algorithm: Algorithm) -> Sequence:
-    """What `algorithm` plans at the least limit at which it plans anything."""
+    """What `algorithm` plans at the least limit at which it has a plan at all."""
     try:
         return algorithm.solve(budget.chain, 0)
     except InfeasibleError as error:
@@ -129,7 +135,7 @@ def leanest(budget: Budget, algorithm: Algorithm) -> Sequence:
 
 
 def named(strategy: str, sequence: Sequence) -> str:
-    """The strategy's name, with the distance of its checkpoints where it is about that."""
+    """The strategy's name; for checkpoints at a distance, with the distance that was chosen."""
     if strategy != EVERY:
         return strategy
     before_loss = sequence[: list(sequence).index(Loss())]
@@ -140,7 +146,7 @@ def named(strategy: str, sequence: Sequence) -> str:
 
 
 def _levels(model: nn.Module, names: list[str]) -> dict[str, Algorithm]:
-    """The levels that the model has: those at which its stages are grouped in another way than one level below."""
+    """The levels that the model has: those that group its stages in another way than the level below does."""
     found: dict[str, Algorithm] = {}
     below: list[str | None] = [None] * len(names)
     for level in sorted(set(LEVELS) - {0}):
@@ -152,11 +158,11 @@ def _levels(model: nn.Module, names: list[str]) -> dict[str, Algorithm]:
     return found
 
 
-def _row(facts: Facts, strategy: str, sequence: Sequence) -> Row:
+def _compared(facts: ReportFacts, limit: int, strategy: str, sequence: Sequence) -> ComparedStrategy:
     peak, seconds = facts.budget.peak_bytes(sequence), facts.seconds_of(sequence)
-    return Row(
+    return ComparedStrategy(
         strategy=named(strategy, sequence),
-        fits=peak <= facts.mem_limit,
+        fits=peak <= limit,
         peak_bytes=peak,
         step_seconds=seconds,
         overhead=seconds / facts.store_all_seconds if facts.store_all_seconds else 1.0,

@@ -1,19 +1,22 @@
-"""The memory of a step by operation, as shapes: layers by owner, one upon the other, and the limit as a line."""
+"""The memory of a step by operation, as shapes: a layer for each owner, stacked, and the limit as a line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rotor_py.report.axis import Column, round_numbers
+from rotor_py.report.facts import ReportFacts
+from rotor_py.report.html.axis import Column, round_numbers
 from rotor_py.report.optimizer_step import OptimizerStep, optimizer_step
-from rotor_py.report.report import Report
 from rotor_py.report.wording import sentence
 from rotor_py.units import format_bytes
 from rotor_solver import Moment, moments
 
 HEIGHT, LEFT, TOP = 280, 64, 12
 _FEW, _NARROW, _WIDE = 600, 9, 40
+"""Pixels: the width that few operations share, and the least and the largest width of a column."""
+_NEAR = 1.5
+"""A limit above this multiple of the peak is not drawn: it would flatten everything else. The number is a guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +41,21 @@ class MemoryPicture:
     limit_y: float | None
 
 
-def memory_picture(report: Report) -> MemoryPicture:
-    """Layers add up to the simulated memory after every operation, the last of them to that while it runs.
+def memory_picture(facts: ReportFacts) -> MemoryPicture:
+    """One column for each operation, and one for the optimizer's step, where an optimizer is known.
 
-    The last column is the optimizer's step, where an optimizer is known.
+    Without the topmost layer, a column adds up to the simulated memory after its operation; with it, to the memory
+    while the operation runs.
     """
-    found, step_after = moments(report.chain, report.sequence), optimizer_step(report)
-    names, beside = report.measurement.names, report.budget.beside_chain(report.sequence)
+    found, step_after = moments(facts.chain, facts.sequence), optimizer_step(facts)
+    names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
     sentences = [sentence(moment, names, beside) for moment in found]
     top = beside + max(moment.during for moment in found)
     if step_after is not None:
         sentences.append(step_after.sentence)
         top = max(top, step_after.total)
-    limit = report.mem_limit
-    near = limit is not None and limit <= 1.5 * top
+    limit = facts.mem_limit
+    near = limit is not None and limit <= _NEAR * top
     full = max(top, limit if near and limit is not None else 0) * 1.04
     step = min(_WIDE, max(_NARROW, _FEW / len(sentences)))
 
@@ -60,7 +64,7 @@ def memory_picture(report: Report) -> MemoryPicture:
 
     below = [0] * len(sentences)
     layers = []
-    for layer in layers_of(report, found, step_after):
+    for layer in layers_of(facts, found, step_after):
         above = [low + size for low, size in zip(below, layer.sizes, strict=True)]
         outline = " ".join(_outline([y(size) for size in below], [y(size) for size in above], step))
         layers.append(Layer(layer.name, layer.sizes, layer.colour, outline))
@@ -77,13 +81,13 @@ def memory_picture(report: Report) -> MemoryPicture:
     )
 
 
-def layers_of(report: Report, found: tuple[Moment, ...], step: OptimizerStep | None = None) -> Iterator[Layer]:
+def layers_of(facts: ReportFacts, found: tuple[Moment, ...], step: OptimizerStep | None = None) -> Iterator[Layer]:
     """From the bottom to the top: the fixed part, the chain's input, stages, the output, gradients, and the rest.
 
-    After the sizes of the moments comes that of the optimizer's `step`, if there is one.
+    A layer has one size for each moment, in bytes, and one more for the optimizer's `step`, if there is one.
     """
-    chain, names = report.chain, report.measurement.names
-    beside = report.budget.beside_chain(report.sequence)
+    chain, names = facts.chain, facts.measurement.names
+    beside = facts.budget.beside_chain(facts.sequence)
 
     def layer(name: str, colour: str, sizes: Iterable[int], stepping: int = 0) -> Layer:
         return Layer(name, (*sizes, *(() if step is None else (stepping,))), colour)
@@ -124,7 +128,7 @@ def _outline(below: list[float], above: list[float], step: float) -> Iterator[st
 
 
 def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
-    """To every height, and along it to the end of its column; columns of one height make one line."""
+    """Steps from height to height, each as long as its column; neighbours of one height make one line."""
     for at, (height, end) in enumerate(zip(heights, ends, strict=True)):
         if at == 0 or height != heights[at - 1]:
             yield f"V{height:.1f}"

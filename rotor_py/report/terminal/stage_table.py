@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from rotor_py.report.report import Report
+from rotor_py.report.facts import ReportFacts
+from rotor_py.report.stage_rows import HEADINGS, stage_rows
 from rotor_py.units import format_bytes, format_seconds
 
-_HEADINGS = ("forward", "backward", "output", "kept", "scratch")
 _GAP = "  "
 _PIECE = re.compile(r"[^.+_-]*[.+_-]+|[^.+_-]+")
 
@@ -20,23 +20,16 @@ _PIECE = re.compile(r"[^.+_-]*[.+_-]+|[^.+_-]+")
 class StageTable:
     """What every stage costs, and what happens to it."""
 
-    def __init__(self, report: Report) -> None:
-        costs = report.measurement.stages
-        self.names, self.actions = report.measurement.names, report.actions()
-        self.numbers = [
-            (
-                format_seconds(cost.forward_seconds),
-                format_seconds(cost.backward_seconds),
-                format_bytes(cost.activation_bytes),
-                format_bytes(cost.saved_bytes),
-                format_bytes(max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes)),
-            )
-            for cost in costs
-        ]
-        self.widths = [max(map(len, column)) for column in zip(_HEADINGS, *self.numbers, strict=True)]
+    def __init__(self, facts: ReportFacts) -> None:
+        rows = list(stage_rows(facts))
+        self.names = [row.name for row in rows]
+        self.actions = [row.action for row in rows]
+        self.numbers = [(*map(format_seconds, row.seconds), *map(format_bytes, row.bytes)) for row in rows]
+        self.widths = [max(map(len, column)) for column in zip(HEADINGS, *self.numbers, strict=True)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = options.max_width - sum(self.widths) - len(_GAP) * (len(_HEADINGS) + 1)
+        # Numbers are never broken; what they leave is shared by the name and the action, which may be broken.
+        room = options.max_width - sum(self.widths) - len(_GAP) * (len(HEADINGS) + 1)
         action = max((len(word) for text in ("happens", *self.actions) for word in text.split()), default=0)
         piece = max(len(part) for name in ("stage", *self.names) for part in _PIECE.findall(name))
         if piece + action <= room:
@@ -48,7 +41,7 @@ class StageTable:
     def _lines(self, name: int, action: int) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
         table.add_column("stage", max_width=name)
-        for heading in _HEADINGS:
+        for heading in HEADINGS:
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("what happens", max_width=action)
         for text, numbers, happens in zip(self.names, self.numbers, self.actions, strict=True):
@@ -56,9 +49,9 @@ class StageTable:
         return table
 
     def _blocks(self, width: int) -> Iterator[Text]:
-        """Name and fate of a stage, and its numbers in a line below."""
+        """The name of a stage and what happens to it, and its numbers in a line below."""
         yield Text("stage, and what happens", style="bold")
-        yield Text(self._columns(_HEADINGS), style="bold", no_wrap=True)
+        yield Text(self._columns(HEADINGS), style="bold", no_wrap=True)
         for name, numbers, happens in zip(self.names, self.numbers, self.actions, strict=True):
             *above, last = broken(name, width)
             yield from map(Text, above)
@@ -69,7 +62,7 @@ class StageTable:
                 yield Text(happens, style=_style(happens))
             yield Text(self._columns(numbers), no_wrap=True)
 
-    def _columns(self, cells: tuple[str, ...]) -> str:
+    def _columns(self, cells: Iterable[str]) -> str:
         return _GAP + _GAP.join(f"{cell:>{width}}" for cell, width in zip(cells, self.widths, strict=True))
 
 
@@ -78,7 +71,7 @@ def _style(action: str) -> str:
 
 
 def broken(name: str, width: int) -> list[str]:
-    """A name in lines of at most `width` characters, which end where its parts do, if they are not longer than that."""
+    """A name in lines of at most `width` characters; a line ends where a part of the name does, if the part fits."""
     lines, width = [""], max(1, width)
     for piece in _PIECE.findall(name):
         if lines[-1] and len(lines[-1]) + len(piece) > width:

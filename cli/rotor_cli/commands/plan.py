@@ -1,0 +1,116 @@
+"""From a request to all facts: load the model, measure it, plan, compare, and train steps to verify."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rotor_cli.errors import INFEASIBLE, Failure, explained
+from rotor_cli.facts import Facts
+from rotor_cli.loading.device import device_of, limit_on
+from rotor_cli.loading.model_file import ModelFile, load
+from rotor_cli.request import Request
+from rotor_py import Checkpointable, InfeasibleError, compare, verify
+from rotor_py.report.progress import Activities, activities
+from rotor_py.report.sweeping import sweep
+from rotor_py.trials.comparison import leanest_of_each, with_verified
+from rotor_py.trials.default_loss import default_loss
+from rotor_solver import store_all, watched
+
+
+def plan(request: Request) -> Facts:
+    """All facts that are asked for; on a terminal, with a line about what is being done.
+
+    Failure, with the exit code that the command's help names, if that cannot be done.
+    """
+    with activities(quiet=request.quiet) as shown:
+        device = device_of(request.device)
+        # Read before the model is loaded, which may take long: a typing error is told at once.
+        limit = limit_on(device, request.mem_limit) if request.limited and request.overhead is None else None
+        shown.doing("loading")(0, 0, request.model)
+        found = load(request.model, device, request.batch, request.shape, request.config)
+        network = _measured(found, limit, request, shown)
+        facts = _stored(found, network, request)
+        if request.sweep or request.overhead is not None:
+            facts = _swept(facts, network, request, shown)
+        if request.limited:
+            with watched(shown.doing("solving")):
+                facts = _planned(facts, network, limit, request)
+        if request.plan_file is not None:
+            network.save_plan(request.plan_file)
+        if request.compare:
+            compared = compare(facts, network.model, request.slots, shown.doing("comparing"))
+            facts = replace(facts, compared=compared)
+        return _verified(facts, network, found, request, shown) if request.verify else facts
+
+
+def _measured(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
+    with explained(found.file):
+        network = Checkpointable(
+            found.model,
+            mem_limit=limit,
+            mem_slots=request.slots,
+            loss=found.loss or default_loss,
+            optimizer=found.optimizer,
+            fresh_grads=request.fresh_grads,
+            progress=shown.doing("measuring"),
+        )
+        network.measure(found.sample)
+    return network
+
+
+def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:
+    """The facts before anything is planned: those of storing everything, without a limit."""
+    assert network.budget is not None
+    assert network.inspection_values is not None
+    stored = store_all(network.budget.chain)
+    return Facts(
+        title=found.name,
+        device=str(network.device),
+        mem_limit=network.budget.peak_bytes(stored),
+        budget=network.budget,
+        measurement=network.inspection_values,
+        sequence=stored,
+        arguments=(
+            *(("loss=loss",) if found.loss else ()),
+            *(("optimizer=optimizer",) if found.optimizer else ()),
+            *(("fresh_grads=True",) if request.fresh_grads else ()),
+        ),
+        limited=request.limited,
+    )
+
+
+def _swept(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:
+    others = leanest_of_each(facts, network.model, request.slots, shown.doing("sweeping"))
+    with watched(shown.doing("sweeping")):
+        return replace(facts, sweep=sweep(facts, request.slots, others))
+
+
+def _planned(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:
+    """With the plan for `limit`, or else for the time that is allowed."""
+    if request.overhead is not None:
+        # The sweep has solved for every limit already, so its sequence is taken over and not solved for again.
+        assert facts.sweep is not None
+        point = facts.sweep.least_for(request.overhead)
+        network.mem_limit, network.sequence = point.mem_limit, point.sequence
+        return replace(facts, mem_limit=point.mem_limit, sequence=point.sequence)
+    assert limit is not None
+    try:
+        return replace(facts, mem_limit=limit, sequence=network.compute_sequence())
+    except InfeasibleError as error:
+        raise Failure(str(error), INFEASIBLE) from error
+
+
+def _verified(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, shown: Activities) -> Facts:
+    """With what real steps showed: of the plan, and of every other strategy that fits."""
+    with explained(found.file):
+        results = verify(
+            network,
+            found.sample,
+            loss=found.loss,
+            optimizer=found.optimizer,
+            fresh_grads=request.fresh_grads,
+            others=[each.sequence for each in facts.compared[1:] if each.fits],
+            operations=request.trace_file is not None,
+            progress=shown.doing("verifying:"),
+        )
+    return replace(facts, verified=results[0], compared=with_verified(facts.compared, results))

@@ -1,0 +1,64 @@
+"""The sample: from a file, a shape or a batch size to tensors on the device."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from rotor_cli.errors import usage
+
+DEFAULT_BATCH = 8
+"""For a function of the batch size that has no default of its own."""
+
+
+def made_by(sample: Any, batch: int | None) -> Any:
+    """`sample` itself, or what it makes if it is a function of the batch size."""
+    if not callable(sample) or isinstance(sample, torch.Tensor):
+        return sample
+    required = [p for p in inspect.signature(sample).parameters.values() if p.default is p.empty]
+    if batch is None and not required:
+        return sample()
+    return sample(DEFAULT_BATCH if batch is None else batch)
+
+
+def with_batch(sample: Any, batch: int) -> Any:
+    """The sample with `batch` rows, its own repeated or cut; Failure if that is no size of a batch."""
+    if batch < 1:
+        raise usage(f"--batch is {batch}; a batch has at least one sample")
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0 or len(tensor) in (0, batch):
+            return tensor
+        return tensor.detach()[torch.arange(batch) % len(tensor)].requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, resized, sample)
+
+
+def tensor_of(shape: str) -> torch.Tensor:
+    """A random tensor of a shape such as `32,3,224,224`, or zeros for whole numbers, as in `8,128:int64`.
+
+    Failure if `shape` is none.
+    """
+    sizes, _, kind = shape.partition(":")
+    dtype = getattr(torch, kind or "float32", None)
+    try:
+        dimensions = [int(size) for size in sizes.split(",")]
+    except ValueError:
+        dimensions = []
+    if not dimensions or min(dimensions) < 1 or not isinstance(dtype, torch.dtype):
+        raise usage(f"--input {shape!r} is not a shape; write for example 32,3,224,224 or 8,128:int64")
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(dimensions, dtype=dtype)
+    return torch.zeros(dimensions, dtype=dtype)
+
+
+def moved_to(device: torch.device, sample: Any) -> Any:
+    """The sample with every tensor on `device`; those that need a gradient are leaves there."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == device else tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, moved, sample)

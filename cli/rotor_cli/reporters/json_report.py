@@ -1,0 +1,108 @@
+"""The report as data, with a schema number: seconds and bytes, as their keys say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rotor_cli.facts import Facts
+from rotor_py.report.sweep import Point, Sweep
+from rotor_py.trials.comparison import ComparedStrategy
+from rotor_py.trials.verification import Verification
+
+SCHEMA = 1
+"""Raised when a key is dropped or changes its meaning; new keys leave it as it is."""
+
+
+def json_report(facts: Facts) -> dict[str, Any]:
+    """What `--json` writes. Without a limit, there is neither "mem_limit" nor "plan"."""
+    data: dict[str, Any] = {
+        "schema": SCHEMA,
+        "device": facts.device,
+        "mem_limit": facts.mem_limit,
+        "fixed_bytes": facts.budget.fixed.total,
+        "min_bytes": facts.budget.least_bytes(),
+        "store_all": {"peak_bytes": facts.store_all_bytes, "step_seconds": facts.store_all_seconds},
+        "plan": {
+            "peak_bytes": facts.peak_bytes,
+            "step_seconds": facts.step_seconds,
+            "overhead": facts.overhead,
+            "sequence": str(facts.sequence),
+            "algorithm": facts.sequence.algorithm,
+            "gap": facts.gap,
+        },
+        "stages": _stages(facts),
+    }
+    if facts.verified is not None:
+        data["verify"] = _verify(facts.verified)
+    if facts.compared:
+        data["compare"] = [_strategy(compared) for compared in facts.compared]
+    if facts.sweep is not None:
+        data["sweep"] = _sweep(facts.sweep)
+    if not facts.limited:
+        del data["mem_limit"], data["plan"]
+    return data
+
+
+def _stages(facts: Facts) -> list[dict[str, Any]]:
+    measured = facts.measurement
+    return [
+        {
+            "name": name,
+            "forward_seconds": cost.forward_seconds,
+            "nograd_seconds": cost.nograd_seconds,
+            "backward_seconds": cost.backward_seconds,
+            "activation_bytes": cost.activation_bytes,
+            "saved_bytes": cost.saved_bytes,
+            "forward_temp_bytes": cost.forward_temp_bytes,
+            "nograd_temp_bytes": cost.nograd_temp_bytes,
+            "backward_temp_bytes": cost.backward_temp_bytes,
+            "replay_temp_bytes": cost.replay_temp_bytes,
+            "in_part": None
+            if in_part is None
+            else {
+                "forward_seconds": in_part.forward_seconds,
+                "backward_seconds": in_part.backward_seconds,
+                "saved_bytes": in_part.saved_bytes,
+            },
+            "action": action,
+        }
+        for name, cost, in_part, action in zip(
+            measured.names, measured.stages, measured.in_part_by_stage, facts.actions(), strict=True
+        )
+    ]
+
+
+def _verify(found: Verification) -> dict[str, Any]:
+    return {
+        "measured_peak_bytes": found.measured_peak_bytes,
+        "measured_step_seconds": found.measured_step_seconds,
+        "max_grad_difference": found.max_grad_difference,
+        "plain_peak_bytes": found.plain_peak_bytes,
+        "plain_step_seconds": found.plain_step_seconds,
+    }
+
+
+def _strategy(compared: ComparedStrategy) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "strategy": compared.strategy,
+        "fits": compared.fits,
+        "peak_bytes": compared.peak_bytes,
+        "step_seconds": compared.step_seconds,
+        "overhead": compared.overhead,
+    }
+    if compared.verified is not None:
+        data["measured_peak_bytes"] = compared.verified.measured_peak_bytes
+        data["measured_step_seconds"] = compared.verified.measured_step_seconds
+        data["max_grad_difference"] = compared.verified.max_grad_difference
+    return data
+
+
+def _sweep(sweep: Sweep) -> dict[str, Any]:
+    return {
+        "points": [{**_point(point), "activations_saved": sweep.saved(point)} for point in sweep.points],
+        "strategies": [{"strategy": point.name, **_point(point)} for point in sweep.strategies],
+    }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return {"mem_limit": point.mem_limit, "step_seconds": point.step_seconds, "overhead": point.overhead}

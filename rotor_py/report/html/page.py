@@ -1,0 +1,79 @@
+"""The report as one page that loads nothing."""
+
+from __future__ import annotations
+
+from html import escape
+
+from rotor_py.report.facts import ReportFacts
+from rotor_py.report.html import curve_picture as curve
+from rotor_py.report.html import schedule_picture as schedule
+from rotor_py.report.html.memory_picture import LEFT, memory_picture
+from rotor_py.report.stage_rows import HEADINGS, StageRow, stage_rows
+from rotor_py.report.sweep import Sweep
+from rotor_py.report.wording import format_gap, saving
+from rotor_py.units import format_bytes, format_seconds
+
+
+def page(facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = ()) -> str:
+    """The page as text; `remarks` are lines under the verdict."""
+    # Imported here because most who train never make a page.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("rotor_py.report.html"),
+        autoescape=True,  # names of modules are the user's
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    begin, rest = facts.verdict()
+    reason = facts.peak_reason()
+    return environment.get_template("report.html").render(
+        title=facts.title,
+        fits=facts.fits,
+        begin=begin,
+        rest=rest,
+        remarks=remarks if reason is None else (reason, *remarks),
+        amounts=_amounts(facts),
+        parts=facts.budget.parts() or "nothing",
+        curve=curve.curve_picture(facts, sweep),
+        axes=curve,
+        saving=saving(sweep),
+        memory=memory_picture(facts),
+        left=LEFT,
+        schedule=schedule.schedule_picture(facts),
+        cell=schedule,
+        headings=("#", "stage", *HEADINGS, "what happens"),
+        stages=[(row.name, _cells(row), row.action) for row in stage_rows(facts)],
+        sequence=str(facts.sequence),
+    )
+
+
+def frame(text: str) -> str:
+    """A page in a frame, for a notebook, whose own page its styles and scripts then do not touch."""
+    source = escape(text, quote=True)
+    return f'<iframe srcdoc="{source}" title="plan" style="width: 100%; height: 720px; border: 0"></iframe>'
+
+
+def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
+    limit = "none" if facts.mem_limit is None else format_bytes(facts.mem_limit)
+    found = [
+        ("limit", limit),
+        ("planned peak", format_bytes(facts.peak_bytes)),
+        ("fixed part", format_bytes(facts.budget.fixed.total)),
+        ("least possible", format_bytes(facts.budget.least_bytes())),
+        ("storing everything", format_bytes(facts.store_all_bytes)),
+        ("planned step", format_seconds(facts.step_seconds)),
+        ("plain step", format_seconds(facts.store_all_seconds)),
+        ("overhead", f"{facts.overhead - 1:+.1%}"),
+    ]
+    gap = facts.gap
+    return found if gap is None else [*found, ("from the optimum", format_gap(gap))]
+
+
+def _cells(row: StageRow) -> list[tuple[float, str]]:
+    """The numbers of a row: what to sort by, and what to show."""
+    return [
+        *((seconds, format_seconds(seconds)) for seconds in row.seconds),
+        *((float(size), format_bytes(size)) for size in row.bytes),
+    ]

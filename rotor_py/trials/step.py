@@ -1,0 +1,134 @@
+"""A training step that can be taken again from the same state, to be measured in one way after the other."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from rotor_profiling import RandomState, leaves_of, measured_peak, tensors_in
+from rotor_py.trials.left_alone import put_back
+from rotor_py.trials.operations import TimedOperation, measured_operations
+from rotor_solver import Sequence
+
+TIMED_STEPS = 3
+"""Steps of which the median time is taken: the fewest whose median one disturbed step cannot spoil."""
+
+Network = Callable[..., Any]
+"""What a step runs: the model itself, or something that runs it by a plan, with the same parameters."""
+
+
+class TrainingStep:
+    """Forward, loss, backward and the optimizer's step, of `model` on `sample`.
+
+    `sample` is a tensor, a tuple of positional or a dict of keyword arguments; `loss` is a function of the output.
+    With `fresh_grads`, gradients are freed between steps; without, they are set to zero and stay in memory.
+    Without `steps_optimizer`, the optimizer's state counts as memory, but the optimizer takes no step.
+
+    Each of the methods begins with the same parameters, buffers and random state, and puts them back. Gradients and the
+    optimizer's state go on existing from one to the next, as they do in training: see `left_alone`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Any,
+        loss: Callable[[Any], torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        *,
+        fresh_grads: bool,
+        steps_optimizer: bool = True,
+    ) -> None:
+        self.model, self.sample, self.loss, self.optimizer = model, sample, loss, optimizer
+        self.device, self.fresh_grads, self.steps_optimizer = device, fresh_grads, steps_optimizer
+
+    @contextmanager
+    def taken(self, network: Network) -> Iterator[int]:
+        """The measured peak of a step, in bytes; inside the context, gradients and buffers are those after the step."""
+        with self._restored():
+            self._train(network)  # the first step makes gradients and optimizer state, which all others find
+        with self._restored():
+            self._clear()
+            yield measured_peak(lambda: self._train(network), self._present(), self.device)
+
+    def results(self) -> list[torch.Tensor]:
+        """The gradients and buffers that there are now."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [*gradients, *self.model.buffers()]
+
+    def seconds(self, network: Network) -> float:
+        """The median time of forward, loss and backward. The optimizer's step, the same in all plans, is not in it."""
+        times = []
+        with self._restored():
+            for _ in range(TIMED_STEPS):
+                self._clear()
+                self._synchronize()
+                begin = time.perf_counter()
+                self._forward_backward(network)
+                self._synchronize()
+                times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    def operations(self, network: Network, sequence: Sequence, names: list[str]) -> tuple[TimedOperation, ...]:
+        """What a step does that follows `sequence` in stages called `names`, but for the optimizer's step."""
+        with self._restored():
+            self._clear()
+            return measured_operations(
+                lambda: self._forward_backward(network),
+                sequence,
+                names,
+                self._present(),
+                self.device,
+                between=self._clear,
+            )
+
+    def _train(self, network: Network) -> None:
+        held = self._forward_backward(network)
+        if self.steps_optimizer and self.optimizer is not None:
+            self.optimizer.step()
+        del held  # not before: a training loop holds output and loss to the end of its step, so they count
+
+    def _forward_backward(self, network: Network) -> tuple[Any, torch.Tensor]:
+        """The output and the loss."""
+        sample = tree_map_only(torch.Tensor, _without_history, self.sample)
+        if isinstance(sample, dict):
+            output = network(**sample)
+        else:
+            output = network(*sample) if isinstance(sample, tuple) else network(sample)
+        loss = self.loss(output)
+        loss.backward()
+        return output, loss
+
+    def _clear(self) -> None:
+        self.model.zero_grad(set_to_none=self.fresh_grads)
+
+    def _present(self) -> list[torch.Tensor]:
+        entries = [] if self.optimizer is None else [list(entry.values()) for entry in self.optimizer.state.values()]
+        return [*self.model.parameters(), *self.results(), *tensors_in(entries), *tensors_in(self.sample)]
+
+    def _synchronize(self) -> None:
+        torch.get_device_module(self.device).synchronize(self.device)
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Put the random state back afterwards, and what a step changes in the model."""
+        changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
+        state = RandomState.now((self.device,))
+        try:
+            with put_back(changing):
+                yield
+        finally:
+            state.restore()
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """An input with a gradient gets a new leaf at each step, so that no gradient is left in the caller's tensor."""
+    leaf: torch.Tensor = leaves_of(tensor) if tensor.requires_grad else tensor
+    return leaf

@@ -1,0 +1,160 @@
+"""Take real training steps, planned and plain, and compare peak, time and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.measure.measurement import Progress
+from rotor_py.trials.default_loss import default_loss
+from rotor_py.trials.left_alone import left_alone
+from rotor_py.trials.operations import TimedOperation
+from rotor_py.trials.step import Network, TrainingStep
+from rotor_solver import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a real training step showed, in bytes and seconds.
+
+    Times are of forward, loss and backward; the optimizer's step is in the peaks. `max_grad_difference` is the largest
+    absolute difference of a gradient or buffer from the plain step. It and `plain_*` are None where the plain step did
+    not fit into the device.
+    """
+
+    measured_peak_bytes: int
+    measured_step_seconds: float
+    max_grad_difference: float | None
+    plain_peak_bytes: int | None
+    plain_step_seconds: float | None
+    noise: float = 0.0
+    """By how much two plain steps differ: operators may sum in another order each time."""
+    operations: tuple[TimedOperation, ...] = ()
+    """What the step with the plan did one after the other, if that was asked for."""
+
+    def problem(self, mem_limit: int) -> str | None:
+        """What is wrong with the step for a limit of `mem_limit` bytes, in words; None if nothing is."""
+        if self.measured_peak_bytes > mem_limit:
+            return f"the measured peak of {self.measured_peak_bytes} bytes is over the limit of {mem_limit} bytes"
+        # One measured difference is no bound on the noise, so four times as much is allowed. The factor is a guess.
+        if self.max_grad_difference is not None and not self.max_grad_difference <= 4 * self.noise:
+            return f"gradients or buffers differ from plain training by up to {self.max_grad_difference:g}"
+        return None
+
+
+def verify(
+    network: Checkpointable,
+    sample: Any,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    fresh_grads: bool = False,
+    others: Iterable[Sequence] = (),
+    operations: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Verification, ...]:
+    """Train steps of `network` with its plan and without, from the same state, and compare them.
+
+    The first result is that of the plan; then follows one for each of `others`. Parameters, buffers, gradients, the
+    optimizer's state, the random state, the mode and the plan in use are afterwards what they were.
+
+    Args:
+        network: the model with its plan. Without one, the first step makes it.
+        sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
+        loss: a function of the output that returns a single number; `default_loss` if it is not given.
+        optimizer: takes its step in the steps whose peak is measured. Give what `Checkpointable` was given.
+        fresh_grads: gradients are freed between steps, as `Checkpointable` was told.
+        others: sequences to be followed instead of the plan.
+        operations: take two more steps with the plan, for the time and the memory of each of its operations.
+        progress: called with (steps compared, all of them, what the next one is).
+
+    Raises:
+        UnsupportedModelError: the output depends on nothing that needs a gradient, or the model cannot be planned.
+        InfeasibleError: the network has no plan yet, and none fits.
+        torch.OutOfMemoryError: a step with a plan does not fit into the device. A plain step that does not is no error.
+    """
+    others = list(others)
+    step = TrainingStep(network.model, sample, loss or default_loss, optimizer, network.device, fresh_grads=fresh_grads)
+
+    def tell(done: int, what: str) -> None:
+        if progress is not None:
+            progress(done, 3 + len(others), what)
+
+    with left_alone(network, optimizer):
+        tell(0, "a step with the plan")
+        with_plan = _outcome(step, network)
+        tell(1, "a plain step")
+        plain: _Outcome | None = None
+        noise = 0.0
+        with suppress(torch.OutOfMemoryError):  # people come here because the plain step may not fit
+            found = _outcome(step, network.model)
+            tell(2, "a plain step again")
+            # A captured graph may round in another way than the model's own code. That is no fault of the plan, so
+            # the second plain step runs the graph, and the difference counts as noise.
+            eager = torch.compile(network.model.forward, backend="eager") if network.captured else network.model
+            noise, plain = _difference(_outcome(step, eager).results, found.results), found
+        results = [_compared(with_plan, plain, noise)]
+        del with_plan  # its gradients, on the CPU, are as large as the model
+        if operations:
+            assert network.sequence is not None
+            ran = step.operations(network, network.sequence, network.names)
+            results[0] = replace(results[0], operations=ran)
+        with _same_plan_afterwards(network):
+            for number, sequence in enumerate(others):
+                tell(3 + number, f"a step with {sequence.algorithm or 'another plan'}")
+                network.sequence = sequence
+                results.append(_compared(_outcome(step, network), plain, noise))
+    return tuple(results)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What steps of one network need, and gradients and buffers after one of them, on the CPU."""
+
+    peak_bytes: int
+    seconds: float
+    results: list[torch.Tensor]
+
+
+def _outcome(step: TrainingStep, network: Network) -> _Outcome:
+    with step.taken(network) as peak:
+        results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]
+    return _Outcome(peak, step.seconds(network), results)
+
+
+def _compared(found: _Outcome, plain: _Outcome | None, noise: float) -> Verification:
+    if plain is None:
+        return Verification(found.peak_bytes, found.seconds, None, None, None)
+    difference = _difference(found.results, plain.results)
+    return Verification(found.peak_bytes, found.seconds, difference, plain.peak_bytes, plain.seconds, noise)
+
+
+@contextmanager
+def _same_plan_afterwards(network: Checkpointable) -> Iterator[None]:
+    sequence = network.sequence
+    try:
+        yield
+    finally:
+        network.sequence = sequence
+
+
+def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest absolute difference; infinite where tensors are missing or not a number on one side only."""
+    if len(found) != len(expected):
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(found, expected, strict=True):
+        if torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and _same(a, b)):
+            continue
+        distance = (a.double() - b.double()).abs().max().item()
+        worst = max(worst, distance if distance == distance else float("inf"))
+    return worst
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
