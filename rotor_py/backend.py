@@ -41,11 +41,11 @@ def rotor(
         raise ValueError(f"{sorted(unknown)[0]!r} is no option of the backend rotor; it has {', '.join(_OPTIONS)}")
     if chosen["mem_limit"] is not None:
         parse_bytes(chosen["mem_limit"], device_bytes=1)
-    planner = _Planner(chosen)
+    planner = GraphPlanner(chosen)
     return CapturedGraph(graph_module, frozenset(), int(chosen["granularity"]), planner)
 
 
-class _Planner:
+class GraphPlanner:
     """Plans one graph, and again where an input is larger than before."""
 
     def __init__(self, options: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
-from rotor_py.capture.cut_points import find_cuts
-from rotor_py.capture.fsdp_marks import Borders, enter, leave
-from rotor_py.capture.graph_facts import Facts, carries_gradient, read, tensors_of, written_input
+from rotor_py.capture.cut_points import find_cut_points
+from rotor_py.capture.fsdp_marks import FSDPMarks, enter, leave
+from rotor_py.capture.graph_facts import GraphFacts, carries_gradient, read_graph, tensors_of, written_input
 from rotor_py.capture.graph_stage import context_of, stages_of
 from rotor_py.capture.run_graph import line_of, run_graph
 from rotor_py.errors import UnsupportedModelError
@@ -33,15 +33,15 @@ class CapturedGraph:
         buffers: frozenset[int],
         granularity: int,
         run: Run,
-        borders: Borders | None = None,
+        marks: FSDPMarks | None = None,
     ) -> None:
         self.graph_module = graph_module
-        self._borders = borders
+        self._marks = marks
         self.layers: list[Layer] = []
         self._buffers = buffers
         self._granularity = granularity
         self._run = run
-        self._facts: Facts | None = None
+        self._facts: GraphFacts | None = None
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._entering: list[fx.Node] = []
         self._leaving: list[fx.Node] = []
@@ -56,9 +56,9 @@ class CapturedGraph:
         """Cut the graph into stages."""
         if self._facts is not None:
             return
-        facts = read(self.graph_module, arguments, self._buffers, self._borders)
-        if self._borders is not None:
-            _refuse_lost(facts, self._borders)
+        facts = read_graph(self.graph_module, arguments, self._buffers, self._marks)
+        if self._marks is not None:
+            _refuse_lost(facts, self._marks)
         if (writing := written_input(facts)) is not None:
             raise UnsupportedModelError(
                 f"the model writes into its own input at {line_of(writing)}, which running a stage again would do "
@@ -68,7 +68,7 @@ class CapturedGraph:
         self._owned = dict(facts.owned)
         if not facts.body:
             return
-        self.layers, self._entering, self._leaving = stages_of(facts, find_cuts(facts, self._granularity))
+        self.layers, self._entering, self._leaving = stages_of(facts, find_cut_points(facts, self._granularity))
         made = set(facts.context)
         self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]
         self._context = context_of(facts, self._wanted)
@@ -128,14 +128,14 @@ class CapturedGraph:
         self._owned = {node: values[node] for node in self._owned}
 
 
-def _refuse_lost(facts: Facts, borders: Borders) -> None:
+def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
     """UnsupportedModelError if a module returns what was not understood: nothing would gather for its backward."""
     attached: dict[Any, bool] = {}
     for node in facts.body:
         if node.target is enter:
             attached[node.args[0]] = False
         elif node.target is leave and len(node.args) == 1 and attached[node.args[0]]:
-            group, module = borders.at(str(node.args[0]))
+            group, module = marks.at(str(node.args[0]))
             raise UnsupportedModelError(
                 f"no tensor with a gradient was found in what {type(group.modules[module]).__name__} returns, to which "
                 "fully_shard was applied; let it return tensors, in tuples, lists or dicts"

@@ -14,14 +14,14 @@ from torch import fx, nn
 
 from rotor_py.stage.surroundings import Autocast
 
-Handler = Callable[["SharedGraph", tuple[Any, ...]], Sequence[Any]]
+Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 
 _MOST = 32
 _compiled: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 _handler: ContextVar[Handler] = ContextVar("handler")
 
 
-class SharedGraph:
+class TracedGraph:
     """A graph that Dynamo traced. Whoever called the model says how it is run."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -31,7 +31,7 @@ class SharedGraph:
         return _handler.get()(self, arguments)
 
 
-def compiled_for(model: nn.Module, marks: Hashable = None) -> Callable[..., Any]:
+def compile_forward(model: nn.Module, marks: Hashable = None) -> Callable[..., Any]:
     """The function (model, args, kwargs) that runs the forward of `model`, and of models built alike.
 
     A model with `marks`, which say where modules of `fully_shard` begin and end, is captured as one graph or not at
@@ -47,7 +47,7 @@ def compiled_for(model: nn.Module, marks: Hashable = None) -> Callable[..., Any]
 
 
 @contextmanager
-def handled_by(handler: Handler) -> Iterator[None]:
+def handing_graphs_to(handler: Handler) -> Iterator[None]:
     """Graphs that are called inside this context are run by `handler`."""
     token = _handler.set(handler)
     try:
@@ -56,8 +56,8 @@ def handled_by(handler: Handler) -> Iterator[None]:
         _handler.reset(token)
 
 
-def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> SharedGraph:
-    return SharedGraph(graph_module)
+def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedGraph:
+    return TracedGraph(graph_module)
 
 
 def _structure(model: nn.Module) -> Hashable:

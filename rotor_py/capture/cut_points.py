@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from torch import fx
 
 from rotor_py.capture.fsdp_marks import enter, leave
-from rotor_py.capture.graph_facts import Facts, carries_gradient, new_bytes, tensors_of
+from rotor_py.capture.graph_facts import GraphFacts, carries_gradient, new_bytes, tensors_of
 
 _HUGE = 0.3
 """A stage with more than this part of all that is computed is cut further, by carrying tensors past the cuts."""
 _WORTHWHILE = 4
-"""Cuts that carrying one more tensor past them has to make possible."""
+"""CutPoints that carrying one more tensor past them has to make possible."""
 _SMALL = 0.25
 """A stage of less than this part of an average one is joined to the next."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class CutPoints:
     """Positions in the body after which a stage ends, and the tensors that are carried past cuts beside the main one.
 
     live[p] are the values that are made up to position p and needed after it.
@@ -31,7 +31,7 @@ class Cuts:
     live: list[list[fx.Node]]
 
 
-def find_cuts(facts: Facts, granularity: int) -> Cuts:
+def find_cut_points(facts: GraphFacts, granularity: int) -> CutPoints:
     """Cut where one tensor is live, into at most `granularity` stages.
 
     A tensor that stays live over a large part of the graph (an encoder's output, a skip connection) is carried past
@@ -58,10 +58,10 @@ def find_cuts(facts: Facts, granularity: int) -> Cuts:
     while len(ends) > granularity:
         smallest *= 1.5
         ends = _merged(possible, weights, smallest)
-    return Cuts(ends, carried, live)
+    return CutPoints(ends, carried, live)
 
 
-def _liveness(facts: Facts) -> list[list[fx.Node]]:
+def _liveness(facts: GraphFacts) -> list[list[fx.Node]]:
     position = {node: at for at, node in enumerate(facts.body)}
     last = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in facts.body}
     last |= {node: len(facts.body) for node in facts.outputs if node in position}
@@ -76,7 +76,7 @@ def _liveness(facts: Facts) -> list[list[fx.Node]]:
 class _Crossings:
     """The values that are live where a stage may end, if one at most of them is neither carried nor returned."""
 
-    def __init__(self, facts: Facts, live: list[list[fx.Node]]) -> None:
+    def __init__(self, facts: GraphFacts, live: list[list[fx.Node]]) -> None:
         tensors = {node: tensors_of(node) for node in facts.body}
         gradient = {node for node in facts.body if carries_gradient(node)}
         self._end = len(facts.body) - 1

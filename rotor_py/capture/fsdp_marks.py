@@ -48,7 +48,7 @@ for _mark in MARKS:
     torch._dynamo.allow_in_graph(_mark)
 
 
-class Borders:
+class FSDPMarks:
     """The groups of a model's parameters, as its captured graph meets them."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,7 +72,7 @@ class Borders:
                 )
 
     @classmethod
-    def of(cls, model: nn.Module) -> Borders | None:
+    def of(cls, model: nn.Module) -> FSDPMarks | None:
         """Those of a model, if `fully_shard` was applied to it."""
         found = cls(model)
         return found if found.groups else None

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from rotor_py.capture.fsdp_marks import MARKS, Borders, Place
+from rotor_py.capture.fsdp_marks import MARKS, FSDPMarks, Place
 from rotor_py.distributed.shard_groups import ShardGroup
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
@@ -35,7 +35,7 @@ class Modes:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class GraphFacts:
     """A graph, read once.
 
     `context` are the nodes that carry no gradient and can run before all others: masks, positions, tables. `body` is
@@ -50,16 +50,16 @@ class Facts:
     modules: dict[fx.Node, nn.Module]
     given: list[fx.Node]
     """The other placeholders: what the caller passes in."""
-    borders: Borders | None = None
+    marks: FSDPMarks | None = None
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
     """Of the owned ones, those that are holes: where the parameter is, and the group that it is gathered with."""
 
 
-def read(
-    graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset[int], borders: Borders | None = None
-) -> Facts:
+def read_graph(
+    graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset[int], marks: FSDPMarks | None = None
+) -> GraphFacts:
     """Read a graph that is to be called with `inputs`; `buffers` are the ids of tensors that are buffers."""
-    places = borders.places if borders else {}
+    places = marks.places if marks else {}
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = {}
     owned: dict[fx.Node, torch.Tensor] = {}
     modules: dict[fx.Node, nn.Module] = {}
@@ -95,7 +95,7 @@ def read(
         else:
             body.append(node)
             used_late.update(_root(each) for each in node.all_input_nodes)
-    return Facts(context, body, outputs, modes, owned, modules, given, borders, sharded)
+    return GraphFacts(context, body, outputs, modes, owned, modules, given, marks, sharded)
 
 
 def carries_gradient(node: fx.Node) -> bool:
@@ -133,7 +133,7 @@ def overwrites(node: fx.Node) -> bool:
     return bool(node.kwargs.get("inplace") or node.kwargs.get("out") is not None)
 
 
-def written_input(facts: Facts) -> fx.Node | None:
+def written_input(facts: GraphFacts) -> fx.Node | None:
     """A node that writes into a tensor that the model is called with."""
     for node in facts.body:
         if node.op in ("call_function", "call_method") and overwrites(node) and node.all_input_nodes:

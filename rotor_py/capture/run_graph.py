@@ -40,7 +40,7 @@ def line_of(node: fx.Node) -> str:
     return "an unknown line" if found is None else f"{found[1]}:{found[2]} ({found[3].strip()})"
 
 
-def raise_its_own(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
+def raise_own_error(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
     """Raise what the model itself raises for this input, if it does; nothing of the model moves.
 
     Of an operator that refuses its input, TorchDynamo tells how it came to trace it, in hundreds of lines.

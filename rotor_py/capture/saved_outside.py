@@ -16,7 +16,7 @@ from rotor_profiling.storage import storages
 _LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent
 
 
-class Outside:
+class SavedOutside:
     """While entered and not suspended, notes the tensors that autograd saves, and the line that made it save them."""
 
     def __init__(self, known: set[int]) -> None:
@@ -26,7 +26,7 @@ class Outside:
         self.lines: dict[str, int] = {}
         self._hooks = saved_tensors_hooks(self._note, lambda tensor: tensor)
 
-    def __enter__(self) -> Outside:
+    def __enter__(self) -> SavedOutside:
         self._hooks.__enter__()
         return self
 

@@ -17,10 +17,10 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from rotor_profiling import LossCost, RandomState, measure_loss, storage_bytes, tensors_in
 from rotor_profiling.storage import storages
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.compiled_models import SharedGraph, compiled_for, handled_by
-from rotor_py.capture.fsdp_marks import Borders
-from rotor_py.capture.run_graph import raise_its_own, run_graph
-from rotor_py.capture.saved_outside import Outside
+from rotor_py.capture.compiled_models import TracedGraph, compile_forward, handing_graphs_to
+from rotor_py.capture.fsdp_marks import FSDPMarks
+from rotor_py.capture.run_graph import raise_own_error, run_graph
+from rotor_py.capture.saved_outside import SavedOutside
 from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, cut_layers, joined
@@ -63,8 +63,8 @@ class CaptureSession:
         self._run_stages = run_stages
         self._granularity = granularity
         self._compiled: Callable[..., Any] | None = None
-        self._borders: Borders | None = None
-        self._graphs: dict[SharedGraph, CapturedGraph] = {}
+        self._marks: FSDPMarks | None = None
+        self._graphs: dict[TracedGraph, CapturedGraph] = {}
         self._call: Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]] = self._train
         self.cut_like: Callable[[list[Layer]], Cut] | None = None
         """cuts the layers of a graph as those of the main graph were cut; PlanMismatchError if they are others"""
@@ -76,7 +76,7 @@ class CaptureSession:
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs: they are bound to this model, and a copy captures its own."""
         ours = isinstance(self.cut_like, partial)  # else it is that of a plan from a file
-        empty: dict[str, Any] = {"_compiled": None, "_borders": None}
+        empty: dict[str, Any] = {"_compiled": None, "_marks": None}
         empty |= {"_graphs": {}, "_cuts": {}, "_plain": {}}
         return {**self.__dict__, **empty, "cut_like": None if ours else self.cut_like}
 
@@ -85,7 +85,7 @@ class CaptureSession:
         self._reached = False
         self._call = self._train
         if self._compiled is None:  # the plan came from a file
-            self._borders = Borders.of(self.model)
+            self._marks = FSDPMarks.of(self.model)
         output = self._forward(args, kwargs)
         if not self._reached:
             raise UnsupportedModelError(
@@ -108,7 +108,7 @@ class CaptureSession:
         that all stages share. Nothing of the model is changed.
         """
         parts: list[_Part] = []
-        outside = Outside(set(storages([*self.model.parameters(), *self.model.buffers()])))
+        outside = SavedOutside(set(storages([*self.model.parameters(), *self.model.buffers()])))
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             with outside.suspended():
@@ -164,15 +164,15 @@ class CaptureSession:
     @contextmanager
     def _measuring(self) -> Iterator[None]:
         """Sharded parameters are gathered stage by stage."""
-        borders = self._borders = Borders.of(self.model)
-        if borders is not None:
-            borders.measuring = True
-            self._graphs.clear()  # their marks are those of other borders
+        marks = self._marks = FSDPMarks.of(self.model)
+        if marks is not None:
+            marks.measuring = True
+            self._graphs.clear()  # their marks are those of other marks
         try:
             yield
         finally:
-            if borders is not None:
-                borders.measuring = False
+            if marks is not None:
+                marks.measuring = False
 
     def _refusal(self, error: Unsupported) -> UnsupportedModelError:
         """What TorchDynamo says, in a sentence."""
@@ -183,7 +183,7 @@ class CaptureSession:
             "the model as an nn.Sequential of its blocks"
         )
 
-    def _refuse_outside(self, outside: Outside, captured_bytes: int) -> None:
+    def _refuse_outside(self, outside: SavedOutside, captured_bytes: int) -> None:
         """UnsupportedModelError if more than a trifle is kept by what no graph has: it can be neither planned nor
         promised.
         """
@@ -195,35 +195,35 @@ class CaptureSession:
             )
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        borders = self._borders
+        marks = self._marks
         # Inside DistributedDataParallel, Dynamo would cut the graph at the ends of buckets.
         with (
-            handled_by(self._handle),
+            handing_graphs_to(self._handle),
             torch._dynamo.config.patch(optimize_ddp=False),
-            borders.marked() if borders else nullcontext(),
+            marks.marked() if marks else nullcontext(),
         ):
             if self._compiled is None:
-                self._compiled = compiled_for(self.model, borders.signature if borders else None)
+                self._compiled = compile_forward(self.model, marks.signature if marks else None)
             try:
                 return self._compiled(self.model, args, self._without_cache(kwargs))
             except Unsupported as error:
-                if borders is None:
+                if marks is None:
                     raise
                 raise self._refusal(error) from error
             except TorchRuntimeError:
-                if borders is not None:
+                if marks is not None:
                     raise
                 devices = [p.device for p in self.model.parameters()]
-                raise_its_own(self.model, args, kwargs, devices[0] if devices else torch.device("cpu"))
+                raise_own_error(self.model, args, kwargs, devices[0] if devices else torch.device("cpu"))
                 raise
 
-    def _handle(self, shared: SharedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+    def _handle(self, shared: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         if shared not in self._graphs:
             buffers = frozenset(id(buffer) for buffer in self.model.buffers())
             self._graphs[shared] = CapturedGraph(
-                shared.graph_module, buffers, self._granularity, self._run_graph, self._borders
+                shared.graph_module, buffers, self._granularity, self._run_graph, self._marks
             )
-        with self._borders.unmarked() if self._borders else nullcontext():
+        with self._marks.unmarked() if self._marks else nullcontext():
             return self._graphs[shared](*arguments)
 
     def _run_graph(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
@@ -244,7 +244,7 @@ class CaptureSession:
 
     def _as_it_is(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         """Run a graph without a plan."""
-        if self._borders is not None:
+        if self._marks is not None:
             raise UnsupportedModelError(
                 f"nothing in the graph of {type(self.model).__name__} has a gradient, and fully_shard was applied to "
                 "it; train some of its parameters, or call it in eval mode"
