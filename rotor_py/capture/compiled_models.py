@@ -1,4 +1,7 @@
-"""Models that are built alike are captured once: what TorchDynamo traced for one serves the next."""
+"""Forwards handed to torch.compile, one for all models that are built alike: what TorchDynamo traced serves the next.
+
+Tracing takes seconds for a large model. Tests, sweeps over limits and copies of a model would pay for it every time.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,13 @@ from rotor_py.stage.surroundings import Autocast
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 
 _MOST = 32
+"""The most functions that are kept, those used last. A guess: each holds traced graphs and guards."""
 _compiled: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 _handler: ContextVar[Handler] = ContextVar("handler")
 
 
 class TracedGraph:
-    """A graph that Dynamo traced. Whoever called the model says how it is run."""
+    """A graph that Dynamo traced. It may serve several models, so whoever calls one of them says how it is run."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
@@ -32,10 +36,11 @@ class TracedGraph:
 
 
 def compile_forward(model: nn.Module, marks: Hashable = None) -> Callable[..., Any]:
-    """The function (model, args, kwargs) that runs the forward of `model`, and of models built alike.
+    """The function (model, args, kwargs) that runs the forward of `model`, and of models that are built alike.
 
-    A model with `marks`, which say where modules of `fully_shard` begin and end, is captured as one graph or not at
-    all: between graphs its parameters would be looked at, which are not there.
+    `marks` says where modules of `fully_shard` begin and end. A model with marks is captured as one graph or not at
+    all, since between two graphs its own code would run on holes in the place of parameters: a call of the function
+    raises torch's `Unsupported` where the graph would break.
     """
     key = _structure(model), marks
     if key not in _compiled:
@@ -48,7 +53,10 @@ def compile_forward(model: nn.Module, marks: Hashable = None) -> Callable[..., A
 
 @contextmanager
 def handing_graphs_to(handler: Handler) -> Iterator[None]:
-    """Graphs that are called inside this context are run by `handler`."""
+    """Have graphs that are called inside this context run by `handler`.
+
+    A context variable, since models built alike may train in several threads at once.
+    """
     token = _handler.set(handler)
     try:
         yield
@@ -61,7 +69,11 @@ def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedG
 
 
 def _structure(model: nn.Module) -> Hashable:
-    """What models have to have in common to share code; Dynamo's guards see to the rest."""
+    """Equal for models that may share code.
+
+    Dynamo's guards would keep unlike models apart as well, but a function may only have so many versions (eight in
+    torch 2.13) before Dynamo runs it uncompiled.
+    """
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
@@ -69,7 +81,10 @@ def _structure(model: nn.Module) -> Hashable:
 
 
 def _own_function() -> Callable[..., Any]:
-    """A function with code of its own: Dynamo counts recompilations by code, and gives up on code that many share."""
+    """A function with a code object of its own.
+
+    Dynamo counts recompilations by code object, and gives up on one that many models share.
+    """
 
     def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return model.forward(*args, **kwargs)

@@ -13,8 +13,10 @@ from torch import fx, nn
 
 from rotor_profiling import tensors_in
 from rotor_py.capture.cut_points import CutPoints
-from rotor_py.capture.fsdp_marks import MARKS, Table
-from rotor_py.capture.graph_facts import GraphFacts, Modes, attribute_of, module_path, new_bytes, tensors_of
+from rotor_py.capture.fsdp_marks import Table
+from rotor_py.capture.graph_facts import GraphFacts, Modes
+from rotor_py.capture.graph_nodes import attribute_of, module_path, new_bytes, tensors_of
+from rotor_py.capture.mark_nodes import MARKS
 from rotor_py.capture.min_cut import SavedPart, find_saved_part
 from rotor_py.capture.run_graph import run_graph
 from rotor_py.capture.skipped_output import skipping_output
@@ -86,8 +88,8 @@ class GraphStage(nn.Module):
         if found is None:
             return None, None, None
         (bare,) = self._skipping_output
-        whole = found.telling(self.body, self.body.graph)
-        return found, whole, whole if bare is None else found.telling(self.body, bare.graph)
+        whole = found.instrumented(self.body, self.body.graph)
+        return found, whole, whole if bare is None else found.instrumented(self.body, bare.graph)
 
     def _run_partial(self, choice: SavedPart, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
         devices = {tensor.device.type for tensor in (*tensors_in(values), *self.parameters())}
@@ -163,7 +165,7 @@ class Emitter:
             self.copies[node].target = getattr(self.facts.marks, MARKS[node.target])
             args = args[1:]  # wherever it is
             if self.facts.marks is not None:
-                self._entered.add(self.facts.marks.at(str(node.args[0]))[0])
+                self._entered.add(self.facts.marks.group_at(str(node.args[0]))[0])
         self.signature.append((node.op, target, self._plain(args), self._plain(node.kwargs)))
         self._numbers[node] = len(self._numbers)
 
