@@ -73,6 +73,7 @@ class ByLevel:
     def groups(self, names: list[str]) -> list[range]:
         """The stages of every module of the level, as ranges of positions, in a chain of stages with these names."""
         units = self.units(names)
+        # Neighbours only: a module that runs twice, with others in between, is two groups.
         positions = groupby(range(len(names)), key=lambda position: units[position])
         found = [(unit, list(group)) for unit, group in positions]
         return [range(group[0], group[-1] + 1) for unit, group in found if unit is not None]

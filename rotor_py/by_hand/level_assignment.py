@@ -72,6 +72,7 @@ def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -
     if highest >= 4:
         return _holding(module, highest)
     if highest in (2, 3):
+        # A list with a single block is the list of a model of depth one.
         if count > 1 or (count == 1 and len(inner) == 1):
             return AssignedLevel(4, f"{count} × {kind} in a row are a group")
         return AssignedLevel(highest + 1, f"a row of unlike blocks, {kind} among them") if runs else _unlike(module)
@@ -92,8 +93,10 @@ def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
         # A stage of a Swin or a ConvNeXt: a downsampling and a group, one of several numbered ones.
         stage = name.rpartition(".")[2].isdigit() and sum(level == 4 for _, level in inner) == 1 and highest == 4
         return AssignedLevel(4, f"{called}, one of several, holds a group") if stage else _holding(module, highest)
+    # Before counting what it holds: an attention with a Sequential in it would be taken for a layer.
     if highest <= 2 and _named_small(name, module):
         return AssignedLevel(2, f"{called} is a small block by its name")
+    # One block has all the weights: the rest is norms and dropout around it.
     alone = [each for each, level in inner if level in (2, 3) and _weights(each) == _weights(module)]
     if len(alone) == 1:
         return AssignedLevel(highest, f"{called} is {type(alone[0]).__name__} and what belongs to it")

@@ -71,11 +71,12 @@ class CapturedGraph:
                 f"the model writes into its own input at {line_of(writing)}, and running a stage again would write "
                 "again; let it make a new tensor there"
             )
-        self._facts = facts
+        self._facts = facts  # only now, so that a graph that was refused is refused again
         self._owned = dict(facts.owned)
         if not facts.body:  # the graph has no gradient
             return
         self.layers, self._entering, self._leaving = stages_of(facts, find_cut_points(facts, self._granularity))
+        # Only what the stages read or the graph returns: all else of the context is let go of when it has run.
         made = set(facts.context)
         self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]
         self._context = context_of(facts, self._wanted)
@@ -102,7 +103,7 @@ class CapturedGraph:
         values = dict(zip(self._placeholders, arguments, strict=True))
         self._bind(values)
         if self._context is not None:
-            with torch.no_grad():
+            with torch.no_grad():  # nothing in the context has a gradient, and a graph of it would only take memory
                 made = run_graph(self._context, [values[node] for node in self._facts.given])
             values.update(zip(self._wanted, made, strict=True))
         return tuple(values[node] for node in self._entering), values

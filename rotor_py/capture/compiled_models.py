@@ -43,6 +43,7 @@ def compile_forward(model: nn.Module, marks: Hashable = None) -> Callable[..., A
     raises torch's `Unsupported` where the graph would break.
     """
     key = _structure(model), marks
+    # `model` is an argument of the function and no part of it, so a function keeps no model alive.
     if key not in _compiled:
         _compiled[key] = torch.compile(_own_function(), backend=_backend, fullgraph=marks is not None)
     _compiled.move_to_end(key)
@@ -76,6 +77,7 @@ def _structure(model: nn.Module) -> Hashable:
     """
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    # `remove_duplicate=False`: models differ if one of them ties two weights and the other does not.
     kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
     return modules, kinds, tuple(map(Autocast.now, ("cpu", "cuda")))
 

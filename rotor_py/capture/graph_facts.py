@@ -57,45 +57,77 @@ def read_graph(
     graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset[int], marks: FSDPMarks | None = None
 ) -> GraphFacts:
     """Read a graph that is to be called with `inputs`; `buffers` are the ids of the model's buffers."""
-    places = marks.places if marks else {}
-    sharded: dict[fx.Node, tuple[Place, ShardGroup]] = {}
-    owned: dict[fx.Node, torch.Tensor] = {}
-    modules: dict[fx.Node, nn.Module] = {}
-    given, context, body, outputs = [], [], [], []
-    modes: dict[fx.Node, Modes] = {}
-    early: set[fx.Node] = set()
-    read_by_body: set[fx.Node] = set()
-    now = Modes()
+    reader = _Reader(buffers, marks)
     remaining = iter(inputs)
     for node in graph_module.graph.nodes:
-        modes[node] = now
         if node.op == "placeholder":
-            value = next(remaining)
-            if isinstance(value, nn.Parameter) or id(value) in buffers or _is_named_as_buffer(node, value):
-                owned[node] = value
-                if id(value) in places:
-                    sharded[node] = places[id(value)]
-                elif not value.requires_grad and isinstance(value, nn.Parameter):
-                    early.add(node)
-            else:
-                given.append(node)
-                if not carries_gradient(node):
-                    early.add(node)
+            reader.read_input(node, next(remaining))
         elif node.op == "output":
-            outputs = list(node.args[0])
+            reader.facts.outputs.extend(node.args[0])
         elif node.op == "get_attr" and isinstance(found := attribute_of(graph_module, node.target), nn.Module):
-            modules[node] = found
-        elif node.target in (_GRAD_MODE, _ENTER, _EXIT):
-            # Modes are facts about nodes from here on: a stage that begins inside a region enters it by itself.
-            now = _switched(now, node)
-        # A sharded parameter is a hole outside the stage that gathers it, frozen or not.
-        elif not any(each in sharded for each in node.all_input_nodes) and _is_early(node, early, owned, read_by_body):
-            early.add(node)
-            context.append(node)
+            reader.facts.modules[node] = found
         else:
-            body.append(node)
-            read_by_body.update(memory_root(each) for each in node.all_input_nodes)
-    return GraphFacts(context, body, outputs, modes, owned, modules, given, marks, sharded)
+            reader.read_operator(node)
+    return reader.facts
+
+
+class _Reader:
+    """A graph as far as it has been read, node by node."""
+
+    def __init__(self, buffers: frozenset[int], marks: FSDPMarks | None) -> None:
+        self.facts = GraphFacts([], [], [], {}, {}, {}, [], marks)
+        self._buffers = buffers
+        self._places = marks.places if marks else {}
+        self._modes = Modes()
+        self._early: set[fx.Node] = set()
+        """What is there before the body runs: values from the caller, frozen parameters, and the context."""
+        self._read_by_body: set[fx.Node] = set()
+        """The nodes whose memory the body has read so far."""
+
+    def read_input(self, node: fx.Node, value: Any) -> None:
+        facts = self.facts
+        facts.modes[node] = self._modes
+        if isinstance(value, nn.Parameter) or id(value) in self._buffers or _is_named_as_buffer(node, value):
+            facts.owned[node] = value
+            if id(value) in self._places:
+                facts.sharded[node] = self._places[id(value)]
+            elif not value.requires_grad and isinstance(value, nn.Parameter):
+                self._early.add(node)
+        else:
+            facts.given.append(node)
+            if not carries_gradient(node):
+                self._early.add(node)
+
+    def read_operator(self, node: fx.Node) -> None:
+        facts = self.facts
+        facts.modes[node] = self._modes
+        if node.target in (_GRAD_MODE, _ENTER, _EXIT):
+            # Modes become facts about nodes: a stage that begins inside a region enters it by itself.
+            self._modes = _switched(self._modes, node)
+        elif self._is_early(node):
+            self._early.add(node)
+            facts.context.append(node)
+        else:
+            facts.body.append(node)
+            self._read_by_body.update(memory_root(each) for each in node.all_input_nodes)
+
+    def _is_early(self, node: fx.Node) -> bool:
+        """Whether a node can run before all nodes of the body, with the same result."""
+        # Random numbers have to be drawn in the model's order. A norm may move its running statistics, which measuring
+        # puts back after a stage, but not after the context. A mark has to run where it stands.
+        if carries_gradient(node) or is_random(node) or "_norm" in name_of(node) or node.target in MARKS:
+            return False
+        inputs, owned = node.all_input_nodes, self.facts.owned
+        # A sharded parameter is a hole outside the stage that gathers it, frozen or not.
+        if any(each in self.facts.sharded for each in inputs):
+            return False
+        if not all(each in self._early or (each in owned and not owned[each].requires_grad) for each in inputs):
+            return False
+        if overwrites(node):
+            # Moved before the body, a write into what the body has read by then would be seen there too early.
+            target = memory_root(inputs[0])
+            return target.op not in ("placeholder", "get_attr") and target not in self._read_by_body
+        return node.op in ("call_function", "call_method", "get_attr")
 
 
 def written_input(facts: GraphFacts) -> fx.Node | None:
@@ -107,24 +139,6 @@ def written_input(facts: GraphFacts) -> fx.Node | None:
             if target in facts.given and target.name.startswith(("l_args_", "l_kwargs_")):
                 return node
     return None
-
-
-def _is_early(
-    node: fx.Node, early: set[fx.Node], owned: dict[fx.Node, torch.Tensor], read_by_body: set[fx.Node]
-) -> bool:
-    """Whether a node can run before all nodes of the body, with the same result."""
-    # Random numbers have to be drawn in the model's order. A norm may move its running statistics, which measuring
-    # puts back after a stage, but not after the context. A mark has to run where it stands.
-    if carries_gradient(node) or is_random(node) or "_norm" in name_of(node) or node.target in MARKS:
-        return False
-    inputs = node.all_input_nodes
-    if not all(each in early or (each in owned and not owned[each].requires_grad) for each in inputs):
-        return False
-    if overwrites(node):
-        # Moved before the body, a write into what the body has read by then would be seen there too early.
-        target = memory_root(inputs[0])
-        return target.op not in ("placeholder", "get_attr") and target not in read_by_body
-    return node.op in ("call_function", "call_method", "get_attr")
 
 
 def _switched(now: Modes, node: fx.Node) -> Modes:

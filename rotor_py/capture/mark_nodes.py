@@ -61,6 +61,7 @@ def _passed(tensors: Tensors) -> Tensors:
 
 def _marked(mark: Callable[..., Tensors], place: str, value: Any) -> Any:
     """`value` with the tensors that need a gradient replaced by those that came through a mark."""
+    # Modules take and return dicts, dataclasses and tuples of tensors, nested; FSDP looks through the same pytrees.
     flat, spec = tree_flatten(value)
     at = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     through = mark(place, *[flat[i] for i in at])

@@ -86,18 +86,20 @@ def measure_graphs(
     """
     model = forward.model
     found = MeasuredGraphs()
+    # Autograd saves parameters as well; they are there anyway.
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         with outside.suspended():
             graph.split(arguments)
-            if not graph.trains:
+            if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
             measured, outputs = _measure_graph(graph, arguments, device, progress=progress, **options)
         found.graphs.append(measured)
         return outputs
 
+    # Stages are run several times to be measured, and draw random numbers each time.
     state = RandomState.now((device,))
     with _attributes_kept(model), forward.measuring():
         try:

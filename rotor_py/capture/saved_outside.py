@@ -59,6 +59,7 @@ class SavedOutside:
         return max(self.lines, key=self.lines.__getitem__)
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        # By storage: operators save views of one tensor, and several save the same.
         new = {at: size for at, size in storages([tensor]).items() if at not in self.known and at not in self.bytes}
         if new:
             self.bytes |= new

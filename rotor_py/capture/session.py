@@ -90,6 +90,7 @@ class CaptureSession:
 
     def _run_graph(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         """Run a graph: by the plan if it is the main one, or the same for other shapes."""
+        # The model may run a part of itself under `no_grad`, with a graph of its own.
         if graph in self._unplanned or not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
         graph.split(arguments)
@@ -125,6 +126,7 @@ def _cut_like(main: MeasuredGraph, layers: list[Layer]) -> Cut:
             "the captured graph", f"{len(main.graph.layers)} pieces", f"{len(found)} pieces, or others"
         )
     stages = tuple(joined([(name, found[name]) for name in group]) for group in main.cut.groups())
+    # What measuring found out about a stage holds for the same stage of other shapes.
     for (_, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
         remember(stage, traits_of(measured))
     return Cut(tuple((name, found[name]) for name, _ in main.cut.prefix), stages)
