@@ -12,7 +12,6 @@ from torch import fx, nn
 from rotor_profiling import tensors_in
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph_stage import in_context
-from rotor_py.capture.run_graph import run_graph
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.budget import make_budget
@@ -30,49 +29,63 @@ _OPTIONS = {"mem_limit": None, "mem_slots": 500, "fresh_grads": False, "granular
 def rotor(
     graph_module: fx.GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """A backend of TorchDynamo: the graph's training steps stay inside options["mem_limit"], bytes or a text.
+    """A backend of TorchDynamo: the graph's training steps stay inside a memory limit.
 
-    Every graph is planned by itself, at its first call. Where Dynamo breaks a model into several graphs,
-    `Checkpointable` accounts for all of them. ValueError for an option that is not known: those of `Checkpointable`
-    are `mem_limit`, `mem_slots`, `fresh_grads`, `granularity` and `preserve_rng_state`.
+    Every graph is planned by itself, at its first call. Where Dynamo breaks a model into several graphs, use
+    `Checkpointable`, which accounts for all of them. The options mean what they mean there:
+
+        mem_limit: the peak of a training step, as bytes (an int) or as a text such as "4GB" or "80%" of the device;
+            None is what the device can give this process.
+        mem_slots: how finely the solver divides memory, 500 by default.
+        fresh_grads: gradients are freed between steps, so that their memory is there for activations; False by default.
+        granularity: the most stages into which a graph is cut, 100 by default.
+        preserve_rng_state: whether what is computed again draws the same random numbers, True by default.
+
+    Raises ValueError for an option that does not exist, and for a limit that cannot be read. The first call raises
+    InfeasibleError (a ValueError) if no plan fits, and UnsupportedModelError if the graph cannot be cut.
     """
     chosen = {**_OPTIONS, **(options or {})}
     if unknown := chosen.keys() - _OPTIONS.keys():
         raise ValueError(f"{sorted(unknown)[0]!r} is no option of the backend rotor; it has {', '.join(_OPTIONS)}")
     if chosen["mem_limit"] is not None:
+        # A limit that cannot be read is refused here; what it is on the device is known at the first call.
         parse_bytes(chosen["mem_limit"], device_bytes=1)
-    planner = _Planner(chosen)
-    return CapturedGraph(graph_module, frozenset(), int(chosen["granularity"]), planner)
+    # The model's buffers are not known here; those that Dynamo has lifted into placeholders are told by their names.
+    return GraphPlanner(CapturedGraph(graph_module, frozenset(), int(chosen["granularity"])), chosen)
 
 
-class _Planner:
-    """Plans one graph, and again where an input is larger than before."""
+class GraphPlanner:
+    """One graph, which is planned at its first call, and again where an input is larger than before."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, graph: CapturedGraph, options: dict[str, Any]) -> None:
+        self.graph = graph
         self.options = options
         self.cut: Cut | None = None
         self.program: Program | None = None
         self.reach: Any = None
+        """The input that the plan is for, described; the plan does for all that are no larger."""
 
-    def __call__(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+    def __call__(self, *arguments: Any) -> Sequence[Any]:
+        """Run the graph on its inputs, and return its outputs: by the plan if gradients are on."""
+        graph = self.graph
         if not torch.is_grad_enabled():
-            return list(run_graph(graph.graph_module, arguments))
+            return graph.run_unplanned(arguments)
         graph.split(arguments)
         if not graph.trains:
-            return list(run_graph(graph.graph_module, arguments))
+            return graph.run_unplanned(arguments)
         value, values = graph.enter(arguments)
         if self.program is None or not reaches(self.reach, value):
             with planning:
-                self._plan(graph, value, arguments)
+                self._plan(value, arguments)
         assert self.cut is not None
         assert self.program is not None
         for _, layer in self.cut.prefix:
             value = layer(value)
-        preserve = self.options["preserve_rng_state"]
-        runners, value = in_context(self.cut.stages, value, preserve)
+        runners, value = in_context(self.cut.stages, value, self.options["preserve_rng_state"])
         return graph.leave(replay(runners, self.program, value), values)
 
-    def _plan(self, graph: CapturedGraph, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+    def _plan(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+        graph = self.graph
         tensors = tensors_in(arguments)
         devices = sorted({t.device for t in tensors if t.device.type != "cpu"}, key=str)
         device = devices[0] if devices else torch.device("cpu")
@@ -87,6 +100,7 @@ class _Planner:
             silent=graph.silent,
         )
         measurement = replace(measurement, prefix=graph.context_cost(arguments, device))
+        # Parameters that no stage uses, and the optimizer, are unknown here and do not count.
         whole = nn.ModuleList(module for _, module in graph.layers)
         sample = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
         budget = make_budget(whole, (sample, value), measurement, device, fresh_gradients=fresh, optimizer=None)

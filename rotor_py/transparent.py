@@ -1,4 +1,8 @@
-"""A module that stands in for another one, and is it in all that is seen from outside."""
+"""A module that stands in for another one, and looks like it from outside.
+
+Trainers, optimizers and checkpoint files know the model by its class, its signature, its names and its attributes. If
+one of them differed, code that works with the model would need to know that it is wrapped.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 _log = logging.getLogger("rotor_py")
 _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
+"""The dictionaries in which a module has its parameters, buffers, children and hooks."""
 
 
 class ModelsSignature:
-    """A method that has, asked of an object, the signature that the model's method of that name has.
+    """A method that shows the signature of the model's method of the same name.
 
-    Trainers read it to see which columns of a data set a model takes.
+    Trainers read the signature of `forward` to see which columns of a data set a model takes, and whether its loss
+    takes keyword arguments.
     """
 
     def __init__(self, method: Callable[..., Any]) -> None:
@@ -34,14 +40,14 @@ class ModelsSignature:
         return MethodType(self._like(type(instance.__dict__["model"])), instance)
 
     def _like(self, kind: type) -> Callable[..., Any]:
-        if kind not in self._signed:
+        if kind not in self._signed:  # one function for one class of models, so that methods compare equal
             method = self._method
 
             def signed(*args: Any, **kwargs: Any) -> Any:
                 return method(*args, **kwargs)
 
             signed.__name__, signed.__qualname__, signed.__doc__ = method.__name__, method.__qualname__, method.__doc__
-            with suppress(AttributeError, TypeError, ValueError):  # it may have none
+            with suppress(AttributeError, TypeError, ValueError):  # methods written in C may have no signature
                 signed.__signature__ = inspect.signature(getattr(kind, method.__name__))  # type: ignore[attr-defined] # read by inspect
             self._signed[kind] = signed
         return self._signed[kind]
@@ -50,12 +56,14 @@ class ModelsSignature:
 class Transparent(nn.Module):
     """Shares the parameters, buffers, children and hooks of `model`.
 
-    State dicts and names are those of the model, without a prefix, and so are attributes, but for private ones and
-    those that the class defines. It is an instance of the model's class, too: `isinstance` gives the same answer.
+    State dicts and names are those of the model, without a prefix. So are attributes, but for private ones and those
+    that the class defines. `isinstance` gives the answer that it gives for the model, since `__class__` is the model's.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        # The same dictionaries, not copies: what is added to the model later is seen here, and the other way round. If
+        # the model were a child instead, every name would get a prefix.
         for table in _TABLES:
             self.__dict__[table] = model.__dict__[table]
         self.__dict__["model"] = model
@@ -67,14 +75,15 @@ class Transparent(nn.Module):
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
-        self.model.__class__ = kind
+        self.model.__class__ = kind  # as torch's parametrizations do
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _blank, (type(self),), self.__dict__  # pickle's own way asks for `__class__`
+        # pickle's own way asks for `__class__`, and would make a model without this module around it.
+        return _blank, (type(self),), self.__dict__
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__.get("model")
-        if model is None:
+        if model is None:  # before `__init__`, or while it is unpickled
             raise AttributeError(name)
         return getattr(model, name)
 
@@ -85,7 +94,7 @@ class Transparent(nn.Module):
         else:
             setattr(model, name, value)
 
-    # What Python looks up on the class and not on the object; a Sequential has these.
+    # Python looks these up on the class, where `__getattr__` is not asked. An nn.Sequential has them.
 
     def __getitem__(self, index: Any) -> Any:
         return self.model[index]
@@ -100,10 +109,10 @@ class Transparent(nn.Module):
         return len(self.model)
 
     def __bool__(self) -> bool:
-        return True
+        return True  # otherwise Python would ask for the length, which most models do not have
 
     def train(self, mode: bool = True) -> Transparent:
-        """Set training mode, as for the model."""
+        """Set the mode of the model and of this module, which has a flag of its own. Returns itself."""
         self.model.train(mode)
         self.training = mode
         return self
@@ -124,7 +133,7 @@ def _blank(kind: type[Transparent]) -> Transparent:
 
 
 def core_of(model: nn.Module) -> nn.Module:
-    """The model inside what distributes or compiles it: that is what can be cut into stages."""
+    """The model inside wrappers that distribute or compile it: what can be cut into stages."""
     if isinstance(model, DistributedDataParallel):
         return core_of(model.module)
     if isinstance(model, OptimizedModule):
@@ -138,10 +147,14 @@ def core_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def in_training(module: Transparent) -> Iterator[None]:
-    """Training mode for the duration of the context, where the whole is not in training mode already."""
+    """Have a module in training mode inside the context.
+
+    One that is in training mode is left alone: parts of it, such as frozen norms, may be in eval mode on purpose.
+    """
     if module.training:
         yield
         return
+    # `train()` goes to all parts, so the mode of each is put back, not that of the whole.
     modes = [(each, each.training) for each in module.model.modules()]
     module.train()
     try:
@@ -154,7 +167,11 @@ def in_training(module: Transparent) -> Iterator[None]:
 
 @contextmanager
 def instead_of_forward(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Let a call of `module` call `run`, in which its forward is its own again."""
+    """Inside the context, have a call of `module` run `run` instead of its forward; inside `run` it has its own again.
+
+    DistributedDataParallel prepares gradient buckets around the forward of the model in it. So it is what has to be
+    called, and the model in it runs by the plan.
+    """
 
     def once(*args: Any, **kwargs: Any) -> Any:
         del module.__dict__["forward"]

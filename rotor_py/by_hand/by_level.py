@@ -1,4 +1,4 @@
-"""The plan of a level: every module of it is run again from its input, and what lies outside is stored."""
+"""Checkpointing a measured chain by level: each module of the level is run again from its input, all else is stored."""
 
 from __future__ import annotations
 
@@ -28,32 +28,35 @@ from rotor_solver import (
 
 @dataclass(frozen=True, slots=True)
 class ByLevel:
-    """Recompute every module of `level`: an algorithm for the measured chain of a model, whose stages have names.
+    """An algorithm that runs every module of `level` again: for the measured chain of a model, whose stages have names.
 
-    `levels` are those of the model's modules, `weightless` the modules that have no parameters. Stages that follow each
-    other in the same (outermost) module of the level are run again together, from the input of the first. A model that
-    has no module of the level is treated as one of the next lower level. At level 1, where a stage is no smaller than
-    several layers it is run again as a whole, and a layer without weights goes with the one before it.
+    Stages that follow each other in the same module of the level (the outermost, where modules of the level lie in each
+    other) are run again together, from the input of the first. If the model has no module of the level, the next lower
+    level is used. At level 1 a stage that holds several layers is run again as a whole, and a layer without weights
+    goes with the layer before it: its input is the other's output, and keeping both would save nothing.
     """
 
     level: int
     levels: Mapping[str, int] = field(repr=False)
+    """The level of every module, by its dotted path."""
     weightless: frozenset[str] = field(default=frozenset(), repr=False)
+    """The modules that have no parameters."""
 
     name = "by-level"
 
     @classmethod
     def of(cls, model: nn.Module, level: int) -> ByLevel:
-        """For the stages of `model`; ValueError if `level` is none."""
+        """The algorithm for the stages of `model`. Raises ValueError if `level` is no whole number from 0 to 5."""
         named = model.named_modules(remove_duplicate=False)
         weightless = frozenset(name for name, module in named if not any(True for _ in module.parameters()))
         levels = {name: assigned.level for name, assigned in assign_levels(model).items()}
         return cls(checked_level(level), levels, weightless)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted; InfeasibleError otherwise.
+        """The schedule of the level; its peak, a_0 counted, is at most `mem_limit` bytes.
 
         The group before the loss is stored as it runs, since it would be run again at once, unless that peaks higher.
+        Raises InfeasibleError if the peak is above the limit.
         """
         groups = self.groups([stage.name for stage in chain])
         sequence = _sequence(chain, groups)
@@ -68,14 +71,16 @@ class ByLevel:
         return sequence
 
     def groups(self, names: list[str]) -> list[range]:
-        """The stages of every module of the level, of a chain of stages with these names."""
+        """The stages of every module of the level, as ranges of positions, in a chain of stages with these names."""
         units = self.units(names)
+        # Neighbours only: a module that runs twice, with others in between, is two groups.
         positions = groupby(range(len(names)), key=lambda position: units[position])
         found = [(unit, list(group)) for unit, group in positions]
         return [range(group[0], group[-1] + 1) for unit, group in found if unit is not None]
 
     def units(self, names: list[str]) -> list[str | None]:
-        """For every stage, the module of the level that it lies in; None outside."""
+        """For every stage, the module of the level that it lies in; None for stages outside."""
+        # A ResNet has blocks and stages, but no layers of a transformer: a level that it lacks is not an error.
         for level in range(self.level, 0, -1):
             found = [self._unit(name, level) for name in names]
             if any(unit is not None for unit in found):
@@ -89,6 +94,7 @@ class ByLevel:
             for prefix in inside:
                 if self.levels.get(prefix) == level:
                     return prefix
+            # The stage is a larger module that was not cut: there is no single layer to run again.
             if level == 1 and len(parts) > 0 and self.levels.get(path, 0) > 1:
                 return stage
         return None

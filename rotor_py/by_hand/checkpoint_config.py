@@ -14,7 +14,8 @@ class CheckpointConfig:
     """Keep the outputs of the layers 0, n, 2n, … for n = `checkpoint_every_n_layers`; of none for n = 0.
 
     At most `max_checkpoints` are kept. With `use_mixed_precision`, floating activations are kept in `storage_dtype`,
-    bfloat16 or float16, and come back, rounded, in their own dtype. ValueError for anything else.
+    bfloat16 or float16, and come back, rounded, in their own dtype. Raises ValueError for numbers that are no whole
+    numbers, zero or more, for a `use_mixed_precision` that is no bool, and for any other `storage_dtype`.
     """
 
     checkpoint_every_n_layers: int = 4
@@ -37,7 +38,10 @@ class CheckpointConfig:
 
 
 def whole_number(value: object, what: str) -> int:
-    """`value`, if it is a whole number from zero on; ValueError otherwise."""
+    """`value`, if it is a whole number, zero or more; raises ValueError otherwise.
+
+    True and False are whole numbers to Python, and mistakes here.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{what} is {value!r}; it has to be a whole number, zero or more")
     return value

@@ -1,7 +1,7 @@
-"""Checkpoints every n layers: a store of layer outputs, from which all others are computed again.
+"""Checkpoints every n layers, for loops written by hand: some outputs are kept, the others are computed from them.
 
-Outputs are kept in the store that the executor uses, in half precision where that is asked for. Each layer's
-surroundings (random state, autocast, buffers) are recorded in its first run, so that a later run repeats it exactly.
+Each layer's surroundings (random state, autocast, buffers) are recorded in its first run, so that later runs repeat it
+exactly.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import storage_bytes, storages, tensors_in
 from rotor_py.by_hand.checkpoint_config import CheckpointConfig, whole_number
+from rotor_py.by_hand.kept_outputs import INPUT, KeptOutputs
 from rotor_py.errors import CheckpointLimitError, MissingCheckpointError
 from rotor_py.execute.program import program
 from rotor_py.execute.store import ActivationStore
@@ -40,22 +41,28 @@ class ActivationCheckpointer:
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         self.config = CheckpointConfig() if config is None else config
-        self._store = ActivationStore(self.config.kept_dtype)
-        self._versions: dict[int, list[int]] = {}
+        self._store = KeptOutputs(self.config.kept_dtype)
+        self._input = KeptOutputs()
+        """The network's input, which is the caller's, and is never rounded."""
         self._seen: dict[int, int] = {}
+        """Bytes of the output of every layer that has run or was saved."""
         self._surroundings: dict[int, Surroundings] = {}
         self._wanted: set[int] = set()
-        self._input: ActivationStore = ActivationStore()
+        """The layers whose output is kept as soon as they run."""
 
     def is_checkpoint_layer(self, layer_idx: int) -> bool:
-        """Whether the output of this layer is one of those to keep."""
+        """Whether the output of this layer is one of those to keep.
+
+        Raises ValueError for an index that is no whole number, zero or more.
+        """
         n = self.config.checkpoint_every_n_layers
         return whole_number(layer_idx, "layer_idx") % n == 0 if n else False
 
     def save(self, layer_idx: int, activation: Any) -> None:
-        """Keep the output of a checkpoint layer, in the place of an earlier one; of any other, count its bytes.
+        """Keep the output of a checkpoint layer, in the place of an earlier one; of any other layer, count the bytes.
 
-        CheckpointLimitError (a ValueError) for one more layer than `max_checkpoints`.
+        Raises CheckpointLimitError (a ValueError) for one more layer than `max_checkpoints`, and ValueError for an
+        index that is no whole number, zero or more.
         """
         if not self.is_checkpoint_layer(layer_idx):
             self._seen[layer_idx] = storage_bytes(tensors_in(activation))
@@ -63,24 +70,25 @@ class ActivationCheckpointer:
         if layer_idx not in self._store and len(self._store) >= self.config.max_checkpoints:
             raise CheckpointLimitError(layer_idx, self.config.max_checkpoints)
         self._seen[layer_idx] = storage_bytes(tensors_in(activation))
-        self._keep(layer_idx, activation)
+        self._store.keep(layer_idx, activation)
 
     def get(self, layer_idx: int) -> Any:
         """The kept output of a layer, in its own dtype and without history; None if it is not kept.
 
-        RuntimeError if the tensor has been overwritten since: it is kept as it is, not copied.
+        Raises RuntimeError if the tensor was overwritten after it was kept (outputs are kept as they are, not copied),
+        and ValueError for an index that is no whole number, zero or more.
         """
         whole_number(layer_idx, "layer_idx")
         if layer_idx not in self._store:
             return None
-        self._refuse_overwritten(self._store, layer_idx, layer_idx)
+        self._store.refuse_overwritten(layer_idx)
         return tree_map_only(torch.Tensor, torch.Tensor.detach, self._store[layer_idx])
 
     def clear(self) -> None:
         """Let go of everything."""
-        self._store = ActivationStore(self.config.kept_dtype)
-        self._input = ActivationStore()
-        self._versions, self._seen, self._surroundings = {}, {}, {}
+        self._store = KeptOutputs(self.config.kept_dtype)
+        self._input = KeptOutputs()
+        self._seen, self._surroundings = {}, {}
 
     @property
     def num_checkpoints(self) -> int:
@@ -89,27 +97,26 @@ class ActivationCheckpointer:
 
     @property
     def memory_stored_bytes(self) -> int:
-        """Bytes of the kept outputs, as they are kept. The network's input is the caller's."""
+        """Bytes of the kept outputs, as they are kept. The network's input is the caller's, and does not count."""
         return self._store.nbytes
 
     @property
     def memory_saved_bytes(self) -> int:
-        """Bytes of layer outputs that were seen and are not kept, and what half precision saves of those that are."""
+        """Bytes of the layer outputs that were seen, less those that are kept, as they are kept."""
         return max(0, sum(self._seen.values()) - self.memory_stored_bytes)
 
     def checkpointed_forward(self, input: Any, layers: Sequence[Any], forward_fn: Forward = _call) -> Any:
-        """Run `layers` one after the other from `input`, keep checkpoints, and return the output of the last.
+        """Run `layers` one after the other from `input`, keep checkpoints, and return the output of the last layer.
 
         At most `max_checkpoints` are kept, the first ones. Where gradients are on, the layers between checkpoints are
-        run again in the backward, from the checkpoint as it is kept: in half precision gradients are those of rounded
-        activations, and bit for bit those of plain training otherwise. Layers that are no `nn.Module` may have no
-        parameters.
+        run again in the backward, from the checkpoint as it is kept. In full precision gradients are bit for bit those
+        of plain training; in half precision they are those of rounded activations. The backward raises RuntimeError if
+        `forward_fn`, or a layer that is no `nn.Module`, uses a parameter of its own.
         """
         self.clear()
         kept = [index for index in range(len(layers)) if self.is_checkpoint_layer(index)][: self.config.max_checkpoints]
         self._wanted = set(kept)
-        self._input.keep(0, input)
-        self._versions[-1] = _versions(self._input.held_tensors())
+        self._input.keep(INPUT, input)
         run = [_Layer(layer, forward_fn, self, index) for index, layer in enumerate(layers)]
         owned = [p for layer in run for p in layer.parameters()]
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in [*owned, *tensors_in(input)])
@@ -119,27 +126,28 @@ class ActivationCheckpointer:
         else:
             for each in run:
                 value = each(value)
-        for each in run:
+        for each in run:  # the backward runs them again, and is not to be noted
             each.checkpointer = None
         return value
 
     def recompute_from_checkpoint(self, target_layer: int, layers: Sequence[Any], forward_fn: Forward = _call) -> Any:
         """The output of `target_layer`: kept, or computed again from the nearest checkpoint before, or from the input.
 
-        It is what the forward had, bit for bit, if what it starts from is kept in full precision. ValueError for a
-        layer that is not there; MissingCheckpointError (a ValueError) if there is nothing to start from.
+        It is what the forward had, bit for bit, if what it starts from is kept in full precision. Raises ValueError for
+        a layer that does not exist, MissingCheckpointError (a ValueError) if there is nothing to start from, and
+        RuntimeError if what it starts from was overwritten.
         """
         if whole_number(target_layer, "target_layer") >= len(layers):
             raise ValueError(f"target_layer is {target_layer}; there are {len(layers)} layers, the first is 0")
-        start = max((kept for kept in self._store if kept <= target_layer), default=-1)
-        if start < 0 and 0 not in self._input:
-            raise MissingCheckpointError(target_layer)
-        if start < 0:
-            self._refuse_overwritten(self._input, 0, start)
-        value = self.get(start) if start >= 0 else self._input[0]
+        start = max((kept for kept in self._store if kept <= target_layer), default=INPUT)
+        if start == INPUT:
+            if INPUT not in self._input:
+                raise MissingCheckpointError(target_layer)
+            self._input.refuse_overwritten(INPUT)
+        value = self._input[INPUT] if start == INPUT else self.get(start)
         for index in range(start + 1, target_layer + 1):
             found = self._surroundings.get(index)
-            if found is None:
+            if found is None:  # its checkpoint was saved by hand: nothing is known of its first run
                 value = forward_fn(layers[index], value)
                 continue
             with found.restored(layers[index], graph=torch.is_grad_enabled()):
@@ -149,43 +157,29 @@ class ActivationCheckpointer:
     def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
         """Run the layers in the caller's graph, so that the backward starts from the checkpoints."""
         starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
-        shared = [
-            start - 1 for start in starts[1:-1]
-        ]  # the last segment runs once: the executor does not keep its input
+        # The executor keeps the inputs of all segments but the last, which runs once: that one is kept here.
+        shared = [start - 1 for start in starts[1:-1]]
         self._wanted -= {*shared}
         store = ActivationStore(self.config.kept_dtype)
         runners = [StageRunner(layer, f"layer {layer.index}", open=True) for layer in run]
         sequence = recompute_segments(len(run), starts)
         value = replay(runners, program(len(run), sequence), input, store)
-        for index in shared:  # what the backward starts from is what is kept here, in memory once
+        for index in shared:  # the output of a layer is the input of the segment that begins after it
             self._store.adopt(index, store, index + 1)
-            self._versions[index] = _versions(self._store.held_tensors(index))
         return value
-
-    def _keep(self, layer_idx: int, value: Any) -> None:
-        self._store.keep(layer_idx, value)
-        self._versions[layer_idx] = _versions(self._store.held_tensors(layer_idx))
-
-    def _refuse_overwritten(self, store: ActivationStore, at: int, layer_idx: int) -> None:
-        """RuntimeError if what `store` keeps is no longer what it was when it was kept, as the output of a layer."""
-        if _versions(store.held_tensors(at)) != self._versions[layer_idx]:
-            what = f"the kept output of layer {layer_idx}" if layer_idx >= 0 else "the network's input"
-            raise RuntimeError(
-                f"{what} was overwritten after it was kept; use layer {layer_idx + 1} without inplace=True, or give a "
-                "clone"
-            )
 
     def _note(self, layer_idx: int, value: Any, output: Any, surroundings: Surroundings) -> None:
         """A layer has run for the first time."""
         self._surroundings[layer_idx] = surroundings
+        # A view of the input, or the input itself written over, is no memory of the layer's own.
         new = storages(tensors_in(output)).keys() - storages(tensors_in(value)).keys()
         self._seen[layer_idx] = sum(size for at, size in storages(tensors_in(output)).items() if at in new)
         if layer_idx in self._wanted:
-            self._keep(layer_idx, output)
+            self._store.keep(layer_idx, output)
 
 
 class _Layer(nn.Module):
-    """A layer with what is to be called with it; its first run is noted by the checkpointer."""
+    """A layer together with the function that calls it; the checkpointer notes its first run."""
 
     def __init__(self, layer: Any, forward_fn: Forward, checkpointer: ActivationCheckpointer, index: int) -> None:
         super().__init__()
@@ -202,7 +196,3 @@ class _Layer(nn.Module):
             output = self.forward_fn(self.layer, value)
         self.checkpointer._note(self.index, value, output, found[0])
         return output
-
-
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Checkpointing by level: what is run again in the backward is said by how large a part of the model it is."""
+"""Checkpointing by level: a level says how large the parts of a model are that are run again in the backward."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LEVELS = {
     4: "groups or stages of layers",
     5: "whole encoders or decoders",
 }
-"""What a level is about."""
+"""The parts of a model that a level is about."""
 
 
 class ActivationCheckpointing(nn.Module):
-    """Runs functions, and checkpoints those of a low enough level, in models that are written with levels in them.
+    """Calls functions, and checkpoints those of a low enough level: for models that are written with levels in them.
 
-    `ActivationCheckpointing(3, level)(block, x)` is `block(x)`; in training mode, if `level` is 3 or more, what `block`
-    makes is not kept for the backward but computed again there, from `x`. A `fn_checkpoint_level` of 0 is never
-    checkpointed. Levels are nested: at a training level of 3, what is of level 1 inside `block` is checkpointed too.
+    `ActivationCheckpointing(3, level)(block, x)` is `block(x)`. In training mode, if `level` is 3 or more, what `block`
+    makes is not kept for the backward but computed again there, from `x`. A function of level 0 is never checkpointed.
+    Levels are nested: at a training level of 3, a function of level 1 inside `block` is checkpointed, too.
 
-    `Checkpointable(model, level=3)` does the same for models without levels in them. ValueError for a level that is no
-    whole number from 0 to 5.
+    `Checkpointable(model, level=3)` does the same for models without levels in them. Raises ValueError for a level that
+    is no whole number from 0 to 5.
     """
 
     def __init__(self, fn_checkpoint_level: int, training_checkpoint_level: int) -> None:
@@ -38,11 +38,14 @@ class ActivationCheckpointing(nn.Module):
 
     @property
     def checkpoints(self) -> bool:
-        """Whether functions are checkpointed, as things stand."""
+        """Whether functions are checkpointed: in training mode, by the two levels."""
         return self.training and 0 < self.fn_checkpoint_level <= self.training_checkpoint_level
 
     def forward(self, fn: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-        """`fn(*args, **kwargs)`; `use_reentrant` is torch's, and excludes keyword arguments there."""
+        """`fn(*args, **kwargs)`, checkpointed if its level is low enough.
+
+        `use_reentrant` is that of `torch.utils.checkpoint`, which raises ValueError for keyword arguments with it.
+        """
         if not self.checkpoints or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         return checkpoint(fn, *args, use_reentrant=use_reentrant, **kwargs)
@@ -52,7 +55,7 @@ class ActivationCheckpointing(nn.Module):
 
 
 def checked_level(value: object, what: str = "level") -> int:
-    """`value`, if it is a level; ValueError otherwise."""
+    """`value`, if it is a level; raises ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value not in LEVELS:
         raise ValueError(f"{what} is {value!r}; it has to be a whole number from 0 (nothing) to 5 (whole encoders)")
     return value

@@ -1,4 +1,4 @@
-"""Segments of which only the inputs are kept; everything inside is computed again in the backward."""
+"""Networks of segments, of which only the inputs are kept; all else is computed again in the backward."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Segment = Callable[[Any], Any]
 class Checkpoint:
     """The input of one segment, from which its output can be computed again.
 
-    The random state, autocast and the segment's buffers are those of the moment when the checkpoint is made: make it
-    right before the segment runs. `input` is held without its history, and not copied; after a backward through what
-    `recompute` returned, its `grad` is the gradient of the segment's input.
+    Make it right before the segment runs: it records the random state, autocast and the segment's buffers as they are
+    then. `input` is held without its history, and not copied. After a backward through what `recompute` returned, its
+    `grad` is the gradient of the segment's input. Raises ValueError if the segment cannot be called.
     """
 
     def __init__(self, segment: Segment, input: Any) -> None:
@@ -40,18 +40,19 @@ class Checkpoint:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the input."""
+        """Bytes of the segment's input."""
         return storage_bytes(tensors_in(self.input))
 
     def recompute(self) -> Any:
-        """The segment's output, as its first run makes it, in a graph if gradients are on. It leaves no other trace.
+        """The segment's output, as its first run makes it; with a graph of autograd if gradients are on.
 
-        RuntimeError if the input has been overwritten since.
+        The random stream and the buffers are left as they are now. Raises RuntimeError if the input was overwritten
+        after the checkpoint was made.
         """
         self._refuse_overwritten()
         with self._surroundings.restored(self.segment, graph=torch.is_grad_enabled()):
             output = self.segment(self.input)
-        self._refuse_overwritten()
+        self._refuse_overwritten()  # by the segment itself
         return output
 
     def _refuse_overwritten(self) -> None:
@@ -65,9 +66,10 @@ class Checkpoint:
 class CheckpointedNetwork(nn.Module):
     """Segments one after the other, trained with nothing kept but the input of each.
 
-    `segments` are modules, or functions without parameters, that take what the one before returned. In the backward
-    each is run again, the last first; outputs, gradients, buffers and the random stream are those of plain training.
-    In eval mode or without gradients they are simply run. ValueError if there are none.
+    `segments` are modules, or functions without parameters; each takes what the one before it returned. In the backward
+    each is run again, the last first. Outputs, gradients, buffers and the random stream are those of plain training. In
+    eval mode or without gradients the segments are simply run. Raises ValueError if there are no segments, or if one
+    cannot be called.
     """
 
     def __init__(self, segments: Iterable[Segment]) -> None:
@@ -83,7 +85,10 @@ class CheckpointedNetwork(nn.Module):
         self._full = 0
 
     def forward(self, x: Any) -> Any:
-        """What the last segment returns for `x`, a tensor or a nested structure of tensors."""
+        """What the last segment returns for `x`, a tensor or a nested structure of tensors.
+
+        The backward raises RuntimeError if a function among the segments uses a parameter.
+        """
         trains = any(t.requires_grad for t in [*self.parameters(), *tensors_in(x)])
         if not self.training or not torch.is_grad_enabled() or not trains:
             for segment in self.segments:
@@ -99,12 +104,12 @@ class CheckpointedNetwork(nn.Module):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the segments' inputs, all that the last training forward kept; 0 before there was one."""
+        """Bytes of the segments' inputs, which are all that the last training forward kept; 0 before the first one."""
         return self._kept
 
     @property
     def full_memory_bytes(self) -> int:
-        """Bytes of the network's input and of every output of every module in the segments, had all been kept."""
+        """Bytes of the network's input and of the outputs of all modules in the segments, had all been kept."""
         return self._full
 
     @property
@@ -114,14 +119,18 @@ class CheckpointedNetwork(nn.Module):
 
 
 class _Memory:
-    """Bytes of the memory behind tensors, each piece once, even after it was freed and its address used again."""
+    """Bytes of the memory behind tensors, each storage once.
+
+    A storage that was freed still counts, and one that later gets its address is another: so no addresses are compared.
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[object, int]] = {}
 
     def add(self, value: Any) -> None:
         for tensor in tensors_in(value):
-            reference = weakref.ref(tensor.untyped_storage())  # one and the same for one storage, as long as it lives
+            # Python has one weak reference for an object, and keeping the reference keeps its id from being used again.
+            reference = weakref.ref(tensor.untyped_storage())
             self._sizes[id(reference)] = reference, storage_bytes([tensor])
 
     @property
@@ -131,7 +140,7 @@ class _Memory:
 
 @contextmanager
 def _watched(segments: nn.ModuleList) -> Iterator[tuple[_Memory, _Memory]]:
-    """The inputs of the segments, and these together with the outputs of the segments and of every module in them."""
+    """Yields the memory of the segments' inputs, and the memory of these and of the outputs of all modules together."""
     kept, made = _Memory(), _Memory()
 
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -151,7 +160,7 @@ def _watched(segments: nn.ModuleList) -> Iterator[tuple[_Memory, _Memory]]:
 
 
 class _Function(nn.Module):
-    """A function in the place of a module."""
+    """A function as a module, so that all segments are modules."""
 
     def __init__(self, function: Segment) -> None:
         super().__init__()

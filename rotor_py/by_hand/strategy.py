@@ -1,4 +1,4 @@
-"""Strategies that are set by hand instead of solved for, as the arguments of `Checkpointable` ask for them."""
+"""The strategies that `Checkpointable` takes as arguments: checkpointing by hand, in place of an optimal plan."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from rotor_py.units import format_bytes, limit_text
 from rotor_solver import Algorithm, InfeasibleError, Periodic, Sequence, StoreAll
 
 _NO_LIMIT = 2**62
+"""Bytes that no strategy needs. The strategy is what it is; whether it fits is told afterwards, with both numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """Every module of `level`, or every `every_n_layers` stages. ValueError for both, or for bad numbers."""
+    """Keep the inputs of all modules of `level`, or of the stages 0, n, 2n, … for n = `every_n_layers`.
+
+    Raises ValueError if both are given, if `max_checkpoints` is given without `every_n_layers`, for numbers that are
+    not whole or below zero, and for a level that does not exist.
+    """
 
     level: int | None = None
     every_n_layers: int | None = None
@@ -26,9 +31,9 @@ class ByHand:
 
     def __post_init__(self) -> None:
         if self.level is not None and self.every_n_layers is not None:
-            raise ValueError(f"{self} are two strategies; give one of them")
+            raise ValueError(f"{self} are two strategies; give only one of them")
         if self.max_checkpoints is not None and self.every_n_layers is None:
-            raise ValueError(f"{self} is about every_n_layers, which is not given")
+            raise ValueError(f"{self} limits the checkpoints of every_n_layers, which is not given; give both or none")
         if self.level is not None:
             checked_level(self.level)
         if self.every_n_layers is not None:
@@ -38,7 +43,10 @@ class ByHand:
 
     @classmethod
     def asked_for(cls, level: int | None, every_n_layers: int | None, max_checkpoints: int | None) -> ByHand | None:
-        """None where nothing is asked for: then the plan is the optimal one."""
+        """The strategy that these arguments ask for; None if they ask for none, so that the plan is the optimal one.
+
+        Raises ValueError as the constructor does.
+        """
         strategy = cls(level, every_n_layers, max_checkpoints)
         return None if strategy == cls() else strategy
 
@@ -47,15 +55,18 @@ class ByHand:
         return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
 
     def algorithm(self, model: nn.Module) -> Algorithm:
-        """What finds the sequence for the measured stages of `model`."""
-        if self.level:
+        """The algorithm that makes the sequence for the measured stages of `model`."""
+        if self.level:  # level 0 checkpoints nothing
             return ByLevel.of(model, self.level)
         if self.every_n_layers and self.max_checkpoints != 0:
             return Periodic(every=self.every_n_layers, max_checkpoints=self.max_checkpoints)
         return StoreAll()  # without checkpoints there is one segment up to the loss, which is stored as it runs
 
     def sequence(self, model: nn.Module, budget: Budget, mem_limit: int | None) -> Sequence:
-        """The sequence, whatever it needs; InfeasibleError if that is more than `mem_limit`, where there is one."""
+        """The sequence of the strategy for a measured model.
+
+        Raises InfeasibleError if it needs more than `mem_limit` bytes. A strategy is never changed to fit a limit.
+        """
         sequence = self.algorithm(model).solve(budget.chain, _NO_LIMIT)
         peak = budget.peak_bytes(sequence)
         if mem_limit is not None and peak > mem_limit:

@@ -1,1 +1,1 @@
-"""Models that are no chain: TorchDynamo's graph of them, cut into stages."""
+"""Models that are not chains: TorchDynamo captures their graph, and the graph is cut into stages."""

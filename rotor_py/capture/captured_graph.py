@@ -1,30 +1,34 @@
-"""One graph of TorchDynamo as a chain of stages, with what runs before it and what is returned."""
+"""One graph of TorchDynamo as a chain of stages, with a context that runs before it.
+
+The context is what needs no gradient. What it makes, and what the caller passes in, goes into the first stage. What the
+graph returns may come out of the last stage, out of the context, or straight from the caller.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
-from rotor_py.capture.cut_points import find_cuts
-from rotor_py.capture.fsdp_marks import Borders, enter, leave
-from rotor_py.capture.graph_facts import Facts, carries_gradient, read, tensors_of, written_input
+from rotor_py.capture.cut_points import find_cut_points
+from rotor_py.capture.fsdp_marks import FSDPMarks
+from rotor_py.capture.graph_facts import GraphFacts, read_graph, written_input
+from rotor_py.capture.graph_nodes import carries_gradient, tensors_of
 from rotor_py.capture.graph_stage import context_of, stages_of
+from rotor_py.capture.mark_nodes import enter, leave
 from rotor_py.capture.run_graph import line_of, run_graph
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Layer
 from rotor_py.measure.measurement import PrefixCost
 
-Run = Callable[["CapturedGraph", tuple[Any, ...]], Sequence[Any]]
-
 
 class CapturedGraph:
-    """What the backend returns to Dynamo: called with the graph's inputs, it returns its outputs.
+    """A graph for one model. `split` has to be called before all else, with the graph's inputs.
 
-    It is cut into stages at its first call, when the parameters are at hand. `run` decides how it is run.
+    `buffers` are the ids of the model's buffers, `granularity` is the most stages there may be.
     """
 
     def __init__(
@@ -32,43 +36,47 @@ class CapturedGraph:
         graph_module: fx.GraphModule,
         buffers: frozenset[int],
         granularity: int,
-        run: Run,
-        borders: Borders | None = None,
+        marks: FSDPMarks | None = None,
     ) -> None:
         self.graph_module = graph_module
-        self._borders = borders
+        self._marks = marks
         self.layers: list[Layer] = []
+        """The stages; none if nothing in the graph has a gradient."""
         self._buffers = buffers
         self._granularity = granularity
-        self._run = run
-        self._facts: Facts | None = None
+        self._facts: GraphFacts | None = None
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._entering: list[fx.Node] = []
+        """What goes into the first stage."""
         self._leaving: list[fx.Node] = []
+        """What comes out of the last stage."""
         self._wanted: list[fx.Node] = []
+        """What the context has to make."""
         self._context: fx.GraphModule | None = None
         self._owned: dict[fx.Node, torch.Tensor] = {}
 
-    def __call__(self, *arguments: Any) -> Sequence[Any]:
-        return self._run(self, arguments)
-
     def split(self, arguments: tuple[Any, ...]) -> None:
-        """Cut the graph into stages."""
+        """Cut the graph into stages, at its first call: only then are the parameters at hand.
+
+        Raises UnsupportedModelError if the model writes into its own input, or if a sharded module returns no tensor
+        that a gradient could come through.
+        """
         if self._facts is not None:
             return
-        facts = read(self.graph_module, arguments, self._buffers, self._borders)
-        if self._borders is not None:
-            _refuse_lost(facts, self._borders)
+        facts = read_graph(self.graph_module, arguments, self._buffers, self._marks)
+        if self._marks is not None:
+            _refuse_lost(facts, self._marks)
         if (writing := written_input(facts)) is not None:
             raise UnsupportedModelError(
-                f"the model writes into its own input at {line_of(writing)}, which running a stage again would do "
+                f"the model writes into its own input at {line_of(writing)}, and running a stage again would write "
                 "again; let it make a new tensor there"
             )
-        self._facts = facts
+        self._facts = facts  # only now, so that a graph that was refused is refused again
         self._owned = dict(facts.owned)
-        if not facts.body:
+        if not facts.body:  # the graph has no gradient
             return
-        self.layers, self._entering, self._leaving = stages_of(facts, find_cuts(facts, self._granularity))
+        self.layers, self._entering, self._leaving = stages_of(facts, find_cut_points(facts, self._granularity))
+        # Only what the stages read or the graph returns: all else of the context is let go of when it has run.
         made = set(facts.context)
         self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]
         self._context = context_of(facts, self._wanted)
@@ -82,31 +90,47 @@ class CapturedGraph:
     def silent(self) -> tuple[int, ...]:
         """The positions, among the tensors that the last stage returns, of those that will get no gradient.
 
-        Where the graph returns single numbers with a gradient, they are the loss, and all others are not.
+        If the graph returns single numbers with a gradient, they are taken to be the loss. Nobody calls `backward` on
+        logits beside it, and counting a gradient for them would add what is often the largest tensor of the model.
         """
         tensors = [node for node in self._leaving if tensors_of(node)]
         losses = [node for node in tensors if carries_gradient(node) and all(t.dim() == 0 for t in tensors_of(node))]
         return tuple(i for i, node in enumerate(tensors) if losses and node not in losses)
 
     def enter(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[fx.Node, Any]]:
-        """What goes into the first stage, and all values that do not come out of the chain."""
+        """Run the context. Returns what goes into the first stage, and all values that do not come out of the chain."""
         assert self._facts is not None
         values = dict(zip(self._placeholders, arguments, strict=True))
         self._bind(values)
         if self._context is not None:
-            with torch.no_grad():
+            with torch.no_grad():  # nothing in the context has a gradient, and a graph of it would only take memory
                 made = run_graph(self._context, [values[node] for node in self._facts.given])
             values.update(zip(self._wanted, made, strict=True))
         return tuple(values[node] for node in self._entering), values
 
     def leave(self, made: Sequence[Any], values: dict[fx.Node, Any]) -> list[Any]:
-        """The graph's outputs, from what the last stage returned and what `enter` had."""
+        """The graph's outputs, from what the last stage returned and the values that `enter` returned."""
         assert self._facts is not None
         values = {**values, **dict(zip(self._leaving, made, strict=True))}
         return [values[each] if isinstance(each, fx.Node) else each for each in self._facts.outputs]
 
+    def run_unplanned(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """Run the whole graph as Dynamo captured it, and return its outputs.
+
+        Raises UnsupportedModelError for a graph of a sharded model: only stages gather parameters.
+        """
+        if self._marks is not None:
+            raise UnsupportedModelError(
+                f"nothing in the graph of {self._marks.model_name} has a gradient, and fully_shard was applied to it; "
+                "train some of its parameters, or call it in eval mode"
+            )
+        return list(run_graph(self.graph_module, arguments))
+
     def context_cost(self, arguments: tuple[Any, ...], device: torch.device) -> PrefixCost:
-        """What running before the chain needs beyond what it makes."""
+        """What the context costs: bytes that it needs while it runs, beyond those of what it makes.
+
+        Its time is taken to be zero: it runs once with any plan, so it changes no decision.
+        """
         assert self._facts is not None
         if self._context is None:
             return PrefixCost(0.0, 0)
@@ -117,7 +141,11 @@ class CapturedGraph:
         return PrefixCost(0.0, max(0, phase.rise - storage_bytes(tensors_in(made))))
 
     def _bind(self, values: dict[fx.Node, Any]) -> None:
-        """Put parameters and buffers in the place of those that were there at the last call, if they are others."""
+        """Put the parameters and buffers of this call in the place of those of the last call, if they are others.
+
+        A model's tensors may be replaced between steps: `module.weight = nn.Parameter(…)`, or `load_state_dict` with
+        `assign=True`. Dynamo passes the graph what the model has now.
+        """
         other = {id(old): values[node] for node, old in self._owned.items() if values[node] is not old}
         if not other:
             return
@@ -128,14 +156,19 @@ class CapturedGraph:
         self._owned = {node: values[node] for node in self._owned}
 
 
-def _refuse_lost(facts: Facts, borders: Borders) -> None:
-    """UnsupportedModelError if a module returns what was not understood: nothing would gather for its backward."""
+def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
+    """UnsupportedModelError if a sharded module returns no tensor that autograd could come back through.
+
+    FSDP gathers parameters for a module's backward when a gradient arrives at what the module returned. Its mark has to
+    have such a tensor, which it has not where the tensors are hidden in objects that pytrees do not look into.
+    """
     attached: dict[Any, bool] = {}
+    """For every module that has begun: whether anything since has had a gradient."""
     for node in facts.body:
         if node.target is enter:
             attached[node.args[0]] = False
         elif node.target is leave and len(node.args) == 1 and attached[node.args[0]]:
-            group, module = borders.at(str(node.args[0]))
+            group, module = marks.group_at(str(node.args[0]))
             raise UnsupportedModelError(
                 f"no tensor with a gradient was found in what {type(group.modules[module]).__name__} returns, to which "
                 "fully_shard was applied; let it return tensors, in tuples, lists or dicts"

@@ -1,4 +1,7 @@
-"""Models that are built alike are captured once: what TorchDynamo traced for one serves the next."""
+"""Forwards handed to torch.compile, one for all models that are built alike: what TorchDynamo traced serves the next.
+
+Tracing takes seconds for a large model. Tests, sweeps over limits and copies of a model would pay for it every time.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,16 @@ from torch import fx, nn
 
 from rotor_py.stage.surroundings import Autocast
 
-Handler = Callable[["SharedGraph", tuple[Any, ...]], Sequence[Any]]
+Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 
 _MOST = 32
+"""The most functions that are kept, those used last. A guess: each holds traced graphs and guards."""
 _compiled: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 _handler: ContextVar[Handler] = ContextVar("handler")
 
 
-class SharedGraph:
-    """A graph that Dynamo traced. Whoever called the model says how it is run."""
+class TracedGraph:
+    """A graph that Dynamo traced. It may serve several models, so whoever calls one of them says how it is run."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
@@ -31,13 +35,15 @@ class SharedGraph:
         return _handler.get()(self, arguments)
 
 
-def compiled_for(model: nn.Module, marks: Hashable = None) -> Callable[..., Any]:
-    """The function (model, args, kwargs) that runs the forward of `model`, and of models built alike.
+def compile_forward(model: nn.Module, marks: Hashable = None) -> Callable[..., Any]:
+    """The function (model, args, kwargs) that runs the forward of `model`, and of models that are built alike.
 
-    A model with `marks`, which say where modules of `fully_shard` begin and end, is captured as one graph or not at
-    all: between graphs its parameters would be looked at, which are not there.
+    `marks` says where modules of `fully_shard` begin and end. A model with marks is captured as one graph or not at
+    all, since between two graphs its own code would run on holes in the place of parameters: a call of the function
+    raises torch's `Unsupported` where the graph would break.
     """
     key = _structure(model), marks
+    # `model` is an argument of the function and no part of it, so a function keeps no model alive.
     if key not in _compiled:
         _compiled[key] = torch.compile(_own_function(), backend=_backend, fullgraph=marks is not None)
     _compiled.move_to_end(key)
@@ -47,8 +53,11 @@ def compiled_for(model: nn.Module, marks: Hashable = None) -> Callable[..., Any]
 
 
 @contextmanager
-def handled_by(handler: Handler) -> Iterator[None]:
-    """Graphs that are called inside this context are run by `handler`."""
+def handing_graphs_to(handler: Handler) -> Iterator[None]:
+    """Have graphs that are called inside this context run by `handler`.
+
+    A context variable, since models built alike may train in several threads at once.
+    """
     token = _handler.set(handler)
     try:
         yield
@@ -56,20 +65,28 @@ def handled_by(handler: Handler) -> Iterator[None]:
         _handler.reset(token)
 
 
-def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> SharedGraph:
-    return SharedGraph(graph_module)
+def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedGraph:
+    return TracedGraph(graph_module)
 
 
 def _structure(model: nn.Module) -> Hashable:
-    """What models have to have in common to share code; Dynamo's guards see to the rest."""
+    """Equal for models that may share code.
+
+    Dynamo's guards would keep unlike models apart as well, but a function may only have so many versions (eight in
+    torch 2.13) before Dynamo runs it uncompiled.
+    """
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    # `remove_duplicate=False`: models differ if one of them ties two weights and the other does not.
     kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
     return modules, kinds, tuple(map(Autocast.now, ("cpu", "cuda")))
 
 
 def _own_function() -> Callable[..., Any]:
-    """A function with code of its own: Dynamo counts recompilations by code, and gives up on code that many share."""
+    """A function with a code object of its own.
+
+    Dynamo counts recompilations by code object, and gives up on one that many models share.
+    """
 
     def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return model.forward(*args, **kwargs)

@@ -1,4 +1,9 @@
-"""Where a graph is cut into stages."""
+"""Where a graph is cut into stages: where a single tensor is live, beside those that are carried past the cuts.
+
+A stage of a chain has one input. Between the blocks of a network one tensor is live as a rule, and a cut there costs
+nothing. A tensor that stays live over many blocks (an encoder's output, a skip connection) would forbid every cut in
+between. To carry it means to hand it on from stage to stage beside the main tensor.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +13,43 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from rotor_py.capture.fsdp_marks import enter, leave
-from rotor_py.capture.graph_facts import Facts, carries_gradient, new_bytes, tensors_of
+from rotor_py.capture.graph_facts import GraphFacts
+from rotor_py.capture.graph_nodes import carries_gradient, new_bytes, tensors_of
+from rotor_py.capture.mark_nodes import enter, leave
 
 _HUGE = 0.3
-"""A stage with more than this part of all that is computed is cut further, by carrying tensors past the cuts."""
+"""A stage that makes more than this part of all bytes is cut further, by carrying tensors past the cuts. A guess: a
+plan cannot save much inside one stage, and a carried tensor stays in memory over all stages that it is carried past.
+"""
 _WORTHWHILE = 4
-"""Cuts that carrying one more tensor past them has to make possible."""
+"""The cuts that carrying one more tensor has to make possible. A guess: for fewer, it costs more than it gains."""
 _SMALL = 0.25
-"""A stage of less than this part of an average one is joined to the next."""
+"""A stage that makes less than this part of an average stage's bytes is joined to the next. A guess: a cut after every
+reshape would make the solver slower, and save nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
-    """Positions in the body after which a stage ends, and the tensors that are carried past cuts beside the main one.
-
-    live[p] are the values that are made up to position p and needed after it.
-    """
+class CutPoints:
+    """Where the stages of a graph end, in positions of its body."""
 
     ends: list[int]
+    """The position of the last node of every stage, in increasing order."""
     carried: list[fx.Node]
+    """The tensors that are carried past cuts beside the main one."""
     live: list[list[fx.Node]]
+    """live[p] are the values that are made up to position p and needed after it."""
 
 
-def find_cuts(facts: Facts, granularity: int) -> Cuts:
+def find_cut_points(facts: GraphFacts, granularity: int) -> CutPoints:
     """Cut where one tensor is live, into at most `granularity` stages.
 
-    A tensor that stays live over a large part of the graph (an encoder's output, a skip connection) is carried past
-    the cuts, where that makes cuts possible. Stages that do next to nothing are joined to the next one.
+    Of the tensors that are live inside the largest stage, the one that allows most cuts is carried, until no stage is
+    too large. Stages that do next to nothing are joined to the next one.
     """
     live = _liveness(facts)
+    # Bytes that a node makes stand for its work: times are known only once stages are measured, and stages only once
+    # the graph is cut.
     weights = [max(1, new_bytes(node)) for node in facts.body]
     crossings = _Crossings(facts, live)
     carried: list[fx.Node] = []
@@ -48,6 +60,7 @@ def find_cuts(facts: Facts, granularity: int) -> Cuts:
             break
         inside = {node for position in range(low, high - 1) for node in live[position]} - set(carried)
         counts = {node: len(crossings.possible([*carried, node])) - len(possible) for node in inside}
+        # Of equals the earliest in the graph, so that all processes that train together cut alike.
         best = max(counts, key=lambda node: (counts[node], -facts.body.index(node)), default=None)
         if best is None or counts[best] < _WORTHWHILE:
             break
@@ -56,12 +69,13 @@ def find_cuts(facts: Facts, granularity: int) -> Cuts:
     smallest = _SMALL / granularity
     ends = _merged(possible, weights, smallest)
     while len(ends) > granularity:
-        smallest *= 1.5
+        smallest *= 1.5  # a guess: a few rounds suffice, and the number of stages ends not far below the bound
         ends = _merged(possible, weights, smallest)
-    return Cuts(ends, carried, live)
+    return CutPoints(ends, carried, live)
 
 
-def _liveness(facts: Facts) -> list[list[fx.Node]]:
+def _liveness(facts: GraphFacts) -> list[list[fx.Node]]:
+    """For every position, the values made up to it that a later node or the caller reads."""
     position = {node: at for at, node in enumerate(facts.body)}
     last = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in facts.body}
     last |= {node: len(facts.body) for node in facts.outputs if node in position}
@@ -74,15 +88,17 @@ def _liveness(facts: Facts) -> list[list[fx.Node]]:
 
 
 class _Crossings:
-    """The values that are live where a stage may end, if one at most of them is neither carried nor returned."""
+    """The positions where a stage may end at all, with the tensors that are live there."""
 
-    def __init__(self, facts: Facts, live: list[list[fx.Node]]) -> None:
+    def __init__(self, facts: GraphFacts, live: list[list[fx.Node]]) -> None:
         tensors = {node: tensors_of(node) for node in facts.body}
         gradient = {node for node in facts.body if carries_gradient(node)}
         self._end = len(facts.body) - 1
         self._live: dict[int, list[fx.Node]] = {}
         for at, (node, following) in enumerate(itertools.pairwise(facts.body)):
-            if _begins(node) or following.target is leave or not facts.modes[node].gradients:
+            # A mark belongs to the module beside it, in the same stage. What is made without gradients is no stage's
+            # output: nothing in it could be trained.
+            if _begins_module(node) or following.target is leave or not facts.modes[node].gradients:
                 continue
             here = [each for each in live[at] if tensors[each]]
             if not gradient.isdisjoint(here):
@@ -92,11 +108,11 @@ class _Crossings:
             for node, found in tensors.items()
             if len(found) == 1
             and not isinstance(node.meta.get("example_value"), tuple)
-            and node not in facts.outputs  # what is returned is no checkpoint to drop
+            and node not in facts.outputs  # the caller holds it: dropping it as a checkpoint would free nothing
         }
 
     def possible(self, carried: list[fx.Node]) -> list[int]:
-        """The positions after which a stage may end; the last one is the end of the graph."""
+        """The positions after which a stage may end if these tensors are carried; the last is the end of the graph."""
         aside, found = set(carried), []
         for at, live in self._live.items():
             main = [node for node in live if node not in aside]
@@ -105,25 +121,27 @@ class _Crossings:
         return [*found, self._end]
 
 
-def _begins(node: fx.Node) -> bool:
-    """Whether parameters have just been gathered: they would be kept for the next stage."""
+def _begins_module(node: fx.Node) -> bool:
+    """Whether parameters have just been gathered: a cut here would keep them until the next stage."""
     if node.target is operator.getitem:
         return bool(node.all_input_nodes[0].target is enter)
     return node.target is enter
 
 
 def _largest(ends: list[int], weights: list[int]) -> tuple[int, int]:
+    """The first position of the heaviest stage, and the one after its last."""
     bounds = [0, *(end + 1 for end in ends)]
     pairs = list(itertools.pairwise(bounds))
     return max(pairs, key=lambda pair: sum(weights[pair[0] : pair[1]]))
 
 
 def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:
+    """The ends without those of stages lighter than the part `smallest` of all, which are joined to the next stage."""
     least, kept, begin = smallest * sum(weights), [], 0
     for end in ends[:-1]:
         if sum(weights[begin : end + 1]) >= least:
             kept.append(end)
             begin = end + 1
-    if kept and sum(weights[begin:]) < least:
+    if kept and sum(weights[begin:]) < least:  # the last stage has no next one
         kept.pop()
     return [*kept, ends[-1]]

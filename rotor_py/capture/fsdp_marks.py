@@ -1,64 +1,48 @@
-"""Where the modules of `fully_shard` begin and end in a captured graph.
+"""Capturing a model of `fully_shard`: marks in the graph say where its modules begin and end.
 
-TorchDynamo would break the graph at every hook of FSDP's, and sees parameters of which a process has a part. While it
-looks at the model, these hooks are others, which leave a mark in the graph; and in the place of every sharded parameter
-is a hole: a parameter of the whole shape, without memory. When the graph runs, a mark does what the hook would have
-done there: parameters are gathered and let go, and gradients sent, by PyTorch, where they are in plain training.
+TorchDynamo breaks the graph at every hook of FSDP, and of every parameter it would see only the part that this process
+has. While TorchDynamo traces the model, other hooks stand in their place, which leave a mark in the graph. In the place
+of every sharded parameter stands a hole: a parameter of the whole shape, without memory. When the graph runs, a mark
+calls the hook that FSDP has there. So PyTorch gathers parameters, frees them and sends gradients where it does so in
+plain training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rotor_py.distributed.shard_groups import ShardedParameter, ShardGroup, Tensors, cast, groups_of
+from rotor_py.capture.mark_nodes import entering_hook, leaving_hook
+from rotor_py.distributed.shard_groups import ShardedParameter, ShardGroup, Tensors, groups_of
 from rotor_py.errors import UnsupportedModelError
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _OLDEST = (2, 11)
-"""The oldest version of torch that this was tested with; what PyTorch does in a backward differs before."""
+"""The oldest version of torch that this was tested with. Older ones gather differently during a backward."""
 
 Table = dict[str, nn.Parameter | None]
 Place = tuple[Table, str]
-"""A module's table of parameters, and a name there."""
+"""A module's table of parameters, and the name of one in it."""
 
 
-def enter(place: str, *tensors: torch.Tensor) -> Tensors:
-    """The mark where a module begins: what of its input needs a gradient passes through it.
+class FSDPMarks:
+    """The groups of a model's sharded parameters, and what stands in the place of each while the model is captured.
 
-    `place` has the numbers of its group and of the module there. In a text, since TorchDynamo makes variables of
-    numbers that differ from one model to the next.
+    UnsupportedModelError if this version of torch is too old, or if a parameter is gathered in a way of its own (tensor
+    parallelism, a subclass of tensors), so that a hole of the whole shape would not look like it.
     """
-    return tuple(tensor.view_as(tensor) for tensor in tensors) or (torch.empty(0),)
-
-
-def leave(place: str, *tensors: torch.Tensor) -> Tensors:
-    """The mark where a module ends: what of its output needs a gradient passes through it."""
-    return tuple(tensor.view_as(tensor) for tensor in tensors) or (torch.empty(0),)
-
-
-MARKS: dict[Any, str] = {enter: "enter", leave: "leave"}
-for _mark in MARKS:
-    torch._dynamo.allow_in_graph(_mark)
-
-
-class Borders:
-    """The groups of a model's parameters, as its captured graph meets them."""
 
     def __init__(self, model: nn.Module) -> None:
-        """UnsupportedModelError if whole parameters would not do in the place of those that are gathered."""
         self.groups = groups_of(model)
         self.measuring = False
-        """Whether stages run by themselves, with parameters that are there already."""
+        """While stages are measured one by one, with parameters that are gathered around each: marks do nothing."""
         self._model = model
         self._holes: dict[int, nn.Parameter] = {}
-        self._kept: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._replaced: list[tuple[dict[Any, Any], Any, Any]] = []
         if self.groups and TORCH < _OLDEST:
             raise UnsupportedModelError(
                 f"fully_shard was applied to {type(model).__name__}, which is no nn.Sequential; that takes torch "
@@ -72,14 +56,19 @@ class Borders:
                 )
 
     @classmethod
-    def of(cls, model: nn.Module) -> Borders | None:
-        """Those of a model, if `fully_shard` was applied to it."""
+    def of(cls, model: nn.Module) -> FSDPMarks | None:
+        """The marks of a model; None if `fully_shard` was not applied to it. Raises as the constructor does."""
         found = cls(model)
         return found if found.groups else None
 
     @property
+    def model_name(self) -> str:
+        """The class of the model, to name it in errors."""
+        return type(self._model).__name__
+
+    @property
     def signature(self) -> Hashable:
-        """What models have to have in common for their graphs to have the same marks."""
+        """Equal for models whose graphs have the same marks."""
         order = {id(module): position for position, module in enumerate(self._model.modules())}
         return tuple(
             (number, tuple(order[id(module)] for module in group.modules), group.input_dtype, group.output_dtype)
@@ -89,7 +78,7 @@ class Borders:
 
     @property
     def places(self) -> dict[int, tuple[Place, ShardGroup]]:
-        """Where the parameter is that belongs into a hole, and its group, by the id of the hole."""
+        """For every hole, by its id: where the parameter is that belongs there, and the group of the parameter."""
         return {
             id(self._hole(each)): ((each.places[0][0]._parameters, each.places[0][1]), group)
             for group in self.groups
@@ -98,7 +87,7 @@ class Borders:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Put holes in the place of parameters, and marks in the place of hooks."""
+        """Have holes in the place of parameters, and hooks that leave marks in the place of FSDP's."""
         self._mark()
         try:
             yield
@@ -107,7 +96,7 @@ class Borders:
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Inside `marked`: as if outside of it."""
+        """Inside `marked`, have the model's own parameters and hooks back: for running a graph during the trace."""
         self._put_back()
         try:
             yield
@@ -120,42 +109,45 @@ class Borders:
             for each in group.parameters:
                 new += [(module._parameters, name, self._hole(each)) for module, name in each.places]
             for position, module in enumerate(group.modules):
-                if module is not self._model:  # its hooks run around the call
+                # Dynamo traces the model's `forward`; the model's own hooks run around it, and need no mark.
+                if module is not self._model:
                     place = f"{number} {position}"
-                    hooks = _before(place, group.input_dtype), _after(place, group.output_dtype)
-                    new += [(*kept, hook) for kept, hook in zip(group.hook_places(position), hooks, strict=True)]
-        self._kept = [(table, key, table[key]) for table, key, _ in new]
+                    hooks = entering_hook(place, group.input_dtype), leaving_hook(place, group.output_dtype)
+                    new += [(*at, hook) for at, hook in zip(group.hook_places(position), hooks, strict=True)]
+        self._replaced = [(table, key, table[key]) for table, key, _ in new]
         for table, key, value in new:
             table[key] = value
 
     def _put_back(self) -> None:
-        for table, key, value in self._kept:
+        for table, key, value in self._replaced:
             table[key] = value
-        self._kept = []
+        self._replaced = []
 
     def _hole(self, parameter: ShardedParameter) -> nn.Parameter:
         sharded = parameter.sharded
         if id(sharded) not in self._holes:
+            # No meta tensor: TorchDynamo traces operators on the devices that it sees.
             memory = torch.empty(sharded.shape, dtype=parameter.dtype, device=parameter.device)
             memory.untyped_storage().resize_(0)
             self._holes[id(sharded)] = nn.Parameter(memory, sharded.requires_grad)
         return self._holes[id(sharded)]
 
-    # What runs in the place of the marks
+    # What a mark does when the graph runs
 
     def enter(self, place: str, *tensors: torch.Tensor) -> Tensors:
-        """As FSDP's hook before the module's forward; where it is run again in the backward, to gather and no more."""
-        group, module = self.at(place)
+        """Gather the parameters of the module that begins, as FSDP's hook before its forward does."""
+        group, module = self.group_at(place)
         if self.measuring:
             return tensors
+        # FSDP's hook would take a stage that is run again for a new forward, and wait for another backward.
         if _in_backward():
             group.gather()
             return tensors
         return group.enter(module, tensors)
 
     def leave(self, place: str, *tensors: torch.Tensor) -> Tensors:
-        """As FSDP's hook after the module's forward."""
-        group, module = self.at(place)
+        """Let go of the parameters of the module that ends, as FSDP's hook after its forward does."""
+        group, module = self.group_at(place)
         if self.measuring:
             return tensors
         if _in_backward():
@@ -163,40 +155,12 @@ class Borders:
             return tensors
         return group.leave(module, tensors)
 
-    def at(self, place: str) -> tuple[ShardGroup, int]:
-        """The group and the module there that a mark's `place` says."""
+    def group_at(self, place: str) -> tuple[ShardGroup, int]:
+        """The group that a mark's `place` names, and the position of the module in it."""
         number, position = map(int, place.split())
         return self.groups[number], position
 
 
-@cache
-def _before(place: str, dtype: torch.dtype | None) -> Callable[..., Any]:
-    """A hook that leaves the mark `enter`."""
-
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _passed(enter, place, cast((args, kwargs), dtype))
-
-    return hook
-
-
-@cache
-def _after(place: str, dtype: torch.dtype | None) -> Callable[..., Any]:
-    """A hook that leaves the mark `leave`."""
-
-    def hook(_: nn.Module, args: Any, output: Any) -> Any:
-        return cast(_passed(leave, place, output), dtype)
-
-    return hook
-
-
-def _passed(mark: Callable[..., Tensors], place: str, value: Any) -> Any:
-    flat, spec = tree_flatten(value)
-    at = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    through = mark(place, *[flat[i] for i in at])
-    for i, tensor in zip(at, through, strict=False):
-        flat[i] = tensor
-    return tree_unflatten(flat, spec)
-
-
 def _in_backward() -> bool:
+    """Whether autograd runs a backward in this thread: then a stage is being run again."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -12,9 +12,11 @@ import torch
 from torch import fx, nn
 
 from rotor_profiling import tensors_in
-from rotor_py.capture.cut_points import Cuts
-from rotor_py.capture.fsdp_marks import MARKS, Table
-from rotor_py.capture.graph_facts import Facts, Modes, attribute_of, module_path, new_bytes, tensors_of
+from rotor_py.capture.cut_points import CutPoints
+from rotor_py.capture.fsdp_marks import Table
+from rotor_py.capture.graph_facts import GraphFacts, Modes
+from rotor_py.capture.graph_nodes import attribute_of, module_path, new_bytes, tensors_of
+from rotor_py.capture.mark_nodes import MARKS
 from rotor_py.capture.min_cut import SavedPart, find_saved_part
 from rotor_py.capture.run_graph import run_graph
 from rotor_py.capture.skipped_output import skipping_output
@@ -86,8 +88,8 @@ class GraphStage(nn.Module):
         if found is None:
             return None, None, None
         (bare,) = self._skipping_output
-        whole = found.telling(self.body, self.body.graph)
-        return found, whole, whole if bare is None else found.telling(self.body, bare.graph)
+        whole = found.instrumented(self.body, self.body.graph)
+        return found, whole, whole if bare is None else found.instrumented(self.body, bare.graph)
 
     def _run_partial(self, choice: SavedPart, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
         devices = {tensor.device.type for tensor in (*tensors_in(values), *self.parameters())}
@@ -137,7 +139,7 @@ def _end(stage: nn.Module) -> GraphStage:
 class Emitter:
     """Copies nodes of a graph into another one, with the modes that each was in."""
 
-    def __init__(self, facts: Facts, inputs: Iterable[fx.Node]) -> None:
+    def __init__(self, facts: GraphFacts, inputs: Iterable[fx.Node]) -> None:
         self.facts = facts
         self.graph = fx.Graph()
         self.attributes: dict[str, Any] = {}
@@ -160,10 +162,10 @@ class Emitter:
         target = node.target if node.op in ("call_function", "call_method") else id(node)
         args = node.args
         if node.target in MARKS:
-            self.copies[node].target = getattr(self.facts.borders, MARKS[node.target])
+            self.copies[node].target = getattr(self.facts.marks, MARKS[node.target])
             args = args[1:]  # wherever it is
-            if self.facts.borders is not None:
-                self._entered.add(self.facts.borders.at(str(node.args[0]))[0])
+            if self.facts.marks is not None:
+                self._entered.add(self.facts.marks.group_at(str(node.args[0]))[0])
         self.signature.append((node.op, target, self._plain(args), self._plain(node.kwargs)))
         self._numbers[node] = len(self._numbers)
 
@@ -228,7 +230,7 @@ class Emitter:
         return (type(value).__name__, value) if isinstance(value, Hashable) else id(value)
 
 
-def stages_of(facts: Facts, cuts: Cuts) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
+def stages_of(facts: GraphFacts, cuts: CutPoints) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
     """The stages with their names, what goes into the first, and what comes out of the last."""
     bounds = [0, *(end + 1 for end in cuts.ends)]
     pieces = [facts.body[low:high] for low, high in itertools.pairwise(bounds)]
@@ -257,14 +259,14 @@ def stages_of(facts: Facts, cuts: Cuts) -> tuple[list[tuple[str, nn.Module]], li
             signature=tuple(emitter.signature),
             groups=tuple(emitter.groups),
             begun=tuple(emitter.begun),
-            sharded=facts.borders is not None,
+            sharded=facts.marks is not None,
         )
         result.append((names[number], stage))
         inputs = outputs
     return result, shared, leaving
 
 
-def context_of(facts: Facts, wanted: Sequence[fx.Node]) -> fx.GraphModule:
+def context_of(facts: GraphFacts, wanted: Sequence[fx.Node]) -> fx.GraphModule:
     """What runs before the chain: from what the caller passes in to `wanted`."""
     emitter = Emitter(facts, facts.given)
     for node in facts.context:

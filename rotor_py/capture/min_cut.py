@@ -1,31 +1,33 @@
-"""What the backward of a captured stage can do without: values that cheap operators make from others that are kept.
+"""What a captured stage that is stored in part keeps: the fewest bytes from which cheap operators make the rest again.
 
-Which ones to keep is a minimum cut. Memory flows from what cannot be made again cheaply, through the cheap operators,
-to what autograd saves; the least memory from which all of that can be made is what a cut of least capacity goes
-through. PyTorch's compiler decides likewise what a backward recomputes (torch._functorch.partitioners).
+Which values to keep is a minimum cut. Memory flows from what cannot be made again cheaply, through the cheap operators,
+to what autograd saves. A cut through the values separates the two, and its capacity is the bytes of the values cut. A
+cut of least capacity is the least memory from which all that is saved can be made. PyTorch's compiler decides in the
+same way what a backward recomputes (torch._functorch.partitioners).
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from rotor_py.capture.graph_facts import attribute_of, overwrites, size_of, tensors_of
+from rotor_py.capture.graph_nodes import overwrites, size_of, tensors_of
+from rotor_py.capture.saved_values import find_saved_values
 from rotor_py.stage.partial_saving import Call, Recipe, Value
 
 _log = logging.getLogger("rotor_py")
 
 _WORTHWHILE = 0.1
-"""The part of what is saved that has to be dropped at least."""
+"""The part of the saved bytes that has to be dropped at least. A guess: for less, a second way to run the stage is not
+worth measuring, and would only make the solver slower.
+"""
 # fmt: off
 _OPERATORS = (
     "add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide", "truediv", "neg", "negative", "pow",
@@ -45,29 +47,38 @@ _CHEAP: set[Any] = {
     *(getattr(module, name) for name in _LAYERS for module in (F, torch._C._nn) if hasattr(module, name)),
     *_OPERATORS,
 }
-"""Operators that make each number of their output from few of their input, as functions and as names of methods."""
+"""Operators whose time is that of reading and writing their tensors, as functions and as names of methods. Matrix
+products, convolutions and attention take longer. Random numbers would have to be drawn again from the same state.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """What a run keeps for its backward and what it drops, by the numbers of nodes, and how to make that again."""
+    """What a stage stored in part keeps for its backward, what it drops, and how to make that again.
+
+    Values are named by the number of their node in the stage's graph, so that they mean the same for all equal stages.
+    """
 
     kept: frozenset[int]
     dropped: frozenset[int]
     recipe: Recipe
 
-    def telling(self, body: fx.GraphModule, graph_of_it: fx.Graph) -> fx.GraphModule:
-        """`graph_of_it`, a graph on `body`, with a `PartialSaving` as its first input, which it tells."""
+    def instrumented(self, body: fx.GraphModule, stage: fx.Graph) -> fx.GraphModule:
+        """A copy of a graph on `body` whose first input is a `PartialSaving`.
+
+        It is called with every value to keep or drop, as soon as the value is there. The copy has no attributes: it is
+        run on those of `body`, so that parameters are there once.
+        """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        recomputation = graph.placeholder("recomputation")
-        graph.output(graph.graph_copy(graph_of_it, copies))
+        saving = graph.placeholder("saving")
+        graph.output(graph.graph_copy(stage, copies))
         last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-        for number, node in enumerate(graph_of_it.nodes):
+        for number, node in enumerate(stage.nodes):
             if number in self.kept or number in self.dropped:
                 with graph.inserting_after(last if node.op == "placeholder" else copies[node]):
                     how = "drop" if number in self.dropped else "keep"
-                    graph.call_method(how, (recomputation, number, copies[node]))
+                    graph.call_method(how, (saving, number, copies[node]))
         found = fx.GraphModule(body, graph, "PartialGraphStage")
         for attributes in (found._parameters, found._buffers, found._modules):
             attributes.clear()
@@ -75,12 +86,16 @@ class SavedPart:
 
 
 def find_saved_part(body: fx.GraphModule, shared: int) -> SavedPart | None:
-    """How `body` can do with less; None if there is nothing to gain. Its last `shared` inputs are there in any case."""
+    """What `body` can keep where it is stored in part; None if that would save less than a tenth, or cannot be found.
+
+    Its last `shared` inputs are those that all stages share: they are in memory in any case.
+    """
     nodes = list(body.graph.nodes)
+    # What an operator wrote over is lost, and a value made under a mode of its own would be made again without it.
     if any(node.op == "call_module" or node.target in _MODES or _writes(node) for node in nodes):
         return None
     try:
-        saved, roots = _saved(body)
+        saved, roots = find_saved_values(body)
     except Exception as error:  # an operator may refuse tensors without memory, in ways of its own
         _log.debug("a stage is stored whole or not at all, since its graph cannot be run without memory: %s", error)
         return None
@@ -96,7 +111,7 @@ def find_saved_part(body: fx.GraphModule, shared: int) -> SavedPart | None:
     pending = list(dropped)
     while pending:
         node = pending.pop()
-        if node in cut or node not in roots:
+        if node in cut or node not in roots:  # a value without a tensor is a number, which costs nothing to keep
             kept.add(numbers[node])
         elif numbers[node] not in calls:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_in(numbers))
@@ -108,6 +123,7 @@ def find_saved_part(body: fx.GraphModule, shared: int) -> SavedPart | None:
 
 
 def _value_in(numbers: dict[fx.Node, int]) -> Any:
+    """What stands for a node in the arguments of a `Call`."""
     return lambda node: Value(numbers[node])
 
 
@@ -142,92 +158,23 @@ def _writes(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and overwrites(node)
 
 
-def _saved(body: fx.GraphModule) -> tuple[set[fx.Node], dict[fx.Node, fx.Node]]:
-    """The nodes whose memory autograd saves, and for each node with a tensor the one that made its memory.
-
-    Found out by running the graph on tensors without memory.
-    """
-    maker: dict[int, fx.Node] = {}
-    roots: dict[fx.Node, fx.Node] = {}
-    found: set[fx.Node] = set()
-    values: dict[fx.Node, Any] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        node = maker.get(tensor.untyped_storage()._cdata)
-        if node is not None:
-            found.add(node)
-        return tensor
-
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-    ):
-        for node in body.graph.nodes:
-            if node.op == "output":
-                break
-            values[node] = _run(body, node, values, mode)
-            for tensor in _tensors(values[node]):
-                roots[node] = maker.setdefault(tensor.untyped_storage()._cdata, node)
-    return found, roots
-
-
-def _refuse_special(tensor: torch.Tensor) -> None:
-    """TypeError for a tensor that lies in memory in a way of its own."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
-        raise TypeError(f"{type(tensor).__name__} of layout {tensor.layout}")
-
-
-def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any:
-    if node.op == "placeholder":
-        example = node.meta.get("example_value", node.meta.get("val"))
-        return fx.node.map_aggregate(example, lambda each: _example(each))
-    if node.op == "get_attr":
-        found = attribute_of(body, node.target)
-        if not isinstance(found, torch.Tensor):
-            return found
-        _refuse_special(found)
-        return mode.from_tensor(found)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]  # a function
-
-
-def _example(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        _refuse_special(value)
-        size, stride = [_number(each) for each in value.shape], [_number(each) for each in value.stride()]
-        like = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
-        return like.requires_grad_(value.requires_grad)
-    return _number(value)
-
-
-def _number(value: Any) -> Any:
-    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-
-
 def _size(node: fx.Node) -> int:
     return max(map(size_of, tensors_of(node)), default=0)
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """Whether a node that makes memory of its own can be run again at little cost."""
+    """Whether a node that allocates memory can be run again in little time."""
     tensors = tensors_of(node)
     known = node.op in ("call_function", "call_method") and node.target in _CHEAP
     return known and len(tensors) == 1 and tensors[0].is_floating_point()
 
 
 def _cut(nodes: list[fx.Node], saved: set[fx.Node], roots: dict[fx.Node, fx.Node], free: set[fx.Node]) -> set[fx.Node]:
-    """The nodes to keep, each in memory of its own. Of equal choices, the one that makes least again."""
+    """The nodes to keep, of those that allocate memory. Of cuts of equal capacity, the one that makes least again.
+
+    A node is two points of the network, "made" and "kept", with its bytes as the capacity between them. An edge without
+    a capacity is infinite: a cut never goes through it.
+    """
     flow = nx.DiGraph()
     flow.add_nodes_from(("saved", "made"))
     own = [node for node in nodes if roots.get(node) is node]
@@ -235,16 +182,17 @@ def _cut(nodes: list[fx.Node], saved: set[fx.Node], roots: dict[fx.Node, fx.Node
         flow.add_edge((node, "made"), (node, "kept"), capacity=0 if node in free else _size(node))
         if node in saved:
             flow.add_edge((node, "kept"), "saved")
-        if not _is_cheap(node):
+        if not _is_cheap(node):  # so that it is kept, or nothing that is made from it is needed
             flow.add_edge("made", (node, "made"))
         for each in _memory_read(node, roots):
             flow.add_edge((each, "kept"), (node, "made"))
-    _, (before, _) = nx.minimum_cut(flow, "made", "saved")  # the one that is next to "saved"
+    # networkx returns the cut nearest to "saved": behind it as little as possible has to be made again.
+    _, (before, _) = nx.minimum_cut(flow, "made", "saved")
     return {node for node in own if (node, "made") in before and (node, "kept") not in before}
 
 
 def _memory_read(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """The nodes that made the memory which a node reads, through views and numbers."""
+    """The nodes that allocated the memory that a node reads, be it through views and numbers."""
     found, pending, seen = set(), list(node.all_input_nodes), set()
     while pending:
         each = pending.pop()

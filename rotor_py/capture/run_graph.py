@@ -1,4 +1,4 @@
-"""Running the code of a graph so that an error in it says where in the model it is, and leaves no mode behind."""
+"""Running the code of a graph so that an error says where in the model it comes from, and leaves no mode on."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _OWN = Path(__file__).parent
 
 
 def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphModule | None = None) -> Any:
-    """Call a graph with `arguments`, on the parameters and other attributes of `owner`, its own unless given.
+    """Call a graph with `arguments`, on the parameters and other attributes of `owner` (by default its own).
 
-    `graph(...)` would print the generated code and cut off the traceback where an operator raises. Autocast regions
-    and `no_grad` are plain calls in this code, so an error would leave them on.
+    An error that an operator raises is raised as it is, with a note that quotes the model's line.
     """
+    # Not `graph(...)`: where an operator raises, that prints generated code and cuts off the traceback. Autocast
+    # regions and `no_grad` are plain calls in generated code, not `with` blocks, so an error would leave them on.
     gradients = torch.is_grad_enabled()
     try:
         return type(graph).forward(graph if owner is None else owner, *arguments)
@@ -34,16 +35,16 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
 
 
 def line_of(node: fx.Node) -> str:
-    """The line of the model that a node comes from: path:number, and what it says."""
+    """The line of the model that a node comes from: path:number, and its text."""
     frames = [frame for frame in re.split(_FRAME, node.meta.get("stack_trace") or "") if str(_OWN) not in frame]
     found = re.search(r'File "(.+)", line (\d+)[^\n]*\n\s*([^\n]*)', frames[-1]) if frames else None
     return "an unknown line" if found is None else f"{found[1]}:{found[2]} ({found[3].strip()})"
 
 
-def raise_its_own(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
-    """Raise what the model itself raises for this input, if it does; nothing of the model moves.
+def raise_own_error(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
+    """Raise the error that the model itself raises for this input, if it does; nothing of the model changes.
 
-    Of an operator that refuses its input, TorchDynamo tells how it came to trace it, in hundreds of lines.
+    Where an operator refuses its input, TorchDynamo's error tells in hundreds of lines how it came to trace it.
     """
     with isolated(model, device), torch.no_grad():
         try:
@@ -57,7 +58,7 @@ def _explain(graph: fx.GraphModule, error: BaseException) -> None:
     trace = _in_code_of(graph, error.__traceback__)
     if trace is None:
         return
-    for value in reversed(trace.tb_frame.f_locals.values()):  # a region that was left is a local no more
+    for value in reversed(trace.tb_frame.f_locals.values()):  # generated code sets a local to None after its last use
         if isinstance(value, torch.autocast):
             value.__exit__(None, None, None)
     numbers: dict[int, int | None] = getattr(graph, "_lineno_map", None) or {}
@@ -69,6 +70,7 @@ def _explain(graph: fx.GraphModule, error: BaseException) -> None:
 
 
 def _in_code_of(graph: fx.GraphModule, trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that is in the graph's generated code."""
     code = graph.forward.__code__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next

@@ -1,4 +1,7 @@
-"""What a model keeps for its backward outside the graphs that TorchDynamo captures."""
+"""What autograd saves outside the graphs that TorchDynamo captures, while a model is measured.
+
+Such memory cannot be planned: what runs between graphs is the model's own code, which nothing can run again.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rotor_profiling.storage import storages
 
+# Frames of torch and of this package are on the stack of every operator; the line to name is the user's.
 _LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent
 
 
-class Outside:
-    """While entered and not suspended, notes the tensors that autograd saves, and the line that made it save them."""
+class SavedOutside:
+    """While entered and not suspended, notes the tensors that autograd saves, and the line of code that made them."""
 
     def __init__(self, known: set[int]) -> None:
         """`known` are the addresses of storages that do not count, such as those of parameters."""
@@ -26,7 +30,7 @@ class Outside:
         self.lines: dict[str, int] = {}
         self._hooks = saved_tensors_hooks(self._note, lambda tensor: tensor)
 
-    def __enter__(self) -> Outside:
+    def __enter__(self) -> SavedOutside:
         self._hooks.__enter__()
         return self
 
@@ -37,7 +41,7 @@ class Outside:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Note nothing, and leave no trace in what is saved."""
+        """Note nothing, and have no hooks: graphs are measured inside, and what they save with hooks of their own."""
         self._hooks.__exit__(None, None, None)
         try:
             yield
@@ -46,6 +50,7 @@ class Outside:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of memory that is saved outside graphs, each storage once."""
         return sum(self.bytes.values())
 
     @property
@@ -54,6 +59,7 @@ class Outside:
         return max(self.lines, key=self.lines.__getitem__)
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        # By storage: operators save views of one tensor, and several save the same.
         new = {at: size for at, size in storages([tensor]).items() if at not in self.known and at not in self.bytes}
         if new:
             self.bytes |= new
@@ -63,7 +69,7 @@ class Outside:
 
 
 def _user_line() -> str:
-    """Where the model's own code is, below the calls of libraries."""
+    """The innermost line that is neither torch's nor this package's: path:number."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if not any(library in path.resolve().parents for library in _LIBRARIES) and path.suffix == ".py":

@@ -1,4 +1,9 @@
-"""The operators at the end of a captured stage that need not be computed where nobody reads the stage's output."""
+"""A captured stage for runs with a skipped output: the operators at its end that need not be computed.
+
+A stage that is run again for its backward makes its output a second time, though nobody reads it. Where the last
+operator is a matrix product, as in a transformer's block, its backward needs its inputs and not its value, so it can be
+skipped. Operators before it cannot: autograd saves what they made.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from torch.nn import functional as F
 
 from rotor_py.stage.skipped_output import skip_output
 
+# By name, not by what autograd saves: that is not known before the stage runs.
 _PRODUCTS: set[Any] = {
     F.linear,
     operator.matmul,
@@ -55,19 +61,22 @@ _FOLLOWING: set[Any] = {
     "half",
     "bfloat16",
 }
-"""What may come after: its backward does not depend on the values that go into it."""
+"""Operators that may follow a product: their backward does not depend on the values that go into them."""
 
 
 def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
-    """`body` for runs whose output nobody reads, without attributes; None if there is nothing to leave out."""
+    """`body` for runs with a skipped output; None if there is nothing worth skipping.
+
+    It has no attributes of its own: it is run on those of `body`, so that parameters are there once.
+    """
     skipped = _skippable(body.graph)
-    if not any(node.target in _PRODUCTS for node in skipped):
+    if not any(node.target in _PRODUCTS for node in skipped):  # sums and views take hardly any time
         return None
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.graph, copies))
     for node in skipped:
-        if node.target not in _FOLLOWING:
+        if node.target not in _FOLLOWING:  # these run on what stands in for the value, and cost nothing or little
             _let_skip(copies[node])
     found = fx.GraphModule(body, graph, "GraphStageWithoutOutput")
     for attributes in (found._parameters, found._buffers, found._modules):
@@ -76,12 +85,13 @@ def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _skippable(graph: fx.Graph) -> list[fx.Node]:
-    """Operators whose value goes to nothing but the output, through operators whose backward does not look at it."""
+    """The operators whose value only the stage's output depends on, and no backward."""
     found: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
         known = node.target in _PRODUCTS or node.target in _SUMS or node.target in _FOLLOWING
-        nobody = all(user.op == "output" or (user in found and user.target not in _PRODUCTS) for user in node.users)
-        if node.op in ("call_function", "call_method") and known and nobody and _is_tensor(node) and not _writes(node):
+        # The backward of a product needs the values that went into it, so a product's input is not skipped.
+        unused = all(user.op == "output" or (user in found and user.target not in _PRODUCTS) for user in node.users)
+        if node.op in ("call_function", "call_method") and known and unused and _is_tensor(node) and not _writes(node):
             found[node] = None
     return list(found)
 
@@ -92,7 +102,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether it may write into something that exists: `out=`, or dropout in place."""
+    """Whether the node may write into memory that exists: `out=`, or dropout in place."""
     inplace = node.kwargs.get("inplace", node.args[3] if node.target is F.dropout and len(node.args) > 3 else False)
     return bool(inplace) or "out" in node.kwargs
 
@@ -104,6 +114,8 @@ def _let_skip(node: fx.Node) -> None:
 
 @cache
 def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator `target` for runs with a skipped output. It has a name, since the graph is turned into code."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         return skip_output(target, *args, **kwargs)
 

@@ -1,1 +1,1 @@
-"""Processes that train one model together, and parameters that they share."""
+"""Processes that train one model together, and the parameters that they share out among them."""

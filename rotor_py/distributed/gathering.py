@@ -1,4 +1,4 @@
-"""Sharded parameters in memory: whole while a stage is run again, and how many bytes that is at most."""
+"""Gathering sharded parameters around a stage that is run again in the backward."""
 
 from __future__ import annotations
 
@@ -35,32 +35,3 @@ def _begun_before(function: nn.Module) -> list[ShardGroup]:
     """The groups whose modules have begun before a stage of a captured graph. Where they end, it lets go of them."""
     found = [group for module in function.modules() for group in getattr(module, "begun", ())]
     return [group for group in dict.fromkeys(found) if isinstance(group, ShardGroup)]
-
-
-def gathered_bytes(model: nn.Module) -> int:
-    """What whole parameters and their gradients need at most at any moment of a step: an estimate, from above.
-
-    What is received lies in one piece before it is copied into parameters, and gradients likewise while they are sent.
-    """
-    groups = groups_of(model)
-    throughout, passing, received, made = 0, [0, 0, 0], [0, 0], [0]
-    sent: dict[ShardGroup, int] = {}
-    for group in groups:
-        outer = [other for other in groups if other.contains(group)]
-        first = outer[0] if outer else group  # it is let go at the end of the step
-        inner = [each for each in (*outer, group) if each is not first]  # all of them are there at once
-        sent[first] = max(sent.get(first, 0), sum(each.sent_bytes for each in (*outer, group)))
-        made.append(sum(each.gradient_bytes for each in inner))
-        if group.keeps_gradients:
-            throughout += group.sent_bytes
-        if group is first:
-            throughout += group.whole_bytes + group.gradient_bytes
-        elif group.reshards:
-            throughout += group.kept_bytes
-            passing.append(sum(each.whole_bytes for each in inner))
-        else:
-            throughout += group.whole_bytes
-            received.append(group.whole_bytes)
-    # One group is used; the next is received already; one is gathered, in two copies, to run a stage again.
-    one, two, three = sorted(passing)[:-4:-1]
-    return throughout + max(2 * one + two + three, sum(sorted(received)[-2:])) + max(made) + sum(sent.values())

@@ -1,6 +1,7 @@
-"""What `fully_shard` (FSDP2) knows of a model: groups of parameters that are gathered together.
+"""The groups of parameters that `fully_shard` (FSDP2) gathers together, one for every call of it.
 
-PyTorch has no public way to ask, so this is the one file that reads its private attributes.
+PyTorch has no public way to ask for them, so this is the one file that reads its private attributes. Where they differ
+between versions of torch, both names are here.
 """
 
 from __future__ import annotations
@@ -29,16 +30,20 @@ HookPlace = tuple[dict[int, Any], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedParameter:
-    """A parameter that processes share: its part here, where modules keep it, and as what and where it is gathered."""
+    """A parameter of which every process has a part."""
 
     sharded: nn.Parameter
+    """This process's part, as a DTensor; its shape is that of the whole parameter."""
     places: tuple[tuple[nn.Module, str], ...]
+    """The modules that use the parameter, and its name in each."""
     dtype: torch.dtype
+    """The dtype in which it is gathered."""
     device: torch.device
+    """The device on which it is gathered."""
 
 
 class ShardGroup:
-    """The parameters of one call of `fully_shard`, which are gathered before its modules run, and after it let go."""
+    """The parameters of one call of `fully_shard`, gathered before its modules run and let go of after that."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -46,19 +51,20 @@ class ShardGroup:
         policy = state._mp_policy
         self.input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype: torch.dtype | None = policy.output_dtype
-        self._reduce_dtype: torch.dtype | None = policy.reduce_dtype
-        self._passing = False
+        self.reduce_dtype: torch.dtype | None = policy.reduce_dtype
+        """The dtype in which gradients are sent; None for that of the parameter."""
+        self._gathered_here = False
         self._before = _ids(state._pre_forward_hook_handle)
         self._after = _ids(state._post_forward_hook_handle)
 
     @property
     def parameters(self) -> list[ShardedParameter]:
-        """All that are gathered together."""
+        """The parameters of the group."""
         return [self._described(each) for part in self._parts for each in part.fsdp_params]
 
     @property
     def reshards(self) -> bool:
-        """Whether the parameters are let go after a forward."""
+        """Whether the parameters are let go of after a forward, to be gathered again for the backward."""
         return any(part._reshard_after_forward for part in self._parts)
 
     @property
@@ -67,26 +73,10 @@ class ShardGroup:
         return all(part.is_unsharded for part in self._parts)
 
     @property
-    def whole_bytes(self) -> int:
-        """Bytes of the whole parameters, as they are gathered."""
-        return sum(each.sharded.numel() * each.dtype.itemsize for each in self.parameters)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that a forward leaves here, where the parameters are then spread over fewer processes."""
+    def spread_after_forward(self) -> int:
+        """The least number of processes that share a parameter after a forward; 0 if that is as between steps."""
         fewer = [part.post_forward_mesh_info.shard_mesh_size for part in self._parts if part._use_post_forward_mesh]
-        return self.whole_bytes // min(fewer) if fewer else 0
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of their gradients, as they are made."""
-        return sum(each.sharded.numel() * each.dtype.itemsize for each in self.parameters if each.sharded.requires_grad)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of their gradients, as they are sent and kept."""
-        sizes = [(each.sharded.numel(), each.dtype) for each in self.parameters if each.sharded.requires_grad]
-        return sum(size * (self._reduce_dtype or dtype).itemsize for size, dtype in sizes)
+        return int(min(fewer, default=0))
 
     def contains(self, other: ShardGroup) -> bool:
         """Whether the modules of another group are inside of those of this one."""
@@ -94,12 +84,12 @@ class ShardGroup:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether whole gradients are kept to be added to, and not sent: `set_requires_gradient_sync(False)`."""
+        """Whether whole gradients are kept and added to instead of sent: `set_requires_gradient_sync(False)`."""
         return any(not part.reduce_grads for part in self._parts)
 
     @property
     def unsupported(self) -> str | None:
-        """What it is about the parameters that stands in the way of whole ones that look like any; None if nothing."""
+        """Why whole parameters would not be plain tensors, as the end of a sentence; None if they are."""
         for part in self._parts:
             for each in part.fsdp_params:
                 if getattr(each, "is_dtensor", False):
@@ -109,36 +99,39 @@ class ShardGroup:
         return None
 
     def enter(self, module: int, tensors: Tensors) -> Tensors:
-        """Gather, as before the forward of a module; `tensors` are those of its input that need a gradient.
+        """Do what FSDP does before the forward of a module; `tensors` are those of its input that need a gradient.
 
-        They are returned so that gradients are sent when the backward has come through them.
+        Returns them with a node of FSDP's in their history, which sends gradients when the backward comes through it.
         """
         found = self.modules[module]
         entered = _hook(found._forward_pre_hooks, self._before)(found, tensors, {})
-        return tensors if entered is None else tuple(entered[0])  # None: gathered for another module of the group
+        # FSDP returns None where the group was gathered for another of its modules already.
+        return tensors if entered is None else tuple(entered[0])
 
     def leave(self, module: int, tensors: Tensors) -> Tensors:
-        """Let go, as after the forward of a module; `tensors` are those of its output that need a gradient.
+        """Do what FSDP does after the forward of a module; `tensors` are those of its output that need a gradient.
 
-        Their gradients gather the parameters again.
+        Returns them with hooks of FSDP's, which gather the parameters again when their gradients arrive.
         """
         found = self.modules[module]
         left = _hook(found._forward_hooks, self._after)(found, (), tensors)
         return tensors if left is None else tuple(left)
 
     def gather(self) -> None:
-        """Gather the parameters to run something again in the backward, if they are not there."""
+        """Gather the parameters for running a stage again in the backward, if they are not there."""
         if not self.is_whole:
-            coming = any(part._all_gather_result is not None for part in self._parts)  # for the backward that is next
-            self._passing = self.reshards and not coming
+            # Parameters that are on their way were asked for by FSDP, for a backward that comes next and lets them go.
+            coming = any(part._all_gather_result is not None for part in self._parts)
+            self._gathered_here = self.reshards and not coming
             self.modules[0].unshard()  # type: ignore[operator] # an FSDPModule
 
     def let_go(self) -> None:
         """Undo `gather`, if it did anything."""
+        # Once the group's own backward has begun, FSDP needs the parameters, and lets go of them by itself.
         backward = any(part._training_state.name == "PRE_BACKWARD" for part in self._parts)
-        if self._passing and not backward:
+        if self._gathered_here and not backward:
             self.modules[0].reshard()  # type: ignore[operator] # an FSDPModule
-        self._passing = False
+        self._gathered_here = False
 
     def hook_places(self, module: int) -> tuple[HookPlace, HookPlace]:
         """Where a module keeps the hooks that gather and let go."""
@@ -150,6 +143,7 @@ class ShardGroup:
 
     @property
     def _parts(self) -> list[Any]:
+        # Newer versions of torch divide the parameters of one call by device mesh; older ones have one group.
         several = getattr(self._state, "_fsdp_param_groups", None)
         found = [self._state._fsdp_param_group] if several is None else several
         return [each for each in found if each is not None]
@@ -174,7 +168,7 @@ def groups_of(model: nn.Module) -> list[ShardGroup]:
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with its floating-point tensors in `dtype`, if there is one: what mixed precision makes of it."""
+    """`value` with its floating-point tensors in `dtype`, as mixed precision has it; None leaves it as it is."""
     if dtype is None:
         return value
     return tree_map_only(
@@ -186,7 +180,10 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """Show the parameters as they are between steps, each process with its part, whichever are gathered now."""
+    """Have the parameters on the modules as they are between steps, each process with its part.
+
+    FSDP puts whole parameters on the modules while they are gathered. A fingerprint has to be the same then.
+    """
     slots = [
         (module._parameters, name, module._parameters[name], each.sharded)
         for group in groups_of(model)
@@ -207,7 +204,7 @@ def _state(module: Any) -> Any:
 
 
 def _ids(handle: Any) -> frozenset[int]:
-    """The keys of a hook, or of the hooks that several modules have in common."""
+    """The keys of a hook, of which there is one for every module where several share a group."""
     return frozenset(each.id for each in getattr(handle, "handles", (handle,)))
 
 

@@ -1,4 +1,4 @@
-"""Models whose parameters `fully_shard` (FSDP2) has spread over processes."""
+"""Models of `fully_shard` (FSDP2): which they are, and running a part of one as if it were not sharded."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The processes over which the parameters are spread."""
+    """The processes over which the parameters of a model are spread; None if they are not."""
     for group in groups_of(model):
         for parameter in group.parameters:
             mesh = parameter.sharded.device_mesh  # type: ignore[attr-defined] # a DTensor
+            # A mesh of two dimensions (hybrid sharding) has no one group of its own for all its processes.
             return mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     return None
 
 
 def keeps_gradients(model: nn.Module) -> bool:
-    """Whether whole gradients are kept to be added to, and not sent."""
+    """Whether whole gradients are kept and added to instead of sent, in any group."""
     return is_sharded(model) and any(group.keeps_gradients for group in groups_of(model))
 
 
 def as_entered(model: nn.Module, arguments: Any) -> Any:
-    """The arguments of a call of `model` as they come out of the hook of `fully_shard` before it."""
+    """The arguments of a call of `model` as the hook of `fully_shard` before it casts them."""
     own = _own_group(model)
     return arguments if own is None else cast(arguments, own.input_dtype)
 
 
 def as_left(model: nn.Module, output: Any) -> Any:
-    """The output of a call of `model` as it comes out of the hook of `fully_shard` after it."""
+    """The output of a call of `model` as the hook of `fully_shard` after it casts it."""
     own = _own_group(model)
     return output if own is None else cast(output, own.output_dtype)
 

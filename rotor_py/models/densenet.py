@@ -56,7 +56,7 @@ class DenseNet(Network):
     """`features`, made of blocks of `block_config[i]` dense layers with transitions between them, and a classifier.
 
     `num_init_features` channels leave the stem, and each dense layer adds `growth_rate` more, after a dropout of rate
-    `drop_rate`. `memory_efficient` is only there to be refused: what to recompute is the plan's choice.
+    `drop_rate`. Raises ValueError for torchvision's `memory_efficient=True`: what to recompute is the plan's choice.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class DenseNet(Network):
 
 
 def _transition(channels: int, outplanes: int) -> nn.Sequential:
-    """What stands between two blocks: fewer channels, and a pooling by two."""
+    """The layers between two blocks: fewer channels, and a pooling by two."""
     return nn.Sequential(
         OrderedDict(
             norm=nn.BatchNorm2d(channels),

@@ -184,7 +184,7 @@ class Inception3(Network):
     """A stem, eleven blocks of branches, and a linear classifier after a dropout of rate `dropout`.
 
     `transform_input` converts images normalised for the other networks. `init_weights=False` leaves the weights as
-    PyTorch's layers make them. `aux_logits=True` is refused, since the auxiliary classifier is no part of a chain.
+    PyTorch's layers make them. Raises ValueError for `aux_logits=True`: the auxiliary classifier is no part of a chain.
     """
 
     def __init__(
@@ -234,6 +234,7 @@ class Inception3(Network):
 
 
 def _without_auxiliary_classifier(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Leave out the auxiliary classifier, whose weights are in every file that torchvision downloads."""
     for key in [key for key in state_dict if key.startswith(f"{prefix}AuxLogits.")]:
         del state_dict[key]
 

@@ -47,7 +47,10 @@ class PreActBottleneck(nn.Module):
 
 
 class PreActResNet(Network):
-    """A 3 x 3 convolution, three groups of `layers[0] … layers[2]` bottlenecks, and a linear classifier."""
+    """A 3 x 3 convolution, three groups of `layers[0] … layers[2]` bottlenecks, and a linear classifier.
+
+    Raises ValueError if `layers` has not three elements.
+    """
 
     def __init__(self, layers: Sequence[int], num_classes: int = 10) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ class ResidualBlock(nn.Module):
 
 
 class BasicBlock(ResidualBlock):
-    """Two 3 x 3 convolutions."""
+    """Two 3 x 3 convolutions. Raises ValueError for groups, another width or a dilation, as torchvision does."""
 
     expansion = 1
 
@@ -148,6 +148,9 @@ class ResNet(Network):
     `groups` and `width_per_group` make ResNeXt and wide networks of bottlenecks. `replace_stride_with_dilation` says
     for each of the last three groups whether it keeps the size of its input and dilates its convolutions instead.
     `norm_layer` makes a normalisation of so many channels. `zero_init_residual` starts every block as the identity.
+
+    Raises ValueError if `layers` has not four elements, if `replace_stride_with_dilation` has not three, and for
+    groups, another width or a dilation with basic blocks.
     """
 
     def __init__(
@@ -199,6 +202,7 @@ class ResNet(Network):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            # A branch that ends in zeros adds nothing to its shortcut.
             elif zero_init_residual and isinstance(module, ResidualBlock):
                 scale = module.last_norm.weight
                 if isinstance(scale, nn.Parameter):

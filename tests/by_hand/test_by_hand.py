@@ -143,7 +143,7 @@ def test_plans_by_hand_are_saved_like_others(tmp_path: Any) -> None:
         ({"every_n_layers": -1}, "every_n_layers is -1; it has to be a whole number, zero or more"),
         ({"every_n_layers": 2.0}, "every_n_layers is 2.0"),
         ({"every_n_layers": 2, "max_checkpoints": True}, "max_checkpoints is True"),
-        ({"max_checkpoints": 2}, "max_checkpoints=2 is about every_n_layers, which is not given"),
+        ({"max_checkpoints": 2}, "max_checkpoints=2 limits the checkpoints of every_n_layers, which is not given"),
         ({"level": 2, "every_n_layers": 2}, "level=2, every_n_layers=2 are two strategies"),
     ],
     ids=str,

@@ -181,7 +181,7 @@ class Partly(nn.Module):
 def test_a_model_of_which_much_is_not_captured_is_refused_and_the_line_is_named(captured: int, outside: int) -> None:
     lines = Path(__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if "the line to be named" in text)
-    with pytest.raises(UnsupportedModelError, match=rf"test_graph\.py:{line} of Partly runs outside the graphs"):
+    with pytest.raises(UnsupportedModelError, match=rf"test_graph_facts\.py:{line} of Partly runs outside the graphs"):
         Checkpointable(Partly(captured, outside), torch.ones(64, 32))
 
 

@@ -23,7 +23,8 @@ from rotor_profiling.memory import memory_meter
 from rotor_profiling.stage import leaves_of
 from rotor_py import Checkpointable
 from rotor_py.capture.graph_stage import GraphStage
-from rotor_py.capture.min_cut import _CHEAP, _cut, _memory_read, _saved, _size, find_saved_part
+from rotor_py.capture.min_cut import _CHEAP, _cut, _memory_read, _size, find_saved_part
+from rotor_py.capture.saved_values import find_saved_values
 from rotor_py.stage.partial_saving import partial_forward
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence, min_bytes, simulate, solve, store_all
@@ -164,7 +165,7 @@ def test_what_is_dropped_is_what_cheap_operators_made() -> None:
 @given(st.data())
 def test_as_little_is_kept_as_an_exhaustive_search_finds(data: st.DataObject) -> None:
     body = data.draw(graphs())
-    saved, roots = _saved(body)
+    saved, roots = find_saved_values(body)
     own = [node for node in body.graph.nodes if roots.get(node) is node]
     cheap = {node for node in own if node.op == "call_function" and node.target in _CHEAP}
     reads = {node: _memory_read(node, roots) for node in own}

@@ -1,0 +1,130 @@
+"""Running a model's forward under TorchDynamo, which calls a function of ours with every graph that it captures."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
+
+from rotor_py.capture.captured_graph import CapturedGraph
+from rotor_py.capture.compiled_models import TracedGraph, compile_forward, handing_graphs_to
+from rotor_py.capture.fsdp_marks import FSDPMarks
+from rotor_py.capture.run_graph import raise_own_error
+from rotor_py.errors import UnsupportedModelError
+
+_log = logging.getLogger("rotor_py")
+
+RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
+"""Called with a graph and its inputs; returns its outputs."""
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """What calls the model: `function` is made at the first call, under the marks of a sharded model."""
+
+    marks: FSDPMarks | None
+    function: Callable[..., Any] | None = None
+
+
+class CapturedForward:
+    """The forward of one model, and the graphs that Dynamo made of it so far."""
+
+    def __init__(self, model: nn.Module, granularity: int) -> None:
+        self.model = model
+        self._granularity = granularity
+        self._compiled: _Compiled | None = None
+        self._graphs: dict[TracedGraph, CapturedGraph] = {}
+        self._told_of_cache = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the graphs: they are bound to this model, and a copy captures its own."""
+        return {**self.__dict__, "_compiled": None, "_graphs": {}}
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], run_graph: RunGraph) -> Any:
+        """Run the model's forward, with `run_graph` in the place of every graph.
+
+        Raises UnsupportedModelError if the model is sharded and Dynamo breaks its graph, or its parameters are gathered
+        in a way of their own. An error of the model itself is raised as the model raises it.
+        """
+        if self._compiled is None:  # nothing was measured: the plan came from a file, or this is a copy
+            self._compiled = _Compiled(FSDPMarks.of(self.model))
+        compiled, marks = self._compiled, self._compiled.marks
+
+        def handle(traced: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+            graph = self._captured(traced, marks)
+            with marks.unmarked() if marks else nullcontext():
+                return run_graph(graph, arguments)
+
+        with (
+            handing_graphs_to(handle),
+            # Inside DistributedDataParallel, Dynamo would cut the graph where a bucket of gradients is full, so that
+            # compiled backwards overlap with communication. Stages have backwards of their own, and overlap anyway.
+            torch._dynamo.config.patch(optimize_ddp=False),
+            marks.marked() if marks else nullcontext(),
+        ):
+            if compiled.function is None:
+                compiled.function = compile_forward(self.model, marks.signature if marks else None)
+            try:
+                return compiled.function(self.model, args, self._without_cache(kwargs))
+            except Unsupported as error:
+                if marks is None:
+                    raise
+                raise self._refusal(error) from error
+            except TorchRuntimeError:
+                if marks is None:
+                    devices = [p.device for p in self.model.parameters()]
+                    raise_own_error(self.model, args, kwargs, devices[0] if devices else torch.device("cpu"))
+                raise
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Prepare for measuring: look at the model anew, which may have been changed, and let marks do nothing."""
+        marks = FSDPMarks.of(self.model)
+        self._compiled = _Compiled(marks)
+        if marks is None:
+            yield
+            return
+        self._graphs.clear()  # they hold on to the marks that were there before
+        marks.measuring = True
+        try:
+            yield
+        finally:
+            marks.measuring = False
+
+    def _captured(self, traced: TracedGraph, marks: FSDPMarks | None) -> CapturedGraph:
+        """The traced graph, for this model: with its parameters, and cut for it."""
+        if traced not in self._graphs:
+            buffers = frozenset(id(buffer) for buffer in self.model.buffers())
+            self._graphs[traced] = CapturedGraph(traced.graph_module, buffers, self._granularity, marks)
+        return self._graphs[traced]
+
+    def _refusal(self, error: Unsupported) -> UnsupportedModelError:
+        cause = str(error).partition("\n")[0].rstrip(".: ")
+        return UnsupportedModelError(
+            f"fully_shard was applied to {type(self.model).__name__}, but TorchDynamo does not capture its forward as "
+            f"one graph: {cause}. Remove what breaks the graph, use DistributedDataParallel, or write the model as an "
+            "nn.Sequential of its blocks"
+        )
+
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keywords with `use_cache=False`, where a model of transformers would use its cache by default.
+
+        The cache is what attention hands to the next call of `generate`. Training never reads it, and returned keys and
+        values are held by the caller to the end of the step. transformers turns it off where it checkpoints, too.
+        """
+        config = getattr(self.model, "config", None)
+        if not getattr(config, "use_cache", False) or "use_cache" in kwargs:
+            return kwargs
+        if "use_cache" not in inspect.signature(self.model.forward).parameters:
+            return kwargs
+        if not self._told_of_cache:
+            self._told_of_cache = True
+            _log.info("use_cache is off while training: what it keeps is of no use there, and takes memory")
+        return {**kwargs, "use_cache": False}

@@ -1,0 +1,153 @@
+"""Measuring all graphs of a model in one forward: each is cut and measured when TorchDynamo calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_profiling import RandomState
+from rotor_profiling.storage import storages
+from rotor_py.capture.captured_forward import CapturedForward
+from rotor_py.capture.captured_graph import CapturedGraph
+from rotor_py.capture.saved_outside import SavedOutside
+from rotor_py.distributed.whole_parameters import as_left
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.measure.cut import Cut, cut_layers
+from rotor_py.measure.measurement import Measurement, Progress, measure
+from rotor_py.units import format_bytes
+
+_TRIFLE = 0.01
+"""What may be kept outside the graphs, as a part of what they keep. A guess: small beside the 2 % by which a predicted
+peak may differ from the measured one.
+"""
+_TABLES = frozenset(vars(nn.Module()))
+"""The attributes of every module: parameters, buffers, hooks, the mode. Measuring restores them by other means."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredGraph:
+    """A graph with gradients: how it was cut, what its stages cost, and the values that all of them share."""
+
+    graph: CapturedGraph
+    cut: Cut
+    measurement: Measurement
+    shared: tuple[Any, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the graph keeps for its backward where all stages are stored."""
+        return sum(stage.saved_bytes for stage in self.measurement.stages)
+
+
+@dataclass(slots=True)
+class MeasuredGraphs:
+    """All graphs with gradients of a model's forward, in the order in which Dynamo called them."""
+
+    graphs: list[MeasuredGraph] = field(default_factory=list)
+    output: Any = None
+    """What the model returned."""
+    outside_bytes: int = 0
+    """What autograd keeps for operators outside all graphs."""
+
+    @property
+    def main(self) -> MeasuredGraph:
+        """The graph that is planned: the one that keeps most for its backward."""
+        return max(self.graphs, key=lambda each: each.saved_bytes)
+
+    @property
+    def before(self) -> list[MeasuredGraph]:
+        """The graphs that run before the main one."""
+        return self.graphs[: self.graphs.index(self.main)]
+
+    @property
+    def after(self) -> list[MeasuredGraph]:
+        """The graphs that run after the main one."""
+        return self.graphs[self.graphs.index(self.main) + 1 :]
+
+
+def measure_graphs(
+    forward: CapturedForward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    *,
+    progress: Progress | None,
+    **options: Any,
+) -> MeasuredGraphs:
+    """Capture and measure all graphs of a model; `options` are those of `rotor_py.measure.measurement.measure`.
+
+    The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
+    if operators outside all graphs keep more than a hundredth of what the graphs keep.
+    """
+    model = forward.model
+    found = MeasuredGraphs()
+    # Autograd saves parameters as well; they are there anyway.
+    outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
+
+    def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+        with outside.suspended():
+            graph.split(arguments)
+            if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
+                with torch.no_grad():
+                    return graph.run_unplanned(arguments)
+            measured, outputs = _measure_graph(graph, arguments, device, progress=progress, **options)
+        found.graphs.append(measured)
+        return outputs
+
+    # Stages are run several times to be measured, and draw random numbers each time.
+    state = RandomState.now((device,))
+    with _attributes_kept(model), forward.measuring():
+        try:
+            with outside:
+                output = forward.call(args, kwargs, run)
+            found.output = as_left(model, output)
+        finally:
+            state.restore()
+    found.outside_bytes = outside.total_bytes
+    _refuse_much_outside(model, outside, sum(each.saved_bytes for each in found.graphs))
+    if not found.graphs:
+        raise UnsupportedModelError(
+            f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
+            "TORCH_LOGS=graph_breaks says why"
+        )
+    return found
+
+
+def _measure_graph(
+    graph: CapturedGraph, arguments: tuple[Any, ...], device: torch.device, **options: Any
+) -> tuple[MeasuredGraph, list[Any]]:
+    """A graph with gradients, measured, and its outputs, with which the model's forward goes on."""
+    value, values = graph.enter(arguments)
+    # The caller of the graph holds its inputs, so that no checkpoint of them is to be made.
+    cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
+    outputs: list[Any] = []
+    measurement = measure(cut, value, device, silent=graph.silent, done=outputs.append, **options)
+    measurement = replace(measurement, prefix=graph.context_cost(arguments, device))
+    return MeasuredGraph(graph, cut, measurement, value), graph.leave(outputs[0], values)
+
+
+def _refuse_much_outside(model: nn.Module, outside: SavedOutside, captured_bytes: int) -> None:
+    if outside.total_bytes > _TRIFLE * captured_bytes:
+        raise UnsupportedModelError(
+            f"{outside.line} of {type(model).__name__} runs outside the graphs that TorchDynamo captures, and "
+            f"keeps {format_bytes(outside.total_bytes)} for the backward, which cannot be planned "
+            f"({format_bytes(captured_bytes)} can); TORCH_LOGS=graph_breaks says why the graph breaks there"
+        )
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back the attributes that a forward sets on modules, such as a count of its calls."""
+    before = [(vars(module), {k: v for k, v in vars(module).items() if k not in _TABLES}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            for key in [key for key in attributes if key not in _TABLES and key not in kept]:
+                del attributes[key]
+            attributes.update(kept)

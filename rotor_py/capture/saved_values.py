@@ -1,0 +1,94 @@
+"""Which values of a graph autograd saves for the backward, found by running the graph on tensors without memory.
+
+torch has no table of what each operator saves: it depends on which inputs need a gradient, and on the version of torch.
+So the graph is run with a graph of autograd and hooks that see every saved tensor. On fake tensors that takes
+milliseconds and no memory, for a stage of any size; the real run would need what the plan is there to avoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from rotor_py.capture.graph_nodes import attribute_of
+
+
+def find_saved_values(body: fx.GraphModule) -> tuple[set[fx.Node], dict[fx.Node, fx.Node]]:
+    """The nodes whose memory autograd saves, and for every node with a tensor the one that allocated its memory.
+
+    Raises TypeError for tensors of a subclass or without strides, and whatever an operator raises that does not take
+    tensors without memory.
+    """
+    maker: dict[int, fx.Node] = {}
+    roots: dict[fx.Node, fx.Node] = {}
+    saved: set[fx.Node] = set()
+    values: dict[fx.Node, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        # By memory, not by tensor: what is saved is often a view of what a node returned.
+        node = maker.get(tensor.untyped_storage()._cdata)
+        if node is not None:
+            saved.add(node)
+        return tensor
+
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        for node in body.graph.nodes:
+            if node.op == "output":
+                break
+            # All values stay alive to the end, so that no address of a storage is used twice.
+            values[node] = _run(body, node, values, mode)
+            for tensor in _tensors(values[node]):
+                roots[node] = maker.setdefault(tensor.untyped_storage()._cdata, node)
+    return saved, roots
+
+
+def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any:
+    if node.op == "placeholder":
+        example = node.meta.get("example_value", node.meta.get("val"))
+        return fx.node.map_aggregate(example, lambda each: _like(each))
+    if node.op == "get_attr":
+        found = attribute_of(body, node.target)
+        if not isinstance(found, torch.Tensor):
+            return found
+        _refuse_special(found)
+        return mode.from_tensor(found)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]  # a function
+
+
+def _like(value: Any) -> Any:
+    """A tensor of this mode like one of Dynamo's, which belongs to a mode of its own and has symbolic shapes."""
+    if isinstance(value, torch.Tensor):
+        _refuse_special(value)
+        size, stride = [_number(each) for each in value.shape], [_number(each) for each in value.stride()]
+        like = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+        return like.requires_grad_(value.requires_grad)
+    return _number(value)
+
+
+def _refuse_special(tensor: torch.Tensor) -> None:
+    """TypeError for a tensor whose memory is not simply strided, so that bytes and views of it mean something else."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
+        raise TypeError(f"{type(tensor).__name__} of layout {tensor.layout}")
+
+
+def _number(value: Any) -> Any:
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
