@@ -21,7 +21,8 @@ from rotor_py.execute.store import ActivationStore
 from rotor_py.execute.tape import replay
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings, recorded
-from rotor_solver.segments import recompute_segments
+from rotor_solver import ForwardEnable
+from rotor_solver.segments import recompute_segments, segments_from
 
 Forward = Callable[[Any, Any], Any]
 """Called with a layer and its input; returns the layer's output."""
@@ -155,7 +156,8 @@ class ActivationCheckpointer:
         self._wanted -= {*shared}
         store = ActivationStore(self.config.kept_dtype)
         runners = [StageRunner(layer, f"layer {layer.index}", open=True) for layer in run]
-        sequence = recompute_segments(len(run), starts)
+        enables, segments = map(ForwardEnable, range(len(run))), segments_from(starts, len(run))
+        sequence = recompute_segments(enables, segments[:-1])
         value = replay(runners, program(len(run), sequence), input, store)
         for index in shared:  # what the backward starts from is what is kept here, in memory once
             self._store.adopt(index, store, index + 1)

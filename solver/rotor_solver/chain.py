@@ -67,6 +67,14 @@ class Stage:
     def temp_without_graph(self) -> int:
         return self.options[0].forward_temp if self.nograd_temp is None else self.nograd_temp
 
+    @property
+    def fastest_option(self) -> int:
+        """The index of the option whose forward and backward are fastest; among equals, of one that saves least."""
+        options = self.options
+        return min(
+            range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].saved)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Chain:

@@ -7,12 +7,10 @@ from typing import Protocol
 
 from rotor_solver.chain import Chain
 from rotor_solver.ends import RecomputeAll, StoreAll
-from rotor_solver.floating.program import Floating
-from rotor_solver.inputs_only.heterogeneous import GriewankHeterogeneous
-from rotor_solver.inputs_only.periodic import Periodic, Sqrt
-from rotor_solver.inputs_only.revolve import Revolve
-from rotor_solver.limits import bytes_of_limit
-from rotor_solver.persistent.program import Persistent, check_slots
+from rotor_solver.floating import Floating
+from rotor_solver.inputs_only import GriewankHeterogeneous, Periodic, Revolve, Sqrt
+from rotor_solver.limits import bytes_of_limit, check_slots
+from rotor_solver.persistent import Persistent
 from rotor_solver.sequence import Sequence
 
 

@@ -7,31 +7,24 @@ integer: k ≥ 0 is the stage's option k, -1 is Fn_s, and -1 - j is CF_s, with t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit
 
-F = TypeVar("F", bound=Callable[..., Any])
+from rotor_solver.compiled import compiled
 
 INFINITE = np.int64(2**62)
 DROP = -1
 
 
-def compiled(function: F) -> F:
-    """The house decorator: strict arithmetic, cached on disk."""
-    return cast(F, njit(cache=True, nogil=True)(function))
-
-
-@compiled
+@compiled()
 def enable_need(costs: Any, inside: int, s: int, last: int, k: int) -> int:
     """Bytes, without a_s, that a run of stage s with a graph and its backward need themselves."""
     row = 0 if last == len(costs.run) - 1 else 1
     return int(max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[inside, s]))
 
 
-@compiled
+@compiled(makes_arrays=True)
 def least_memory(costs: Any, start: np.ndarray, rows: int) -> np.ndarray:
     """The least M, in bytes, with which the problem of a row can be solved: `fill`, with "least M" for "least time"."""
     length = len(costs.run) - 1
@@ -61,13 +54,13 @@ def least_memory(costs: Any, start: np.ndarray, rows: int) -> np.ndarray:
     return least
 
 
-@compiled
+@compiled()
 def slot_of(need: int, unit: int, offset: int) -> int:
     """The first slot m for which m · unit + offset ≥ need."""
     return max(0, -((offset - need) // unit))
 
 
-@compiled
+@compiled()
 def lower_by(out: np.ndarray, source: np.ndarray, low: int, shift: int, seconds: float) -> None:
     """out[m] = min(out[m], seconds + source[m - shift]) for m ≥ low. No memory is more than that of the last slot."""
     low = max(low, shift)
@@ -80,7 +73,7 @@ def lower_by(out: np.ndarray, source: np.ndarray, low: int, shift: int, seconds:
         out[m] = min(out[m], seconds + source[-1])
 
 
-@compiled
+@compiled()
 def lower_by_both(out: np.ndarray, source: np.ndarray, rest: np.ndarray, low: int, shift: int, seconds: float) -> None:
     """out[m] = min(out[m], seconds + source[m - shift] + rest[m]) for m ≥ low; shift ≥ 0."""
     low = max(low, shift)
@@ -90,7 +83,7 @@ def lower_by_both(out: np.ndarray, source: np.ndarray, rest: np.ndarray, low: in
         target[m] = value if value < target[m] else target[m]
 
 
-@compiled
+@compiled(makes_arrays=True)
 def fill(costs: Any, start: np.ndarray, least: np.ndarray, unit: int, offset: int, width: int) -> np.ndarray:
     """The recurrence of `floating`, less the time of storing everything, by (row, m); M = m · unit + offset.
 
@@ -138,7 +131,7 @@ def fill(costs: Any, start: np.ndarray, least: np.ndarray, unit: int, offset: in
     return table
 
 
-@compiled
+@compiled()
 def estimate(table: np.ndarray, row: int, unit: int, offset: int, memory: int, blend: float, cut: float) -> float:
     """Opt for exactly `memory` bytes, read between two slots: the bound itself for blend 0, pessimistic for 1."""
     m = min(slot_of(memory, unit, offset), table.shape[1] - 1)
@@ -150,7 +143,7 @@ def estimate(table: np.ndarray, row: int, unit: int, offset: int, memory: int, b
     return float(value)
 
 
-@compiled
+@compiled(makes_arrays=True)
 def descend(
     table: np.ndarray,
     least: np.ndarray,

@@ -35,6 +35,7 @@ from rotor_solver.arrays import Costs, Ints, costs_of
 from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
 from rotor_solver.errors import InfeasibleError
+from rotor_solver.limits import check_slots
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 from rotor_solver.persistent.program import Persistent
 from rotor_solver.sequence import Sequence
@@ -58,8 +59,7 @@ class Floating:
     name = "floating"
 
     def __post_init__(self) -> None:
-        if isinstance(self.slots, bool) or not isinstance(self.slots, int) or self.slots < 1:
-            raise ValueError(f"slots is {self.slots!r}; memory has to be divided into at least one slot")
+        check_slots(self.slots)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """The best sequence found within `mem_limit` bytes, a_0 counted; never slower than that of `Persistent`.

@@ -7,7 +7,6 @@ from dataclasses import replace
 from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
 from rotor_solver.errors import InfeasibleError
-from rotor_solver.persistent.coarse import fastest_option
 from rotor_solver.sequence import Sequence
 
 
@@ -16,7 +15,7 @@ def with_fastest_options(chain: Chain) -> Chain:
     stages = (
         replace(
             stage,
-            options=(stage.options[fastest_option(stage)],),
+            options=(stage.options[stage.fastest_option],),
             nograd_time=stage.seconds_without_graph,
             nograd_temp=stage.temp_without_graph,
         )
@@ -27,7 +26,7 @@ def with_fastest_options(chain: Chain) -> Chain:
 
 def input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: str) -> Sequence:
     """The sequence that splits the interval [i, l] at checkpoints[i, l], and begins it with Fe_i if there is none."""
-    options = [fastest_option(stage) for stage in chain.stages]
+    options = [stage.fastest_option for stage in chain.stages]
 
     def choose(_state: int, i: int, last: int) -> int:
         return -checkpoints[i, last] if (i, last) in checkpoints else options[i]

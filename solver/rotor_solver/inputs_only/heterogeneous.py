@@ -29,6 +29,7 @@ import numpy as np
 from rotor_solver.arrays import Costs, Floats, Ints, costs_of
 from rotor_solver.chain import Chain
 from rotor_solver.inputs_only.checkpoints import fastest_fitting, input_sequence, with_fastest_options
+from rotor_solver.limits import check_slots
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
@@ -68,8 +69,7 @@ class GriewankHeterogeneous:
     attached: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.slots, bool) or not isinstance(self.slots, int) or self.slots < 1:
-            raise ValueError(f"slots is {self.slots!r}; memory has to be divided into at least one slot")
+        check_slots(self.slots)
         if not isinstance(self.attached, bool):
             raise ValueError(f"attached is {self.attached!r}; it has to be True or False")
 

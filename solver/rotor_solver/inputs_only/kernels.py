@@ -7,26 +7,16 @@ schedules. Rows and tables are indexed by (i, stop), and the empty interval [i, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
-from rotor_solver.compiled import start_threads
-
-F = TypeVar("F", bound=Callable[..., Any])
+from rotor_solver.compiled import compiled
 
 INFINITE = np.int64(2**62)
 NOTHING = np.int64(-(2**60))
 """The need of an empty interval: less than any other, even with something taken from the memory before it."""
-
-
-def compiled(parallel: bool = False) -> Callable[[F], F]:
-    """The house decorator: strict arithmetic, cached on disk."""
-    if parallel:
-        start_threads()
-    return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True))
 
 
 @compiled()
@@ -55,7 +45,7 @@ def after_checkpoint(costs: Any, attached: bool, j: int, stop: int) -> tuple[int
     return j + 1, int(costs.activation[j] + costs.taken[0, j]), int(costs.activation[j] + stage_need(costs, 0, j, stop))
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def least_memory(costs: Any, attached: bool) -> tuple[np.ndarray, np.ndarray]:
     """The least m for which Opt(i, stop, m) is finite, and the seconds of a schedule that needs no more.
 
@@ -97,7 +87,7 @@ def least_of_interval(least: np.ndarray, seconds: np.ndarray, costs: Any, attach
     least[i, stop], seconds[i, stop] = best, fastest
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def full_memory(costs: Any, attached: bool) -> tuple[np.ndarray, np.ndarray]:
     """The m from which [i, stop) can be run with all its checkpoints stored, and the seconds of that: the least."""
     length = len(costs.activation) - 1
@@ -260,7 +250,7 @@ def best_checkpoint(
     return choice
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def descend(
     flat: np.ndarray, rows: Any, known: Any, costs: Any, attached: bool, unit: int, offset: int, room: int
 ) -> np.ndarray:
@@ -300,7 +290,7 @@ def advance(steps: int, snapshots: int) -> int:
     return min(below, steps - below * snapshots // (snapshots + repeats - 1))
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def revolve(costs: Any, snapshots: int) -> tuple[int, float, np.ndarray]:
     """The memory that Revolve needs with so many snapshots, its seconds, and rows (i, l, checkpoint) for its splits."""
     length = len(costs.activation) - 1
@@ -327,7 +317,7 @@ def revolve(costs: Any, snapshots: int) -> tuple[int, float, np.ndarray]:
     return need, seconds, splits
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def revolve_costs(costs: Any, most: int) -> tuple[np.ndarray, np.ndarray]:
     """The memory that Revolve needs, and its seconds, for 1 … `most` snapshots."""
     needs, seconds = np.empty(most, np.int64), np.empty(most, np.float64)
@@ -336,7 +326,7 @@ def revolve_costs(costs: Any, most: int) -> tuple[np.ndarray, np.ndarray]:
     return needs, seconds
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def store_segments(costs: Any) -> np.ndarray:
     """What storing the stages i … stop-1 needs, by (i, stop), where a_i stands alone; the loss is stage L."""
     length = len(costs.activation) - 1

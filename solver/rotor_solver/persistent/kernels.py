@@ -7,127 +7,24 @@ interval is coded as an integer: k ≥ 0 is the stage's option k, j < 0 is the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit, prange
-from numba.core import options
+from numba import prange
 
-from rotor_solver.compiled import start_threads
+from rotor_solver.compiled import compiled
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-INFINITE = np.int64(2**62)
 BLOCK = 24
 """Stages of a tile."""
 STEP = 16
 """Slots of which one is looked at for a window."""
 CHUNK = 32
 """Slots that are looked at as one while a table is filled. The first of a chunk is a multiple of it."""
-MANY = 300
-"""Stages from which the least memory is looked for on all cores."""
 LANES = 32
 """Slots that inner loops take at once."""
 BEYOND = CHUNK + LANES
 """The last chunk of a row is followed by as many copies of its last value, so that inner loops may run past its end:
 what they read there is true, and what they write there is not read before it is mended."""
-
-
-def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F], F]:
-    """The house decorator: strict arithmetic, cached on disk.
-
-    Functions that make no arrays do not count references to arrays either. A count is an atomic operation on a number
-    that all cores share, and there were several for every pair of rows: they took longer than some of the sums.
-    """
-    if parallel:
-        start_threads()
-    uncounted = hasattr(getattr(options, "DefaultOptions", None), "_nrt")  # Numba does not promise to keep this option
-    more: dict[str, Any] = {"_nrt": parallel or makes_arrays} if uncounted else {}
-    return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True, **more))
-
-
-@compiled(makes_arrays=True)
-def least_memory(costs: Any) -> np.ndarray:
-    """The least m, in bytes, for which Opt(i, l, m) is finite, by (state, i, l).
-
-    The recurrence is that of `fill`, with "least m" for "least time". O(L³) time, O(L²) memory.
-    """
-    length = len(costs.activation) - 1
-    least = np.full((2, length + 1, length + 1), INFINITE, np.int64)
-    kept = np.full((length + 1, length + 1), INFINITE, np.int64)  # |a_j| + least[0, j, l], by (l, j)
-    least[:, length, length] = costs.loss_need
-    kept[length, length] = costs.loss_need + costs.activation[length]
-    if length < MANY:
-        for distance in range(length + 1):
-            for i in range(min(length, length + 1 - distance)):
-                least_of_interval(costs, least, kept, i, i + distance)
-    else:
-        for distance in range(length + 1):
-            least_of_distance(costs, least, kept, distance)
-    return least
-
-
-@compiled(parallel=True)
-def least_of_distance(costs: Any, least: np.ndarray, kept: np.ndarray, distance: int) -> None:
-    """Complete the intervals [i, i + distance], on all cores."""
-    length = len(costs.activation) - 1
-    for i in prange(min(length, length + 1 - distance)):
-        least_of_interval(costs, least, kept, i, i + distance)
-
-
-@compiled()
-def least_of_interval(costs: Any, least: np.ndarray, kept: np.ndarray, i: int, last: int) -> None:
-    """Complete least[:, i, last] and kept[last, i], i < L, where those of all shorter intervals are complete."""
-    length = len(costs.activation) - 1
-    row = 0 if last == length else 1
-    base = costs.base[last]
-    for state in range(2):
-        if state == 1 and costs.released[0, i] == costs.released[1, i]:
-            least[1, i, last] = least[0, i, last]
-            continue
-        best = INFINITE
-        for k in range(costs.first[i], costs.first[i + 1]):
-            need = max(base + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
-            if last > i:
-                need = max(need, costs.taken[state, k] + least[1, i + 1, last])
-            best = min(best, need)
-        least[state, i, last] = min(best, least_of_checkpoints(costs.check_need, kept, least[state], base, i, last))
-    kept[last, i] = costs.activation[i] + least[0, i, last]
-
-
-@compiled()
-def least_of_checkpoints(
-    checks: np.ndarray, rights: np.ndarray, lefts: np.ndarray, base: int, i: int, last: int
-) -> int:
-    """The least memory for [i, last] with any checkpoint: a loop that compilers turn into vector instructions."""
-    begin, end, before, one = np.uintp(i), np.uintp(last), np.uintp(i), np.uintp(1)
-    best = INFINITE
-    for each in range(last - i):
-        before = begin + np.uintp(each)
-        need, right, left = base + checks[begin, before + one], rights[end, before + one], lefts[begin, before]
-        need = right if right > need else need
-        need = left if left > need else need
-        best = need if need < best else best
-    return int(best)
-
-
-@compiled()
-def least_choice(costs: Any, least: np.ndarray, state: int, i: int, last: int) -> int:
-    """A choice that attains `least[state, i, last]`, i < L."""
-    length = len(costs.activation) - 1
-    row = 0 if last == length else 1
-    for k in range(costs.first[i], costs.first[i + 1]):
-        need = max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
-        if last > i:
-            need = max(need, costs.taken[state, k] + least[1, i + 1, last])
-        if need <= least[state, i, last]:
-            return int(k - costs.first[i])
-    for j in range(i + 1, last + 1):
-        need = max(costs.base[last] + costs.check_need[i, j], costs.activation[j] + least[0, j, last])
-        if max(need, least[state, i, j - 1]) <= least[state, i, last]:
-            return -j
-    return 0
 
 
 @compiled()
@@ -197,12 +94,6 @@ def bounds(
     high = np.minimum(high, whole)
     low = np.minimum(low, high)
     return low, high, whole, limit
-
-
-@compiled()
-def value_of(flat: np.ndarray, rows: Any, row: int, m: int) -> float:
-    """Slot m ≥ begin of a row."""
-    return float(rows.final[row]) if m >= rows.high[row] else float(flat[rows.position[row] + m])
 
 
 @compiled()
@@ -563,38 +454,6 @@ def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.nd
     return pairs
 
 
-@compiled(makes_arrays=True)
-def first_of_equals(grid: Any, starts: np.ndarray, kinds: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """[rows] for every row, the first that is made of the same numbers: those of its start by node, and of all its
-    stages and of its end by stage. Numbers count from zero.
-    """
-    owner = np.arange(len(grid.last))
-    content, length = starts.copy(), len(grid.band)
-    known = np.full((len(starts), max(kinds.max(), ends.max()) + 1, 2), -1, np.int64)
-    for distance in range(length):
-        count = 0
-        for s in range(len(starts)):
-            last = grid.place[s] + distance
-            if last >= length or last > grid.band[grid.place[s]]:
-                continue
-            entry = known[content[s], kinds[last]]
-            if entry[0] != 2 * distance:
-                entry[0], entry[1] = 2 * distance, count
-                count += 1
-            content[s] = entry[1]
-        for s in range(len(starts)):
-            last = grid.place[s] + distance
-            if last >= length or last > grid.band[grid.place[s]]:
-                continue
-            row = grid.row[s, last]
-            if grid.last[row] == last:
-                entry = known[content[s], ends[last]]
-                if entry[0] != 2 * distance + 1:
-                    entry[0], entry[1] = 2 * distance + 1, row
-                owner[row] = entry[1]
-    return owner
-
-
 @compiled()
 def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
     """The whole row (s, last), where all that it needs is complete."""
@@ -676,34 +535,6 @@ def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid:
             if row >= 0 and grid.last[row] == last and needed[row]:
                 hand_down(flat, out, rows, owner, needed, costs, grid, s, row, last, cut, low, high, least)
     return low[owner], high[owner], least[owner]
-
-
-@compiled(makes_arrays=True)
-def spread(grid: Any, low: np.ndarray, high: np.ndarray, outside: np.ndarray) -> Any:
-    """(low, high, outside) by node and last stage, where they are given by row: those of all the rows that stand for
-    an interval, taken together.
-
-    What a row leaves away at its end may be divided further; of these intervals it is only known that they have no more
-    memory than the whole, and that as much is outside.
-    """
-    length, shape = len(grid.band), grid.row.shape
-    lows, highs, least = np.full(shape, INFINITE), np.zeros(shape, np.int64), np.full(shape, np.inf, np.float64)
-    memory, time = np.zeros(length + 1, np.int64), np.full(length + 1, np.inf, np.float64)
-    for s in range(len(grid.place)):
-        for last in range(grid.place[s], length + 1):
-            row = grid.row[s, last]
-            if row < 0 or grid.last[row] != last or outside[row] == np.inf:
-                continue
-            memory[last], time[last] = max(memory[last], high[row]), min(time[last], outside[row])
-            for stage in range(last, grid.stop[last]):
-                lows[s, stage], highs[s, stage] = min(lows[s, stage], low[row]), max(highs[s, stage], high[row])
-                least[s, stage] = min(least[s, stage], outside[row])
-    for end in range(length):
-        for s in range(grid.node[0, end + 1], grid.node[0, grid.stop[end]] if time[end] < np.inf else 0):
-            for stage in range(grid.place[s], grid.stop[end]):
-                lows[s, stage], highs[s, stage] = 0, max(highs[s, stage], memory[end])
-                least[s, stage] = min(least[s, stage], time[end])
-    return lows, highs, least
 
 
 @compiled()
@@ -859,112 +690,3 @@ def least_of_three(out: np.ndarray, flat: np.ndarray, whole: int, first: int, se
         end = min(m + STEP, count) - 1
         least = min(least, out[whole + m] + flat[first + end] + flat[second + end])
     return least
-
-
-@compiled()
-def estimate(
-    flat: np.ndarray, rows: Any, full: np.ndarray, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
-) -> float:
-    """Opt for exactly `memory` bytes, read between two slots and two ends: the bound itself for blend 0."""
-    i, length = grid.place[s], len(grid.band)
-    if memory >= full[grid.state[s], i, last]:
-        return 0.0
-    if length > last > grid.band[i]:
-        return 2 * cut
-    row = grid.row[s, last]
-    value, start = between_slots(flat, rows, grid, s, row, memory, blend, cut), grid.last[row]
-    if start < last < length and blend > 0.0 and value < cut and row + 1 < grid.start[s + 1]:
-        longer = min(cut, between_slots(flat, rows, grid, s, row + 1, memory, blend, cut))
-        value += (last - start) / (grid.last[row + 1] - start) * max(0.0, longer - value)
-    return value
-
-
-@compiled()
-def between_slots(
-    flat: np.ndarray, rows: Any, grid: Any, s: int, row: int, memory: int, blend: float, cut: float
-) -> float:
-    """A row for exactly `memory` bytes, which is at least rows.begin of it: the slot above for blend 0."""
-    beyond = memory - grid.offset[s]
-    m = min(max(0, -(-beyond // grid.unit)), grid.width - 1)
-    if m < rows.begin[row]:
-        return 2 * cut
-    value = value_of(flat, rows, row, m)
-    rest = m * grid.unit - beyond
-    if rest > 0 and blend > 0.0:
-        worse = value_of(flat, rows, row, m - 1) if m > rows.begin[row] else cut
-        value += blend * rest / grid.unit * (worse - value)
-    return value
-
-
-@compiled(makes_arrays=True)
-def descend(
-    flat: np.ndarray,
-    rows: Any,
-    least: np.ndarray,
-    full: np.ndarray,
-    costs: Any,
-    grid: Any,
-    cut: float,
-    memory: int,
-    blend: float,
-    enough: float,
-) -> tuple[np.ndarray, float]:
-    """The choices of a sequence for `memory` bytes, which is at least least[0, 0, L], and what it takes longer.
-
-    Memory is counted in bytes on the way, so that the sequence fits; the table only says where to go. The choices
-    stand in the order in which `operations_of` asks for them. Given up, with an infinite time, beyond `enough`.
-    """
-    length = len(grid.band)
-    choices = np.empty(4 * length + 16, np.int64)
-    stack = np.empty((2 * length + 16, 4), np.int64)
-    count, depth, seconds = 0, 1, 0.0
-    stack[0] = np.array([0, 0, length, memory])
-    while depth > 0:
-        depth -= 1
-        state, i, last, m = stack[depth]
-        if i > last or i == length:
-            continue
-        row = 0 if last == length else 1
-        s = grid.node[state, i]
-        best, choice = np.inf, 0
-        for k in range(costs.first[i], costs.first[i + 1]):
-            need = max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
-            if m < need:
-                continue
-            whole = costs.extra[k]
-            if last > i:
-                rest = m - costs.taken[state, k]
-                if rest < least[1, i + 1, last]:
-                    continue
-                whole += estimate(flat, rows, full, grid, grid.node[1, i + 1], last, rest, blend, cut)
-            if whole < best:
-                best, choice = whole, k - costs.first[i]
-        for j in range(i + 1, last + 1):
-            if costs.split_floor[j] - costs.run[i] >= best:
-                break
-            forward = costs.split[j] - costs.run[i]
-            rest = m - costs.activation[j]
-            if m < costs.base[last] + costs.check_need[i, j] or rest < least[0, j, last] or m < least[state, i, j - 1]:
-                continue
-            whole = forward + estimate(flat, rows, full, grid, grid.node[0, j], last, rest, blend, cut)
-            if whole < best:
-                whole += estimate(flat, rows, full, grid, s, j - 1, m, blend, cut)
-            if whole < best:
-                best, choice = whole, -j
-        if count == len(choices):
-            choices = np.concatenate((choices, np.empty_like(choices)))
-        choices[count] = choice
-        count += 1
-        if choice >= 0:
-            seconds += costs.extra[costs.first[i] + choice]
-            if last > i:
-                stack[depth] = np.array([1, i + 1, last, m - costs.taken[state, costs.first[i] + choice]])
-                depth += 1
-        else:
-            seconds += costs.split[-choice] - costs.run[i]
-            stack[depth] = np.array([state, i, -choice - 1, m])
-            stack[depth + 1] = np.array([0, -choice, last, m - costs.activation[-choice]])
-            depth += 2
-        if seconds > enough:
-            return choices[:0], np.inf
-    return choices[:count], seconds

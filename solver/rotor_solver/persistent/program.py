@@ -24,9 +24,11 @@ from rotor_solver.arrays import Costs, Floats, Ints
 from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
 from rotor_solver.errors import InfeasibleError
-from rotor_solver.persistent.coarse import coarse_chain, even_groups, fine_sequence
+from rotor_solver.limits import check_slots
+from rotor_solver.persistent.coarse import coarse_chain, fine_sequence
 from rotor_solver.persistent.spacing import Spacing
 from rotor_solver.persistent.table import Problem, Table
+from rotor_solver.segments import even_segments
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
@@ -83,12 +85,6 @@ class Persistent:
         assert best.sequence is not None
         assert simulate(chain, best.sequence).peak <= mem_limit
         return Sequence(best.sequence, self.name, min(best.bound, best.makespan))
-
-
-def check_slots(slots: int) -> None:
-    """ValueError unless memory can be divided into `slots`."""
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise ValueError(f"slots is {slots!r}; memory has to be divided into at least one slot")
 
 
 @dataclass(slots=True)
@@ -164,7 +160,7 @@ def _begin(best: Best, mem_limit: int) -> None:
     """Offer what the same program finds for groups of stages: small groups if large ones do not fit."""
     chain, size = best.problem.chain, _GROUP
     while best.sequence is None and len(chain) > max(4, size) * size and size > 1:
-        groups = even_groups(len(chain), -(-len(chain) // size))
+        groups = even_segments(len(chain), -(-len(chain) // size))
         try:
             coarse = solved(coarse_chain(chain, groups), mem_limit, 500, _HASTY)
             assert coarse.sequence is not None

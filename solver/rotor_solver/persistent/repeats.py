@@ -54,12 +54,12 @@ def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
 
 def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
     """[rows] for every row, the first with the same content: its stages, its slots, and what later stages leave."""
-    from rotor_solver.persistent import kernels
+    from rotor_solver.persistent.equal_rows import first_of_equals
 
     nodes = np.flatnonzero(grid.place < len(kinds))
     places = grid.place[nodes]
     starts = np.stack([kinds[places], costs.activation[places], grid.offset[nodes], grid.state[nodes]])
-    return kernels.first_of_equals(
+    return first_of_equals(
         grid,
         np.unique(starts, axis=1, return_inverse=True)[1].reshape(-1),
         np.unique(kinds, return_inverse=True)[1],

@@ -52,13 +52,14 @@ class Problem:
 
     @classmethod
     def of(cls, chain: Chain) -> Problem:
+        from rotor_solver import least_memory
         from rotor_solver.persistent import kernels
 
         stored = store_all(chain).lower_bound
         assert stored is not None
         costs = costs_of(chain)
         fastest = fastest_options(costs)
-        least, full = kernels.least_memory(costs), kernels.full_memory(costs, fastest)
+        least, full = least_memory.least_memory(costs), kernels.full_memory(costs, fastest)
         kinds = kinds_of(chain)
         return cls(chain, stored, costs, least, full, fastest, kinds, period_of(kinds))
 
@@ -191,12 +192,12 @@ class Table:
         return np.array([self._read(node, self.grid.width - 1) for node in self.grid.node[0].tolist()])
 
     def _read(self, node: int, slot: int) -> float:
-        from rotor_solver.persistent import kernels
+        from rotor_solver.persistent import reading
 
         row = self.grid.tail + node
         if slot < self.rows.begin[row]:
             return self.scale
-        found = float(kernels.value_of(self.values, self.rows, row, slot))
+        found = float(reading.value_of(self.values, self.rows, row, slot))
         # Sums in another order differ in their last digits; the bound has to hold for all of them.
         epsilon = 2.0**-52 if self.values.dtype == np.float64 else 2.0**-23
         length = len(self.grid.band)
@@ -205,6 +206,7 @@ class Table:
     def windows(self, overhead: float) -> Windows:
         """Where the intervals of plans lie that take up to `overhead` seconds longer than storing everything."""
         from rotor_solver.persistent import kernels
+        from rotor_solver.persistent.spread import spread
 
         grid = self.grid
         owner = np.arange(len(self.rows.begin)) if self.owner is None else self.owner
@@ -214,19 +216,19 @@ class Table:
         offset = grid.offset[nodes_of(grid)]
         least = np.maximum(0, (low - 1) * grid.unit + offset + 1)
         most = np.where(whole, ANYTHING, (high - 1) * grid.unit + offset)
-        return Windows(*kernels.spread(grid, least, most, outside * self.scale))
+        return Windows(*spread(grid, least, most, outside * self.scale))
 
     def sequence(self, room: int, enough: float) -> tuple[Sequence | None, float]:
         """A good sequence within `room` bytes, and the seconds that it takes longer; None if not less than `enough`.
 
         `room` is at least `problem.needed`.
         """
-        from rotor_solver.persistent import kernels
+        from rotor_solver.persistent import reading
 
         best, found = enough / self.scale, None
         tables = (self.values, self.rows, self.problem.least, self.problem.full, self.costs, self.grid)
         for blend in _BLENDS:
-            choices, seconds = kernels.descend(*tables, _CUT, room, blend, best)
+            choices, seconds = reading.descend(*tables, _CUT, room, blend, best)
             if seconds < best:
                 best, found = seconds, choices
         if found is None:
