@@ -18,7 +18,7 @@ from rotor_solver.compiled import compiled
 INFINITE = np.int64(2**62)
 """More than any need, and small enough that a size can be added to it."""
 MANY = 300
-"""Stages from which all cores are used; a guess. There is a second reason for one core: Numba's own threading layer, the
+"""Stages from which all cores are used; a guess. Another reason for one core is Numba's own threading layer, the
 only one that is always there, ends the process if two threads use it at once."""
 
 

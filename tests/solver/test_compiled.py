@@ -41,9 +41,19 @@ def test_these_are_all_the_files_with_kernels() -> None:
         "least_memory",
         "persistent.equal_rows",
         "persistent.kernels",
+        "persistent.layout",
         "persistent.reading",
-        "persistent.spread",
+        "persistent.windows",
     }
+
+
+def test_what_stands_in_several_files_of_one_folder_is_the_same() -> None:
+    found: dict[tuple[str, str], set[str]] = {}
+    for module in kernel_modules():
+        for each in kernels_of(module):
+            key = module.__name__.rpartition(".")[0], each.py_func.__name__
+            found.setdefault(key, set()).add(inspect.getsource(each.py_func))
+    assert all(len(sources) == 1 for sources in found.values())
 
 
 @pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__)

@@ -23,12 +23,16 @@ def value_of(flat: np.ndarray, rows: Any, row: int, m: int) -> float:
 def estimate(
     flat: np.ndarray, rows: Any, full: np.ndarray, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
 ) -> float:
-    """Opt for exactly `memory` bytes, read between two slots and two ends: the bound itself for blend 0."""
+    """Opt for exactly `memory` bytes, read between two slots and two ends: the bound itself for blend 0.
+
+    The bound is that of the next slot above, and of a row that may end earlier, and so too low; the slot below and the
+    next row are too high. `blend` says how far to go from the one to the other.
+    """
     i, length = grid.place[s], len(grid.band)
     if memory >= full[grid.state[s], i, last]:
         return 0.0
     if length > last > grid.band[i]:
-        return 2 * cut
+        return 2 * cut  # more than any time in the table: the last thing to choose
     row = grid.row[s, last]
     value, start = between_slots(flat, rows, grid, s, row, memory, blend, cut), grid.last[row]
     if start < last < length and blend > 0.0 and value < cut and row + 1 < grid.start[s + 1]:
@@ -69,11 +73,15 @@ def descend(
 ) -> tuple[np.ndarray, float]:
     """The choices of a sequence for `memory` bytes, which is at least least[0, 0, L], and what it takes longer.
 
-    Memory is counted in bytes on the way, so that the sequence fits; the table only says where to go. The choices
-    stand in the order in which `operations_of` asks for them. Given up, with an infinite time, beyond `enough`.
+    Memory is counted in bytes on the way, so that the sequence fits; the table only says where to go. A choice is open
+    only if the exact least memory of its parts allows it, so the way never ends in something that does not fit. Choices
+    are coded as in `least_memory`, and stand in the order in which `operations_of` asks for them. Given up, with an
+    infinite time, beyond `enough`.
     """
     length = len(grid.band)
-    choices = np.empty(4 * length + 16, np.int64)
+    choices = np.empty(4 * length + 16, np.int64)  # grows below: how often intervals are split is not known
+    # [pending, 4] intervals that wait: state, i, l, and the bytes that they have. They are disjoint, so there are never
+    # more than stages, and a few empty ones.
     stack = np.empty((2 * length + 16, 4), np.int64)
     count, depth, seconds = 0, 1, 0.0
     stack[0] = np.array([0, 0, length, memory])
@@ -99,7 +107,7 @@ def descend(
                 best, choice = whole, k - costs.first[i]
         for j in range(i + 1, last + 1):
             if costs.split_floor[j] - costs.run[i] >= best:
-                break
+                break  # `split_floor` never decreases: later checkpoints take at least as long
             forward = costs.split[j] - costs.run[i]
             rest = m - costs.activation[j]
             if m < costs.base[last] + costs.check_need[i, j] or rest < least[0, j, last] or m < least[state, i, j - 1]:

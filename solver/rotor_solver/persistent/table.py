@@ -53,13 +53,13 @@ class Problem:
     @classmethod
     def of(cls, chain: Chain) -> Problem:
         from rotor_solver import least_memory
-        from rotor_solver.persistent import kernels
+        from rotor_solver.persistent import layout
 
         stored = store_all(chain).lower_bound
         assert stored is not None
         costs = costs_of(chain)
         fastest = fastest_options(costs)
-        least, full = least_memory.least_memory(costs), kernels.full_memory(costs, fastest)
+        least, full = least_memory.least_memory(costs), layout.full_memory(costs, fastest)
         kinds = kinds_of(chain)
         return cls(chain, stored, costs, least, full, fastest, kinds, period_of(kinds))
 
@@ -113,7 +113,7 @@ class Table:
         All intervals have rows unless `spacing` says which. `windows` are those of a table of plans that take longer,
         or as long.
         """
-        from rotor_solver.persistent import kernels
+        from rotor_solver.persistent import layout
 
         costs, kinds = problem.costs, problem.kinds
         if problem.period and not exact:
@@ -128,7 +128,7 @@ class Table:
         shared = different <= _FEW
         windowed, everywhere = windows is not None, Windows.everything(len(grid.place), len(kinds))
         windows = (windows or everywhere)._replace(outside=(windows or everywhere).outside / scale)
-        bounds = kernels.bounds(problem.least, problem.full, scaled, grid, later / scale, windows, _CUT)
+        bounds = layout.bounds(problem.least, problem.full, scaled, grid, later / scale, windows, _CUT)
         rows, size = rows_of(bounds, owner if shared else everyone, grid.width)
         guess = _LOOKED_AT * _pairs(grid, rows) * (different if shared else 1.0)
         return cls(problem, room, scale, scaled, grid, rows, size, owner if shared else None, guess, windowed)
@@ -205,13 +205,12 @@ class Table:
 
     def windows(self, overhead: float) -> Windows:
         """Where the intervals of plans lie that take up to `overhead` seconds longer than storing everything."""
-        from rotor_solver.persistent import kernels
-        from rotor_solver.persistent.spread import spread
+        from rotor_solver.persistent.windows import spread, windows_of
 
         grid = self.grid
         owner = np.arange(len(self.rows.begin)) if self.owner is None else self.owner
         cut = _CUT * min(1.0, overhead / self.scale)
-        low, high, outside = kernels.windows_of(self.values, self.rows, owner, self.costs, grid, cut)
+        low, high, outside = windows_of(self.values, self.rows, owner, self.costs, grid, cut)
         whole = (high > self.rows.high) & np.isfinite(outside)
         offset = grid.offset[nodes_of(grid)]
         least = np.maximum(0, (low - 1) * grid.unit + offset + 1)

@@ -14,8 +14,8 @@ from rotor_solver.persistent.grid import Grid, Windows, nodes_of
 from rotor_solver.persistent.program import levels, parts_of
 from rotor_solver.persistent.repeats import fitting_unit, owners, period_of
 from rotor_solver.persistent.spacing import Spacing, stops_of
-from rotor_solver.persistent.spread import spread
 from rotor_solver.persistent.table import Problem, Table
+from rotor_solver.persistent.windows import spread
 from tests.solver.persistent.test_scale import limit_between, random_chain, repeated_chain
 from tests.solver.persistent.test_table import plain_rows, rich_chain, row_values
 
