@@ -14,7 +14,10 @@ from rotor_solver.simulate import simulate
 
 
 def store_all(chain: Chain) -> Sequence:
-    """Run every stage once, with its fastest option, and keep everything. Nothing is faster."""
+    """Run every stage once, with its fastest option, and keep everything: nothing is faster.
+
+    Its `lower_bound` is its own makespan.
+    """
     sequence = recompute_segments(fastest_forwards(chain), [])
     return Sequence(sequence, "store-all", lower_bound=simulate(chain, sequence).makespan)
 
@@ -28,7 +31,7 @@ def recompute_all(chain: Chain) -> Sequence:
 
 
 def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
-    """`recompute_all(chain)`, where the table of `least_memory` is known."""
+    """`recompute_all(chain)`, where `costs` and the table [2, L+1, L+1] of `least_memory` are known."""
     from rotor_solver import least_memory
 
     choose = partial(least_memory.least_choice, costs, least)
@@ -36,7 +39,7 @@ def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
 
 
 def min_bytes(chain: Chain) -> int:
-    """The least limit for which there is a memory-persistent plan, a_0 counted: exact, by `least_memory`."""
+    """The least limit in bytes for which there is a memory-persistent sequence, a_0 counted. It is exact."""
     from rotor_solver import least_memory
 
     return chain.input_bytes + int(least_memory.least_memory(costs_of(chain))[0, 0, len(chain)])
@@ -53,7 +56,7 @@ class StoreAll:
 
 
 class RecomputeAll:
-    """As much is computed again as is needed to reach the least possible peak."""
+    """As much is computed again as it takes to reach the least possible peak of all memory-persistent sequences."""
 
     name = "recompute-all"
 

@@ -35,7 +35,10 @@ def input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: 
 
 
 def fastest_fitting(name: str, mem_limit: int, schedules: list[tuple[float, int]]) -> int:
-    """The index of the fastest of `schedules`, given as (seconds, peak), within the limit; or InfeasibleError."""
+    """The index of the fastest of `schedules`, given as (seconds, bytes at their peak), within `mem_limit` bytes.
+
+    InfeasibleError if none fits.
+    """
     fitting = [index for index, (_, peak) in enumerate(schedules) if peak <= mem_limit]
     if not fitting:
         needed = min(peak for _, peak in schedules)

@@ -26,7 +26,7 @@ from rotor_solver.simulate import simulate
 class Periodic:
     """Checkpoints at the stages 0, n, 2n, … for n = `every`, a_0 among them, but at most `max_checkpoints`.
 
-    Of all n for which that fits, the fastest, unless given.
+    Unless `every` is given, it is the one of those that fit which is fastest. ValueError for numbers less than one.
     """
 
     every: int | None = None
@@ -39,7 +39,10 @@ class Periodic:
         checked_count(self.max_checkpoints, "max_checkpoints", "checkpoints")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted; InfeasibleError if none is."""
+        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted.
+
+        InfeasibleError otherwise, with the least limit.
+        """
         distances = range(1, max(2, len(chain) + 1)) if self.every is None else [self.every]
         return _fastest(chain, mem_limit, [self._segments(len(chain), n) for n in distances], self.name)
 
@@ -57,7 +60,10 @@ class Sqrt:
     name = "sqrt"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted; InfeasibleError otherwise."""
+        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted.
+
+        InfeasibleError otherwise, with the least limit.
+        """
         count = max(1, round(sqrt(len(chain))))
         return _fastest(chain, mem_limit, [even_segments(len(chain), count)], self.name)
 

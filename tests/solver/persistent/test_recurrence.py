@@ -14,7 +14,7 @@ from tests.solver.naive import naive_optimum
 from tests.solver.strategies import rich_chains, unit_chain
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rich_chains(max_stages=6), st.data())
 def test_the_plain_recurrence_is_what_solve_attains(chain: Chain, data: st.DataObject) -> None:
     least = min_bytes(chain)
