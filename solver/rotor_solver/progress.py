@@ -1,4 +1,4 @@
-"""What a long computation tells whoever watches it: how much is done, of how much, and of what."""
+"""Progress of a long computation, for those who watch it: how much is done, of how much, and of what."""
 
 from __future__ import annotations
 

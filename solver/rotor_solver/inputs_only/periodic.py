@@ -26,7 +26,7 @@ from rotor_solver.simulate import simulate
 class Periodic:
     """Checkpoints at the stages 0, n, 2n, … for n = `every`, a_0 among them, but at most `max_checkpoints`.
 
-    Unless `every` is given, it is the one of those that fit which is fastest. ValueError for numbers less than one.
+    Unless `every` is given, it is the fastest distance that fits. ValueError for numbers less than one.
     """
 
     every: int | None = None

@@ -28,7 +28,7 @@ from rotor_solver.simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class Revolve:
-    """Revolve's schedule with so many `snapshots`; unless given, the number of those that fit which is fastest.
+    """Revolve's schedule with `snapshots` stored inputs, or with the fastest number of them that fits.
 
     ValueError if `snapshots` is less than one.
     """

@@ -10,7 +10,10 @@ from rotor_solver.sequence import Sequence
 
 
 def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
-    """Every group of consecutive stages as one stage that costs at least as much memory, and as much time."""
+    """Every group of consecutive stages as one stage that costs at least as much memory, and as much time.
+
+    So whatever fits for the coarse chain fits for the chain itself. Each stage is run by its fastest option.
+    """
     activation = chain.activation
     held = activation[-1] if chain.output_held else 0
     stages = [
@@ -21,7 +24,7 @@ def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
 
 
 def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]) -> Sequence:
-    """What a sequence of `coarse_chain` means for the chain."""
+    """The sequence for the chain itself that does what `coarse`, a sequence for `coarse_chain`, does by groups."""
     return Sequence(each for operation in coarse for each in _expanded(chain, groups, operation))
 
 
@@ -43,7 +46,7 @@ def _expanded(chain: Chain, groups: list[range], operation: Operation) -> Iterat
 
 
 def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
-    """`held` is what the caller keeps of the output once the last backward is through."""
+    """A group as one stage. `held` is what the caller keeps of the output once the last backward is through."""
     options = [stage.options[stage.fastest_option] for stage in stages]
     inputs = [incoming, *(stage.activation for stage in stages)]
     outgoing = inputs[-1]

@@ -58,8 +58,8 @@ def bounds(
                 if length > last > grid.band[i]:
                     break
                 time = cut
-                # An interval that ends before the loss is worked on after the loss: its stages were run without a graph
-                # before, and the stages after it have cost what they cost at least with all of the memory.
+                # An interval that ends before the loss is worked on after the loss. Its stages were run without a graph
+                # before, and the stages after it took at least `later` longer than stored: both are gone from the cut.
                 if last < length:
                     time = cut - later[last + 1] - (costs.split[last + 1] - costs.run[i])
                 limit[row] = max(limit[row], min(time, cut - windows.outside[s, last]))
