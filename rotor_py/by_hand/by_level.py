@@ -11,19 +11,8 @@ from torch import nn
 from rotor_py.by_hand.level_assignment import assign_levels
 from rotor_py.by_hand.levels import checked_level
 from rotor_py.measure.cut import JOINT
-from rotor_solver import (
-    Backward,
-    Chain,
-    ForwardCheck,
-    ForwardEnable,
-    ForwardNograd,
-    InfeasibleError,
-    Loss,
-    Operation,
-    Sequence,
-    simulate,
-    store_all,
-)
+from rotor_solver import Chain, InfeasibleError, Sequence, simulate
+from rotor_solver.segments import fastest_forwards, recompute_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +48,11 @@ class ByLevel:
         Raises InfeasibleError if the peak is above the limit.
         """
         groups = self.groups([stage.name for stage in chain])
-        sequence = _sequence(chain, groups)
+        forwards = fastest_forwards(chain)
+        sequence = recompute_segments(forwards, groups, self.name)
         peak = simulate(chain, sequence).peak
         if groups and groups[-1].stop == len(chain):
-            stored = _sequence(chain, groups[:-1])
+            stored = recompute_segments(forwards, groups[:-1], self.name)
             if (needed := simulate(chain, stored).peak) <= peak:
                 sequence, peak = stored, needed
         if peak > mem_limit:
@@ -116,23 +106,3 @@ def _paths(stage: str) -> list[str]:
 
 def _beside(one: str, other: str) -> bool:
     return one.rpartition(".")[0] == other.rpartition(".")[0]
-
-
-def _sequence(chain: Chain, groups: list[range]) -> Sequence:
-    """Run every group again from its input before its backward; store all other stages."""
-    stored = {each.stage: each for each in store_all(chain) if isinstance(each, ForwardEnable)}
-    group_of = {stage: group for group in groups for stage in group}
-    forward: list[Operation] = []
-    replay: list[Operation] = []
-    for stage in range(len(chain)):
-        group = group_of.get(stage)
-        if group is None:
-            forward.append(stored[stage])
-        else:
-            forward.append(ForwardCheck(stage) if stage == group.start else ForwardNograd(stage))
-    for stage in reversed(range(len(chain))):
-        group = group_of.get(stage)
-        if group is not None and stage == group.stop - 1:
-            replay += [stored[each] for each in group]
-        replay.append(Backward(stage))
-    return Sequence([*forward, Loss(), *replay], ByLevel.name)

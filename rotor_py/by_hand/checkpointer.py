@@ -22,7 +22,8 @@ from rotor_py.execute.store import ActivationStore
 from rotor_py.execute.tape import replay
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings, recorded
-from rotor_solver.segments import recompute_segments
+from rotor_solver import ForwardEnable
+from rotor_solver.segments import recompute_segments, segments_from
 
 Forward = Callable[[Any, Any], Any]
 """Called with a layer and its input; returns the layer's output."""
@@ -162,7 +163,8 @@ class ActivationCheckpointer:
         self._wanted -= {*shared}
         store = ActivationStore(self.config.kept_dtype)
         runners = [StageRunner(layer, f"layer {layer.index}", open=True) for layer in run]
-        sequence = recompute_segments(len(run), starts)
+        enables, segments = map(ForwardEnable, range(len(run))), segments_from(starts, len(run))
+        sequence = recompute_segments(enables, segments[:-1])
         value = replay(runners, program(len(run), sequence), input, store)
         for index in shared:  # the output of a layer is the input of the segment that begins after it
             self._store.adopt(index, store, index + 1)

@@ -16,7 +16,8 @@ from rotor_py.execute.program import program
 from rotor_py.execute.tape import replay
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import present
-from rotor_solver.segments import recompute_segments
+from rotor_solver import ForwardEnable
+from rotor_solver.segments import recompute_segments, segments_from
 
 Segment = Callable[[Any], Any]
 
@@ -96,7 +97,8 @@ class CheckpointedNetwork(nn.Module):
             return x
         runners = [StageRunner(segment, f"segment {number}", open=True) for number, segment in enumerate(self.segments)]
         count = len(runners)
-        instructions = program(count, recompute_segments(count, range(count), last_too=True))
+        enables = map(ForwardEnable, range(count))
+        instructions = program(count, recompute_segments(enables, segments_from(range(count), count)))
         with _watched(self.segments) as (kept, made):
             output = replay(runners, instructions, x)
         self._kept, self._full = kept.nbytes, made.nbytes

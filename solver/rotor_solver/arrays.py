@@ -20,44 +20,47 @@ class Costs(NamedTuple):
 
         base_l          = |a_{l+1}| + G(l+1) + held for l < L; 0 for l = L
         check_need_ij   = the most of [k > i]·|a_k| + |a_{k+1}| + scratch_k for k = i … j-1
-        backward_need_k = what is in memory during B_i, without a_i and what came before it, and at least what is
-                          there after it. Row 0 is for l = L: ā was made before the loss, and a_L of the last stage
-                          is still inside it. Row 1 is for l < L: ā was made again after the loss.
+        backward_need_k = what is in memory during B_i, without a_i and what came before it, or after B_i if that is
+                          more. Row 0 is for l = L: ā was made before the loss, and a_L of the last stage is still
+                          inside it. Row 1 is for l < L: ā was made again after the loss.
 
-    The options of stage i are first[i] … first[i+1]-1. `extra` is what an option takes longer than the stage's fastest
-    one. `released` is what a run of stage i with a graph frees of a_i: row 0 where a_i stands alone, row 1 where it
-    lies in ā_i; `taken` is what that run leaves in memory, less what it frees.
+    The options of stage i are first[i] … first[i+1]-1. `extra` is how much longer an option takes than the stage's
+    fastest one. `released` is what a run of stage i with a graph frees of a_i: row 0 where a_i stands alone, row 1
+    where it lies in ā_i. `taken` is what that run leaves in memory, less what it frees.
     """
 
     activation: Ints
-    """[L+1]"""
+    """[L+1] bytes of a_0 … a_L"""
     run: Floats
     """[L+1] seconds of the forwards without a graph of stages 0 … i-1"""
     split: Floats
-    """[L+1] run[j], less what stage j-1 leaves out when it runs right before its backward: with a checkpoint at a_j,
-    that stage is the last of an interval, and will do so. The time of that checkpoint is split[j] - run[i]."""
+    """[L+1] seconds: run[j], less the time of the output that stage j-1 skips when it runs right before its backward.
+    With a checkpoint at a_j, that stage is the last of an interval and will skip it. So the checkpoint takes
+    split[j] - run[i]."""
     split_floor: Floats
-    """[L+1] the least split[k] for k ≥ j"""
+    """[L+1] seconds: the least split[k] for k ≥ j, which never decreases, so that loops over j may end early"""
     check_need: Ints
-    """[L+1, L+1] by (i, j)"""
+    """[L+1, L+1] bytes, by (i, j)"""
     base: Ints
-    """[L+1]"""
+    """[L+1] bytes, by l"""
     first: Ints
-    """[L+1]"""
+    """[L+1] the first option of every stage, among all options"""
     extra: Floats
     """[options] seconds"""
     taken: Ints
-    """[2, options]"""
+    """[2, options] bytes, by where a_i lies"""
     forward_need: Ints
-    """[options] saved, and the scratch of the forward"""
+    """[options] bytes: saved, and the scratch of the forward"""
     backward_need: Ints
-    """[2, options]"""
+    """[2, options] bytes, by whether l < L"""
     released: Ints
-    """[2, L]"""
+    """[2, L] bytes, by where a_i lies"""
     loss_need: int
+    """bytes: δ_L, as large as a_L, and the scratch of the loss; a_L itself is the input and not counted"""
 
 
 def costs_of(chain: Chain) -> Costs:
+    """The costs of `chain`, with all of its options."""
     length = len(chain)
     activation = np.array(chain.activation, np.int64)
     gradient = np.array(chain.gradient, np.int64)

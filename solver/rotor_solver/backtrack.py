@@ -7,11 +7,14 @@ from collections.abc import Callable
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
 Choose = Callable[[int, int, int], int]
-"""The choice for the interval [i, l] in one of the two states of a_i, in the coding of `kernels`."""
+"""The choice for (state, i, l): the interval [i, l] in one of the two states of a_i, coded as in `least_memory`."""
 
 
 def operations_of(length: int, choose: Choose) -> list[Operation]:
-    """The operations of a chain of `length` stages; the intervals are asked for in the order in which they run."""
+    """The operations of a chain of `length` stages; `choose` is asked for intervals in the order in which they run.
+
+    An explicit stack in place of recursion: chains may have more stages than Python allows nested calls.
+    """
     operations: list[Operation] = []
     pending: list[tuple[int, int, int] | Operation] = [(0, 0, length)]
     while pending:

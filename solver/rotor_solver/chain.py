@@ -67,6 +67,14 @@ class Stage:
     def temp_without_graph(self) -> int:
         return self.options[0].forward_temp if self.nograd_temp is None else self.nograd_temp
 
+    @property
+    def fastest_option(self) -> int:
+        """The index of the option whose forward and backward are fastest; among equals, of one that saves least."""
+        options = self.options
+        return min(
+            range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].saved)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Chain:
@@ -74,7 +82,8 @@ class Chain:
 
     `input_bytes` is the size of the chain's input. `loss_time` is the loss's forward and backward together.
     `output_held` says that the caller keeps the chain's output to the end of the step.
-    Sizes are integers (integral floats and NumPy's are converted). ValueError names the field and the stage otherwise.
+    Sizes are whole numbers of bytes (integral floats and NumPy's are converted). ValueError, naming the field and the
+    stage, for a size or a time that cannot be, and for a stage without options.
     """
 
     stages: tuple[Stage, ...]
@@ -127,7 +136,7 @@ class Chain:
 
         `backward_time`, `activation` and `backward_temp` have L+1 entries: activation[i] is the size of stage i's
         input, and the last entries of the other two are the loss's. All other lists have L entries; saved[i] is what
-        stage i keeps for its backward.
+        stage i keeps for its backward. ValueError if a list has another length, or for what `Chain` refuses.
         """
         forward = list(forward_time)
         length = len(forward)
@@ -227,7 +236,7 @@ class Chain:
 
     @property
     def skipped_output_time(self) -> tuple[float, ...]:
-        """Seconds that a forward right before the stage's backward leaves out."""
+        """Seconds that a forward right before the stage's backward saves by skipping its output."""
         return tuple(stage.skipped_output_time for stage in self.stages)
 
     @property

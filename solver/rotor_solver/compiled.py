@@ -1,11 +1,43 @@
-"""Numba's threads, started so that nobody else's number of threads changes."""
+"""How the solver's kernels are compiled: one decorator for all of them, and Numba's threads.
+
+Importing this module imports Numba, which takes long. So files with kernels are imported inside the functions that call
+them, and `import rotor_solver` stays fast.
+
+Numba's cache on disk is keyed on the file of a kernel, not on the files of what it calls, of the constants that it
+uses, or of this decorator. Hence one rule for all files with kernels: a kernel calls only kernels of its own file, and
+uses only constants of its own file. Where that takes a small function twice, it stands there twice.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from threading import Thread
+from typing import Any, TypeVar, cast
 
 import numba
+from numba.core import options
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F], F]:
+    """Compile a kernel when it is first called, and keep the result on disk.
+
+    Arithmetic is strict (no `fastmath`): lower bounds are certified up to rounding errors, so sums may not be
+    rearranged. Kernels let go of Python's lock, so that several threads can solve at once. `parallel` makes `prange`
+    use all cores.
+
+    `makes_arrays` is for kernels that create arrays or lists, or call others that do. All others do not count
+    references to arrays: a count is an atomic operation on a number that all cores share, and there were several for
+    every pair of rows. They took longer than some of the sums.
+    """
+    if parallel:
+        start_threads()
+    # `_nrt` is a private option. A Numba without it counts references, which is slower and just as right.
+    uncounted = hasattr(getattr(options, "DefaultOptions", None), "_nrt")
+    more: dict[str, Any] = {"_nrt": parallel or makes_arrays} if uncounted else {}
+    return cast(Callable[[F], F], numba.njit(cache=True, parallel=parallel, nogil=True, **more))
 
 
 @cache

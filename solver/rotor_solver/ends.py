@@ -8,41 +8,41 @@ from rotor_solver.arrays import Costs, Ints, costs_of
 from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
 from rotor_solver.errors import InfeasibleError
-from rotor_solver.operations import Backward, ForwardEnable, Loss, Operation
-from rotor_solver.persistent.coarse import fastest_option
+from rotor_solver.segments import fastest_forwards, recompute_segments
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
 
 def store_all(chain: Chain) -> Sequence:
-    """Run every stage once, with its fastest option, and keep everything. Nothing is faster."""
-    forwards: list[Operation] = [ForwardEnable(i, fastest_option(stage)) for i, stage in enumerate(chain.stages)]
-    backwards = [Backward(i) for i in reversed(range(len(chain)))]
-    sequence = Sequence([*forwards, Loss(), *backwards], "store-all")
+    """Run every stage once, with its fastest option, and keep everything: nothing is faster.
+
+    Its `lower_bound` is its own makespan.
+    """
+    sequence = recompute_segments(fastest_forwards(chain), [])
     return Sequence(sequence, "store-all", lower_bound=simulate(chain, sequence).makespan)
 
 
 def recompute_all(chain: Chain) -> Sequence:
     """A sequence with the least peak of all memory-persistent ones."""
-    from rotor_solver.persistent import kernels
+    from rotor_solver import least_memory
 
     costs = costs_of(chain)
-    return least_sequence(chain, costs, kernels.least_memory(costs))
+    return least_sequence(chain, costs, least_memory.least_memory(costs))
 
 
 def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
-    """`recompute_all(chain)`, where the table of `kernels.least_memory` is known."""
-    from rotor_solver.persistent import kernels
+    """`recompute_all(chain)`, where `costs` and the table [2, L+1, L+1] of `least_memory` are known."""
+    from rotor_solver import least_memory
 
-    choose = partial(kernels.least_choice, costs, least)
+    choose = partial(least_memory.least_choice, costs, least)
     return Sequence(operations_of(len(chain), choose), "recompute-all")
 
 
 def min_bytes(chain: Chain) -> int:
-    """The least limit for which there is a memory-persistent plan, a_0 counted: exact, by `kernels.least_memory`."""
-    from rotor_solver.persistent import kernels
+    """The least limit in bytes for which there is a memory-persistent sequence, a_0 counted. It is exact."""
+    from rotor_solver import least_memory
 
-    return chain.input_bytes + int(kernels.least_memory(costs_of(chain))[0, 0, len(chain)])
+    return chain.input_bytes + int(least_memory.least_memory(costs_of(chain))[0, 0, len(chain)])
 
 
 class StoreAll:
@@ -56,7 +56,7 @@ class StoreAll:
 
 
 class RecomputeAll:
-    """As much is computed again as is needed to reach the least possible peak."""
+    """As much is computed again as it takes to reach the least possible peak of all memory-persistent sequences."""
 
     name = "recompute-all"
 

@@ -8,7 +8,7 @@ from typing import Any
 class InfeasibleError(ValueError):
     """No plan of the algorithm fits in `mem_limit` bytes; `min_bytes` is the least limit for which it has one.
 
-    `stage` is the stage whose own backward needs the most memory, where it makes sense to name one.
+    `stage` is the number of the stage whose own backward needs the most memory; None where no single one is to blame.
     """
 
     def __init__(self, message: str, *, min_bytes: int, mem_limit: int, stage: int | None = None) -> None:

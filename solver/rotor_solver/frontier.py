@@ -1,5 +1,8 @@
-"""The whole trade-off between memory and time at once: all limits from one table of the persistent program, and from
-smaller ones where memory is short."""
+"""The whole trade-off between memory and time at once.
+
+One table of the persistent program knows the times for all limits up to its own. Where memory is short, its slots are
+too coarse, so there are more tables for a quarter of the memory, a sixteenth, and so on.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,11 @@ import numpy as np
 from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
 from rotor_solver.errors import InfeasibleError
-from rotor_solver.limits import bytes_of_limit
+from rotor_solver.limits import bytes_of_limit, check_slots
 from rotor_solver.persistent.program import (
     BRIEF,
     THOROUGH,
     Persistent,
-    check_slots,
     common_divisor,
     parts_of,
     solved,
@@ -55,16 +57,19 @@ class Frontier:
 
     @property
     def gap(self) -> float:
-        """The largest distance of a makespan to its bound, as a ratio."""
+        """How much longer a makespan is than its bound, at most, as a ratio: 0.01 is a hundredth."""
         pairs = zip(self.makespans, self.lower_bounds, strict=True)
         return max((made / least - 1 for made, least in pairs if least), default=0.0)
 
     def sequence(self, mem_limit: float) -> Sequence:
-        """The fastest sequence known within `mem_limit` bytes; InfeasibleError below the first limit."""
+        """The fastest sequence known within `mem_limit` bytes.
+
+        InfeasibleError below the first limit; ValueError if `mem_limit` is not a number of bytes.
+        """
         return self.sequences[self._position(mem_limit)]
 
     def makespan(self, mem_limit: float) -> float:
-        """Seconds of `sequence(mem_limit)`."""
+        """Seconds of `sequence(mem_limit)`, with the same errors."""
         return self.makespans[self._position(mem_limit)]
 
     def limit_for(self, overhead: float) -> int:
@@ -101,8 +106,9 @@ class Frontier:
 def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int = 500) -> Frontier:
     """What memory costs in time, from the least limit that works to that of storing everything.
 
-    With `limits`, for those only; limits that are too small for any plan are left out. The whole range of memory is
-    divided into `slots`, at least, and there are no more steps than that. ValueError for bad limits or slots.
+    With `limits` in bytes, for those only, without those that are too small for any plan. The whole range of memory is
+    divided into `slots`, at least, and there are no more steps than that. ValueError if a limit is not a number of
+    bytes, or if there is not one slot.
     """
     check_slots(slots)
     problem, stored = Problem.of(chain), store_all(chain)
@@ -135,7 +141,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
         found.append((limit, best))
 
     def bound(limit: int) -> float:
-        # Whatever a plan takes is a whole number of times the divisor.
+        # Whatever a plan takes is a multiple of the divisor, so bytes beyond the last multiple are of no use.
         room = (limit - chain.input_bytes) // max(1, divisor) * max(1, divisor)
         read = problem.stored + _table_for(tables, room).lower_bound(room)
         return max(read, *(other for above, other in proven.items() if above >= limit), 0.0)
@@ -158,25 +164,30 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
 
 
 def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
-    """The first limit on the frontier that costs at most `overhead` more time than storing everything."""
+    """The first limit on the frontier, in bytes, that costs at most `overhead` more time than storing everything.
+
+    ValueError if `overhead` is not zero or more, or if there is not one slot.
+    """
     return frontier(chain, slots=slots).limit_for(overhead)
 
 
 _Step = tuple[int, Sequence]
-_FAR, _SINGLE, _PAIRS = 0.02, 40, 5e5
-"""How far a plan may be from the bound, as a ratio, before its limit is planned for by itself. Of such plans there are
-at most `_SINGLE`, and the fewer, the more pairs of slots the tables looked at: where these are large, so are theirs.
-"""
-
-
+"""A limit in bytes, and a sequence within it."""
+_FAR = 0.02
+"""How far a plan may be from the bound, as a ratio, before its limit is planned for by itself; a guess."""
+_SINGLE = 40
+"""Plans for single limits, at most; a guess."""
+_PAIRS = 5e5
+"""Plans for single limits times pairs of slots that the tables looked at, at most; a guess. Where tables are large, so
+are those of the single plans."""
 _CLOSER = 4
-"""Times as many rows as where a finer table follows."""
+"""Times as many rows as where a finer table follows; a guess. Here none follows."""
 
 
 def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:
-    """Tables for all of `room` and less and less of it, as far as there are plans; from the smallest on.
+    """Tables for all of `room` and for less and less of it, as far as there are plans; the smallest comes first.
 
-    Where there is little memory, every byte counts more, and tables are cheap.
+    Where there is little memory, every byte counts more, and tables are cheap. A quarter each time is a guess.
     """
     tables = []
     while True:
@@ -199,7 +210,7 @@ def _table_for(tables: list[Table], room: int) -> Table:
 
 
 def _steps(tables: list[Table], most: int) -> list[int]:
-    """The limits at which the bound changes, or as many of them as are wanted."""
+    """The limits at which the bound changes, or about `most` of them, evenly."""
     changes, known, below = [], tables[0].problem.chain.input_bytes, 0
     for table in tables:
         rooms = range(int(table.grid.offset[0]), table.room + 1, table.grid.unit)
@@ -211,7 +222,7 @@ def _steps(tables: list[Table], most: int) -> list[int]:
 
 
 def _steepest(chain: Chain, sequences: Iterable[Sequence]) -> list[_Step]:
-    """The steps that no other makes useless, at the limits that they really need."""
+    """The sequences that no other beats in both memory and time, at the limits that they really need."""
     kept: list[_Step] = []
     fastest = math.inf
     costs = [(simulate(chain, sequence), sequence) for sequence in sequences]
@@ -225,10 +236,10 @@ def _steepest(chain: Chain, sequences: Iterable[Sequence]) -> list[_Step]:
 def _closer(
     chain: Chain, steps: list[_Step], slots: int, most: int, bound: Callable[[int], float], proven: dict[int, float]
 ) -> list[_Step]:
-    """With at most `most` plans for single limits, just below a step, where those of the tables are far from the bound.
+    """Add up to `most` plans for single limits, just below a step, where the tables' plans are far from the bound.
 
-    A table's slots are laid out for its largest limit; at others, what just fits can be missed. What the plans' bounds
-    prove goes into `proven`, by limit.
+    A table's slots are laid out for its largest limit; at others, what just fits can be missed. The bounds of the new
+    plans go into `proven`, by limit.
     """
     for _ in range(most):
         far = [

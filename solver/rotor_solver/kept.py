@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
-
-_FORWARDS = (ForwardEnable, ForwardCheck, ForwardNograd)
+from rotor_solver.chain import Chain
+from rotor_solver.ends import store_all
+from rotor_solver.moments import moments
+from rotor_solver.operations import Loss
+from rotor_solver.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of what one stage made that are in memory when the loss runs, and of what is not but would be in plain
-    training: its output, and what its backward needs.
+    """What one stage made, its output and what its backward needs, when the loss runs.
+
+    `kept_bytes` are in memory. `not_kept_bytes` are not, but would be in plain training.
     """
 
     name: str
@@ -24,8 +27,8 @@ class StageMemory:
 class PlanMemory:
     """What is in memory when the loss runs, before the first backward, and what a plan saves there.
 
-    `input_bytes` are the chain's input, and `beside_bytes` what is carried past it (an encoder's output, a skip
-    connection): in memory with every plan, and no part of the sums.
+    `input_bytes` are the chain's input. `beside_bytes` are carried past the chain (an encoder's output, a skip
+    connection). Both are in memory with every plan, and no part of the sums.
     """
 
     stages: tuple[StageMemory, ...]
@@ -42,13 +45,13 @@ class PlanMemory:
 
     @property
     def share_saved(self) -> float:
-        """Of all bytes, kept or not, the part that is not kept: in [0, 1]."""
+        """The part of all bytes, kept or not, that is not kept: in [0, 1]."""
         whole = self.kept_bytes + self.not_kept_bytes
         return self.not_kept_bytes / whole if whole else 0.0
 
 
 def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> PlanMemory:
-    """What `sequence`, which has to be valid, keeps of `chain`."""
+    """What `sequence` keeps of `chain`, and what storing everything would. ValueError if `sequence` is not valid."""
     kept, plain = _kept(chain, sequence), _kept(chain, store_all(chain))
     stages = tuple(
         StageMemory(stage.name, here, max(0, there - here))
@@ -57,37 +60,13 @@ def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> Plan
     return PlanMemory(stages, chain.input_bytes, beside_bytes)
 
 
-@dataclass(slots=True)
-class _Present:
-    """a_i that stand alone and ā_i, in bytes by i; what is made anew while it is there takes no room again."""
-
-    plain: dict[int, int] = field(default_factory=dict)
-    attached: dict[int, int] = field(default_factory=dict)
-
-
 def _kept(chain: Chain, sequence: Sequence) -> list[int]:
     """For every stage, the bytes of its output and its ā that are there when the loss begins."""
-    present = _Present({0: chain.input_bytes})
-    last = {each.stage: at for at, each in enumerate(sequence) if isinstance(each, _FORWARDS)}
-    for position, operation in enumerate(sequence):
-        match operation:
-            case Loss():
-                break
-            case ForwardEnable(stage, option):
-                present.attached[stage + 1] = chain.stages[stage].options[option].saved
-            case ForwardCheck(stage) | ForwardNograd(stage):
-                present.plain.setdefault(stage + 1, chain.stages[stage].activation)
-                if isinstance(operation, ForwardNograd):
-                    present.plain.pop(stage, None)
-        if isinstance(operation, _FORWARDS) and last[operation.stage] == position:
-            _release(chain, present, operation.stage)
-    return [present.plain.get(i + 1, 0) + present.attached.get(i + 1, 0) for i in range(len(chain))]
-
-
-def _release(chain: Chain, present: _Present, stage: int) -> None:
-    """The last forward of `stage` has run, and its backward can do without a part of its input."""
-    alone, inside = chain.released[stage]
-    if stage in present.plain:
-        present.plain[stage] -= alone
-    elif stage in present.attached:
-        present.attached[stage] -= inside
+    before = None
+    for moment in moments(chain, sequence):
+        if isinstance(moment.operation, Loss):
+            break
+        before = moment
+    if before is None:  # the loss comes first: the chain has no stages
+        return []
+    return [before.inputs.get(i + 1, 0) + before.attached.get(i + 1, 0) for i in range(len(chain))]

@@ -1,4 +1,4 @@
-"""Memory limits as people give them."""
+"""What people give to the solver besides a chain, checked: memory limits, and numbers of slots."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ def bytes_of_limit(mem_limit: Any) -> int:
     if mem_limit < 0:
         raise ValueError(f"mem_limit is {mem_limit}; it has to be zero bytes or more")
     return int(mem_limit)
+
+
+def check_slots(slots: Any) -> None:
+    """ValueError unless memory can be divided into `slots`: a whole number, one or more."""
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise ValueError(f"slots is {slots!r}; memory has to be divided into at least one slot")

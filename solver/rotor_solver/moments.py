@@ -1,4 +1,4 @@
-"""What is in memory after every operation, by owner: the simulator's machine, looked into as it runs."""
+"""What is in memory after every operation, by owner, read off the simulator's machine as it runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Moment:
 
 
 def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
-    """The operations of `sequence` one after the other; ValueError, as from `simulate`, if it is not valid."""
+    """The operations of `sequence` one after the other. ValueError, as from `simulate`, if `sequence` is not valid."""
     simulate(chain, sequence)
     machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
     ran: set[int] = set()

@@ -1,4 +1,4 @@
-"""What a long computation tells whoever watches it: how much is done, of how much, and of what."""
+"""Progress of a long computation, for those who watch it: how much is done, of how much, and of what."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _watching: ContextVar[Progress | None] = ContextVar("watching", default=None)
 
 @contextmanager
 def watched(progress: Progress) -> Iterator[None]:
-    """Have `progress(done, total, what)` called now and then while something is solved in this block and thread.
+    """Call `progress(done, total, what)` now and then while something is solved in this block and thread.
 
-    A table of the solver counts pairs of slots, as far as they are known beforehand; a frontier counts limits.
+    A table counts pairs of slots, as far as they are known beforehand; a frontier counts limits.
     """
     token = _watching.set(progress)
     try:
@@ -26,5 +26,5 @@ def watched(progress: Progress) -> Iterator[None]:
 
 
 def watcher() -> Progress | None:
-    """Who watches; None if nobody does."""
+    """The function that `watched` was given; None outside of it."""
     return _watching.get()

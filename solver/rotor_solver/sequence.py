@@ -18,7 +18,7 @@ class Sequence(collections.abc.Sequence[Operation]):
     """An immutable list of operations; two sequences are equal if their operations are.
 
     `algorithm` names what found it. `lower_bound`, in seconds, is certified: no memory-persistent sequence within the
-    limit that it was found for is faster. None where that is not known.
+    limit that it was found for is faster. It is None where no bound is known. ValueError if an item is no operation.
     """
 
     operations: tuple[Operation, ...]

@@ -48,7 +48,7 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
 
 
 def last_reads(sequence: Sequence) -> dict[int, int]:
-    """The stage, by the position of the last forward of every stage: nobody reads its input after that."""
+    """The stage, by the position of its last forward: from there on, only its backward reads its input."""
     last = {
         operation.stage: position
         for position, operation in enumerate(sequence)
@@ -58,7 +58,7 @@ def last_reads(sequence: Sequence) -> dict[int, int]:
 
 
 def skipped_outputs(sequence: Sequence) -> frozenset[int]:
-    """The positions of forwards right before the backward of the same stage: nobody reads what they put out."""
+    """The positions of forwards whose output nobody reads: they come right before the backward of the same stage."""
     operations = tuple(sequence)
     return frozenset(
         position
@@ -68,7 +68,7 @@ def skipped_outputs(sequence: Sequence) -> frozenset[int]:
 
 
 class _MissingError(Exception):
-    """What an operation lacks, as the end of a sentence."""
+    """Something that an operation needs is missing; the message is the end of a sentence."""
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class Machine:
     def run(self, operation: Operation, *, skip_output: bool = False) -> int:
         """Carry out one operation; return the most bytes that are in memory while it runs.
 
-        With `skip_output`, nobody reads its output, so that it is not computed.
+        With `skip_output`, its output is not computed, and the time of that is not spent.
         """
         match operation:
             case Loss():

@@ -7,12 +7,10 @@ from typing import Protocol
 
 from rotor_solver.chain import Chain
 from rotor_solver.ends import RecomputeAll, StoreAll
-from rotor_solver.floating.program import Floating
-from rotor_solver.inputs_only.heterogeneous import GriewankHeterogeneous
-from rotor_solver.inputs_only.periodic import Periodic, Sqrt
-from rotor_solver.inputs_only.revolve import Revolve
-from rotor_solver.limits import bytes_of_limit
-from rotor_solver.persistent.program import Persistent, check_slots
+from rotor_solver.floating import Floating
+from rotor_solver.inputs_only import GriewankHeterogeneous, Periodic, Revolve, Sqrt
+from rotor_solver.limits import bytes_of_limit, check_slots
+from rotor_solver.persistent import Persistent
 from rotor_solver.sequence import Sequence
 
 
@@ -44,10 +42,10 @@ ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
 def solve(chain: Chain, mem_limit: float, algorithm: str | Algorithm = "persistent", slots: int = 500) -> Sequence:
     """Find a sequence for `chain` within `mem_limit` bytes, a_0 counted.
 
-    `algorithm` is one of the names in `ALGORITHMS`, or an object with the interface `Algorithm`; `slots` is how finely
-    memory is divided, at least, by those that do. InfeasibleError, with the least limit at which the algorithm works as
-    `min_bytes`, if nothing fits; ValueError for a limit that is not a number of bytes, an unknown algorithm, or
-    slots < 1.
+    `algorithm` is one of the names in `ALGORITHMS`, or an object with the interface `Algorithm`. `slots` is how finely
+    memory is divided, at least, by those that divide it. InfeasibleError if nothing fits: its `min_bytes` is the least
+    limit at which the algorithm works. ValueError if the limit is not a number of bytes, if the algorithm is unknown or
+    cannot take the chain, or if there is not one slot.
     """
     limit = bytes_of_limit(mem_limit)
     check_slots(slots)

@@ -5,15 +5,27 @@ Prints how many were called, and how many of them were not in Numba's cache.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import random
 import sys
+from types import ModuleType
 
 from numba.core.dispatcher import Dispatcher
 
+import rotor_solver
 from rotor_solver import Chain, Option, Stage, frontier, min_bytes, simulate, solve, store_all
-from rotor_solver.floating import kernels as floating_kernels
-from rotor_solver.inputs_only import kernels as inputs_only_kernels
-from rotor_solver.persistent import kernels as persistent_kernels
+
+
+def kernel_modules() -> list[ModuleType]:
+    """The modules of the solver that have kernels of their own."""
+    names = [each.name for each in pkgutil.walk_packages(rotor_solver.__path__, "rotor_solver.")]
+    modules = map(importlib.import_module, names)
+    return [module for module in modules if kernels_of(module)]
+
+
+def kernels_of(module: ModuleType) -> list[Dispatcher]:
+    return [each for each in vars(module).values() if isinstance(each, Dispatcher)]
 
 
 def chain_of(kinds: int, length: int = 90) -> Chain:
@@ -43,8 +55,7 @@ def others() -> None:
 
 if __name__ == "__main__":
     {"persistent": persistent, "others": others}[sys.argv[1]]()
-    modules = (persistent_kernels, floating_kernels, inputs_only_kernels)
-    found = {each for module in modules for each in vars(module).values() if isinstance(each, Dispatcher)}
+    found = {each for module in kernel_modules() for each in kernels_of(module)}
     called = [each for each in found if each.signatures]
     missed = sum(sum(each.stats.cache_misses.values()) for each in called)
     sys.stdout.write(f"{len(called)} {missed}\n")

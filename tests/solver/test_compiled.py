@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from tests.solver.compiling import kernel_modules, kernels_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,3 +32,35 @@ def test_a_second_process_compiles_nothing(which: str, least: int) -> None:
     called, missed = compiled(which)
     assert called >= least
     assert missed == 0
+
+
+def test_these_are_all_the_files_with_kernels() -> None:
+    assert {module.__name__.removeprefix("rotor_solver.") for module in kernel_modules()} == {
+        "floating.kernels",
+        "inputs_only.kernels",
+        "least_memory",
+        "persistent.equal_rows",
+        "persistent.kernels",
+        "persistent.layout",
+        "persistent.reading",
+        "persistent.windows",
+    }
+
+
+def test_what_stands_in_several_files_of_one_folder_is_the_same() -> None:
+    found: dict[tuple[str, str], set[str]] = {}
+    for module in kernel_modules():
+        for each in kernels_of(module):
+            key = module.__name__.rpartition(".")[0], each.py_func.__name__
+            found.setdefault(key, set()).add(inspect.getsource(each.py_func))
+    assert all(len(sources) == 1 for sources in found.values())
+
+
+@pytest.mark.parametrize("module", kernel_modules(), ids=lambda module: module.__name__)
+def test_kernels_use_nothing_of_other_files_of_the_solver(module: ModuleType) -> None:
+    """A change in another file would not reach what Numba has kept of this one."""
+    assert all(inspect.getmodule(each.py_func) is module for each in kernels_of(module))
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rotor_solver"):
+            assert node.module == "rotor_solver.compiled"
+            assert [each.name for each in node.names] == ["compiled"]

@@ -1,39 +1,45 @@
-"""The compiled part of `floating`. One file, because Numba's cache on disk is keyed on the file of a kernel.
+"""Tables of `floating`, filled and read: kernels. `program` says what the problems are.
 
-`costs` is an `arrays.Costs`. A problem (s, t, l) has a row in all tables, and `start` finds it: start[s, t] + l where
-a_s stands alone, start[s, L+1] + l where it lies in the ā_s of the stage before, so that t = s. A choice is coded as an
-integer: k ≥ 0 is the stage's option k, -1 is Fn_s, and -1 - j is CF_s, with the stages j … l next.
+What the kernels are given, for a chain of L stages:
+
+    costs  an `arrays.Costs`
+    start  [L+1, L+2] the problem (s, t, l) has row start[s, t] + l of all tables where a_s stands alone, and row
+           start[s, L+1] + l where it lies in the ā_s of the stage before, so that t = s
+    least  [rows] bytes: the least memory in which the problem of each row can be solved, a_s counted if it stands alone
+    table  [rows, width] seconds beyond storing everything, by row and slot; slot m stands for m · unit + offset bytes
+
+All rows have the same offset and the same width, unlike those of the persistent program. That is simple, and chains
+are short: there are L³/6 rows. A choice is coded as an integer: k ≥ 0 is the stage's option k, -1 is Fn_s, and -1 - j
+is CF_s, with the stages j … l next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit
 
-F = TypeVar("F", bound=Callable[..., Any])
+from rotor_solver.compiled import compiled
 
 INFINITE = np.int64(2**62)
+"""More than any need, and small enough that a size can be added to it."""
 DROP = -1
+"""The choice Fn_s: a_s is dropped once stage s has run."""
 
 
-def compiled(function: F) -> F:
-    """The house decorator: strict arithmetic, cached on disk."""
-    return cast(F, njit(cache=True, nogil=True)(function))
-
-
-@compiled
+@compiled()
 def enable_need(costs: Any, inside: int, s: int, last: int, k: int) -> int:
     """Bytes, without a_s, that a run of stage s with a graph and its backward need themselves."""
     row = 0 if last == len(costs.run) - 1 else 1
     return int(max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[inside, s]))
 
 
-@compiled
+@compiled(makes_arrays=True)
 def least_memory(costs: Any, start: np.ndarray, rows: int) -> np.ndarray:
-    """The least M, in bytes, with which the problem of a row can be solved: `fill`, with "least M" for "least time"."""
+    """[rows] the least M, in bytes, with which each problem can be solved: `fill`, with "least M" for "least time".
+
+    From the last s to the first: all problems that follow begin at s+1, or at s with an earlier end.
+    """
     length = len(costs.run) - 1
     least = np.full(rows, INFINITE, np.int64)
     for s in range(length, -1, -1):
@@ -61,15 +67,18 @@ def least_memory(costs: Any, start: np.ndarray, rows: int) -> np.ndarray:
     return least
 
 
-@compiled
+@compiled()
 def slot_of(need: int, unit: int, offset: int) -> int:
     """The first slot m for which m · unit + offset ≥ need."""
     return max(0, -((offset - need) // unit))
 
 
-@compiled
+@compiled()
 def lower_by(out: np.ndarray, source: np.ndarray, low: int, shift: int, seconds: float) -> None:
-    """out[m] = min(out[m], seconds + source[m - shift]) for m ≥ low. No memory is more than that of the last slot."""
+    """out[m] = min(out[m], seconds + source[m - shift]) for m ≥ low. No memory is more than that of the last slot.
+
+    `shift` may be negative, where a run frees more of its input than it keeps.
+    """
     low = max(low, shift)
     end = max(low, min(len(out), len(out) + shift))
     target, origin = out[low:end], source[low - shift : end - shift]
@@ -80,7 +89,7 @@ def lower_by(out: np.ndarray, source: np.ndarray, low: int, shift: int, seconds:
         out[m] = min(out[m], seconds + source[-1])
 
 
-@compiled
+@compiled()
 def lower_by_both(out: np.ndarray, source: np.ndarray, rest: np.ndarray, low: int, shift: int, seconds: float) -> None:
     """out[m] = min(out[m], seconds + source[m - shift] + rest[m]) for m ≥ low; shift ≥ 0."""
     low = max(low, shift)
@@ -90,7 +99,7 @@ def lower_by_both(out: np.ndarray, source: np.ndarray, rest: np.ndarray, low: in
         target[m] = value if value < target[m] else target[m]
 
 
-@compiled
+@compiled(makes_arrays=True)
 def fill(costs: Any, start: np.ndarray, least: np.ndarray, unit: int, offset: int, width: int) -> np.ndarray:
     """The recurrence of `floating`, less the time of storing everything, by (row, m); M = m · unit + offset.
 
@@ -104,6 +113,9 @@ def fill(costs: Any, start: np.ndarray, least: np.ndarray, unit: int, offset: in
 
     Opt'(s, l, m) is Opt(s, s, l, m) where a_s lies in ā_s: it is not counted in m, and 0 stands for |a_s| above.
     Sizes taken from M are rounded down, so that the table is a lower bound.
+
+    The last stage of an interval skips its output. In `persistent` the checkpoint that splits the interval takes that
+    off; here a checkpoint does not say where the interval before it ends, so the stage itself does: split - run.
     """
     length = len(costs.run) - 1
     table = np.full((len(least), width), np.inf)
@@ -122,8 +134,9 @@ def fill(costs: Any, start: np.ndarray, least: np.ndarray, unit: int, offset: in
                     for k in range(costs.first[s], costs.first[s + 1]):
                         need = slot_of(own + enable_need(costs, inside, s, last, k), unit, offset)
                         if last == s:
-                            left_out = costs.run[s + 1] - costs.split[s + 1]
-                            lower_by(out, np.zeros_like(out), max(low, need), 0, costs.extra[k] - left_out)
+                            # The output that B_s makes it skip: nothing in between reads it.
+                            skipped = costs.run[s + 1] - costs.split[s + 1]
+                            lower_by(out, np.zeros_like(out), max(low, need), 0, costs.extra[k] - skipped)
                         else:
                             shift = (own + costs.taken[inside, k]) // unit
                             source = table[start[s + 1, length + 1] + last]
@@ -138,9 +151,9 @@ def fill(costs: Any, start: np.ndarray, least: np.ndarray, unit: int, offset: in
     return table
 
 
-@compiled
+@compiled()
 def estimate(table: np.ndarray, row: int, unit: int, offset: int, memory: int, blend: float, cut: float) -> float:
-    """Opt for exactly `memory` bytes, read between two slots: the bound itself for blend 0, pessimistic for 1."""
+    """Opt for exactly `memory` bytes, read between two slots: the bound itself for blend 0, pessimistic for blend 1."""
     m = min(slot_of(memory, unit, offset), table.shape[1] - 1)
     value = table[row, m]
     rest = m * unit + offset - memory
@@ -150,7 +163,7 @@ def estimate(table: np.ndarray, row: int, unit: int, offset: int, memory: int, b
     return float(value)
 
 
-@compiled
+@compiled(makes_arrays=True)
 def descend(
     table: np.ndarray,
     least: np.ndarray,
@@ -168,6 +181,7 @@ def descend(
     """
     length = len(costs.run) - 1
     choices, count, depth = np.empty(4 * length + 16, np.int64), 0, 1
+    # [pending, 4] problems that wait: s, the column of `start`, l, and the bytes that they have.
     stack = np.empty((2 * length + 16, 4), np.int64)
     stack[0] = np.array([0, 0, length, memory])
     while depth > 0:

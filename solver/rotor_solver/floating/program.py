@@ -35,37 +35,41 @@ from rotor_solver.arrays import Costs, Ints, costs_of
 from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
 from rotor_solver.errors import InfeasibleError
+from rotor_solver.limits import check_slots
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 from rotor_solver.persistent.program import Persistent
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
 _LARGEST_TABLE = 2**31
-"""Bytes. A chain whose first table is larger is refused."""
+"""Bytes; a guess. A chain whose first table is larger is refused."""
 _CLOSE = 0.004
-"""Slots are made finer until the makespan is this near to the bound, or the next table would cost more than this:"""
+"""Slots are made finer until the makespan is this near to the bound, as a ratio; a guess."""
 _FINER_CHOICES = 1e9
+"""They are not made finer if the next table would look at more pairs of slots than this; a guess."""
 _FINER_TABLE = 2**29
+"""Nor if it would have more bytes than this; a guess."""
 _BLENDS = (0.5, 0.0, 1.0)
+"""Ways to read between slots (`kernels.estimate`) when looking for a sequence; a guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Floating:
-    """The program of this module, with memory divided into `slots` to begin with."""
+    """The program of this module, with memory divided into `slots` to begin with. ValueError if there is not one."""
 
     slots: int = 500
 
     name = "floating"
 
     def __post_init__(self) -> None:
-        if isinstance(self.slots, bool) or not isinstance(self.slots, int) or self.slots < 1:
-            raise ValueError(f"slots is {self.slots!r}; memory has to be divided into at least one slot")
+        check_slots(self.slots)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """The best sequence found within `mem_limit` bytes, a_0 counted; never slower than that of `Persistent`.
 
         Its lower bound holds for all sequences of the class that the module describes. InfeasibleError if there is
-        none; its least limit may be below that of memory-persistent sequences. ValueError if the chain is too long.
+        none, with the least limit, which may be below that of memory-persistent sequences. ValueError if the chain is
+        so long that its first table is too large.
         """
         stored = store_all(chain)
         if simulate(chain, stored).peak <= mem_limit:
@@ -104,7 +108,7 @@ class _Best:
 class _Problem(NamedTuple):
     costs: Costs
     start: Ints
-    """See `floating_kernels`."""
+    """[L+1, L+2] finds the row of a problem; see `kernels`"""
     least: Ints
     """[rows] the least M with which each problem can be solved"""
     root: int
@@ -147,7 +151,7 @@ def _row_count(length: int) -> int:
 
 
 def _start(length: int) -> Ints:
-    """`start` of the kernels: the problems (s, t, l) and those with a_s inside ā_s, row after row."""
+    """[L+1, L+2] `start` of the kernels: the problems (s, t, l) and those with a_s inside ā_s, row after row."""
     start = np.zeros((length + 1, length + 2), np.int64)
     rows = 0
     for s in range(length + 1):

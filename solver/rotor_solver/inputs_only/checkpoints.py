@@ -7,7 +7,6 @@ from dataclasses import replace
 from rotor_solver.backtrack import operations_of
 from rotor_solver.chain import Chain
 from rotor_solver.errors import InfeasibleError
-from rotor_solver.persistent.coarse import fastest_option
 from rotor_solver.sequence import Sequence
 
 
@@ -16,7 +15,7 @@ def with_fastest_options(chain: Chain) -> Chain:
     stages = (
         replace(
             stage,
-            options=(stage.options[fastest_option(stage)],),
+            options=(stage.options[stage.fastest_option],),
             nograd_time=stage.seconds_without_graph,
             nograd_temp=stage.temp_without_graph,
         )
@@ -27,7 +26,7 @@ def with_fastest_options(chain: Chain) -> Chain:
 
 def input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: str) -> Sequence:
     """The sequence that splits the interval [i, l] at checkpoints[i, l], and begins it with Fe_i if there is none."""
-    options = [fastest_option(stage) for stage in chain.stages]
+    options = [stage.fastest_option for stage in chain.stages]
 
     def choose(_state: int, i: int, last: int) -> int:
         return -checkpoints[i, last] if (i, last) in checkpoints else options[i]
@@ -36,7 +35,10 @@ def input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: 
 
 
 def fastest_fitting(name: str, mem_limit: int, schedules: list[tuple[float, int]]) -> int:
-    """The index of the fastest of `schedules`, given as (seconds, peak), within the limit; or InfeasibleError."""
+    """The index of the fastest of `schedules`, given as (seconds, bytes at their peak), within `mem_limit` bytes.
+
+    InfeasibleError if none fits.
+    """
     fitting = [index for index, (_, peak) in enumerate(schedules) if peak <= mem_limit]
     if not fitting:
         needed = min(peak for _, peak in schedules)

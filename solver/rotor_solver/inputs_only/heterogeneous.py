@@ -1,13 +1,13 @@
 """The best schedule that stores only inputs, for stages of different sizes and times: a heterogeneous Revolve.
 
-Between operations there is no ā: a stage runs with a graph immediately before its own backward, the last one before
-the loss. Beaumont et al. (HAL hal-02352969) compare with it. With δ_{l+1} in memory and a_i not counted in m,
+No ā is kept: a stage runs with a graph immediately before its own backward, the last one before the loss. Beaumont et
+al. (HAL hal-02352969) compare with it. With δ_{l+1} in memory and a_i not counted in m,
 
     Opt(i, i, m) = uf_i + ub_i
     Opt(i, l, m) = the least of Σ_{k=i}^{j-1} uf_k + Opt(j, l, m - |a_j|) + Opt(i, j-1, m) for i < j ≤ l
 
 under the memory conditions of the persistent program, of which this is a special case; stage L is the loss, and
-Opt(L-1, L, m) may also be Fe_{L-1}, L, B_{L-1}. The exact form of it is in `heterogeneous_kernels.fill`.
+Opt(L-1, L, m) may also be Fe_{L-1}, L, B_{L-1}. Its exact form is in `kernels.fill`.
 
 `attached` keeps every checkpoint together with what its stage saves: a_j and ā_{j+1}, so that Fe_j is run on the way
 forward, and stage j never again. A checkpoint at a_j then leads to Fe_j, [j+1, l], B_j, and Fe_i may begin every
@@ -29,16 +29,19 @@ import numpy as np
 from rotor_solver.arrays import Costs, Floats, Ints, costs_of
 from rotor_solver.chain import Chain
 from rotor_solver.inputs_only.checkpoints import fastest_fitting, input_sequence, with_fastest_options
+from rotor_solver.limits import check_slots
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
 _LARGEST_TABLE = 2**27
-"""Numbers in a table; where there would be more, slots are made coarser."""
+"""Numbers in a table: a GiB; a guess. Where there would be more, slots are made coarser."""
 
 
 class Known(NamedTuple):
-    """By (i, stop), for the interval [i, stop): the least memory and the seconds that it takes there, and the memory
-    from which it cannot be faster, and those seconds.
+    """What is known of every interval [i, stop) before its row is filled: [L+2, L+2] arrays by (i, stop).
+
+    `least` is the least memory in bytes, and `least_seconds` the time there; from `full` bytes on it cannot be faster
+    than `full_seconds`.
     """
 
     least: Ints
@@ -50,6 +53,7 @@ class Known(NamedTuple):
 class Rows(NamedTuple):
     """Slot m of row (i, stop) is number position + m of the table, for begin ≤ m < end; from there on it is `beyond`.
 
+    All are [L+2, L+2], by (i, stop); `beyond` is in seconds. No row has more than `width` slots, the table's largest.
     Empty intervals, and the loss, have no numbers: they begin where they end.
     """
 
@@ -62,14 +66,16 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GriewankHeterogeneous:
-    """The program of this module, with memory divided into `slots`, or finer where that costs nothing."""
+    """The program of this module, with memory divided into `slots`, or fewer where that is exact.
+
+    ValueError if there is not one slot, or if `attached` is not True or False.
+    """
 
     slots: int = 500
     attached: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.slots, bool) or not isinstance(self.slots, int) or self.slots < 1:
-            raise ValueError(f"slots is {self.slots!r}; memory has to be divided into at least one slot")
+        check_slots(self.slots)
         if not isinstance(self.attached, bool):
             raise ValueError(f"attached is {self.attached!r}; it has to be True or False")
 
@@ -80,7 +86,7 @@ class GriewankHeterogeneous:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """The fastest schedule of its kind within `mem_limit` bytes, a_0 counted, up to rounding to slots.
 
-        Exact where sizes are multiples of a slot. InfeasibleError, with the exact least limit, if there is none.
+        It is exact where sizes are multiples of a slot. InfeasibleError, with the exact least limit, if there is none.
         """
         from rotor_solver.inputs_only import kernels
 

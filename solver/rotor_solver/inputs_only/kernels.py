@@ -1,32 +1,30 @@
-"""Compiled code of the schedules that store inputs: Revolve's, and the best for heterogeneous chains.
+"""Schedules that store inputs, Revolve's and the best for stages that differ: kernels.
 
-Intervals are half open here: [i, stop) with stop ≤ L+1, where the loss is stage L. `costs` is an `arrays.Costs` of a
-chain with one option per stage. Seconds are those of forwards without a graph: all others are the same for all
-schedules. Rows and tables are indexed by (i, stop), and the empty interval [i, i) costs nothing.
+Intervals are half open here: [i, stop) with stop ≤ L+1, where the loss is stage L. That makes the empty interval [i, i)
+one like the others: it costs nothing. What the kernels are given, for a chain of L stages:
+
+    costs     an `arrays.Costs` of a chain with one option per stage
+    attached  whether every checkpoint is kept together with what its stage saves
+    flat      [size] seconds: the numbers of all rows, one row after the other
+    rows      a `heterogeneous.Rows`, known a `heterogeneous.Known`: [L+2, L+2] arrays by (i, stop)
+
+Seconds are those of forwards without a graph: all others are the same for all schedules. Slot m stands for
+m · unit + offset bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
-from rotor_solver.compiled import start_threads
-
-F = TypeVar("F", bound=Callable[..., Any])
+from rotor_solver.compiled import compiled
 
 INFINITE = np.int64(2**62)
+"""More than any need, and small enough that a size can be added to it."""
 NOTHING = np.int64(-(2**60))
 """The need of an empty interval: less than any other, even with something taken from the memory before it."""
-
-
-def compiled(parallel: bool = False) -> Callable[[F], F]:
-    """The house decorator: strict arithmetic, cached on disk."""
-    if parallel:
-        start_threads()
-    return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True))
 
 
 @compiled()
@@ -55,9 +53,11 @@ def after_checkpoint(costs: Any, attached: bool, j: int, stop: int) -> tuple[int
     return j + 1, int(costs.activation[j] + costs.taken[0, j]), int(costs.activation[j] + stage_need(costs, 0, j, stop))
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def least_memory(costs: Any, attached: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The least m for which Opt(i, stop, m) is finite, and the seconds of a schedule that needs no more.
+    """([L+2, L+2], [L+2, L+2]): the least m for which Opt(i, stop, m) is finite, in bytes, and the seconds with it.
+
+    The seconds are those of the fastest schedule that the recurrence finds with no more than that.
 
     The recurrence is that of `fill`, with "least m" for "least time". O(L³) time, O(L²) memory.
     """
@@ -97,9 +97,12 @@ def least_of_interval(least: np.ndarray, seconds: np.ndarray, costs: Any, attach
     least[i, stop], seconds[i, stop] = best, fastest
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def full_memory(costs: Any, attached: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The m from which [i, stop) can be run with all its checkpoints stored, and the seconds of that: the least."""
+    """([L+2, L+2], [L+2, L+2]): the m from which all checkpoints of [i, stop) can be stored, and the seconds with it.
+
+    Every stage is then run once, or twice if it has to be: nothing is faster. Rows of a table end there.
+    """
     length = len(costs.activation) - 1
     full = np.full((length + 2, length + 2), NOTHING, np.int64)
     seconds = np.zeros((length + 2, length + 2), np.float64)
@@ -127,6 +130,8 @@ def slot_of(need: int, unit: int, offset: int) -> int:
 @compiled()
 def lower_by_both(flat: np.ndarray, out: int, left: int, right: int, low: int, high: int, seconds: float) -> None:
     """flat[out + m] = min(flat[out + m], seconds + flat[left + m] + flat[right + m]) for low ≤ m < high."""
+    # Unsigned indices: with signed ones, Numba asks at every access whether to count from the end of the array, and the
+    # loop is not vectorised.
     target, first, second = np.uintp(out + low), np.uintp(left + low), np.uintp(right + low)
     for each in range(high - low):
         m = np.uintp(each)
@@ -144,11 +149,16 @@ def lower_by(flat: np.ndarray, out: int, source: int, low: int, high: int, secon
 
 @compiled()
 def lower(flat: np.ndarray, rows: Any, out: Any, left: Any, right: Any, shift: int, low: int, seconds: float) -> None:
-    """out[m] = min(out[m], seconds + left[m] + right[m - shift]) for all slots m ≥ low for which there is all that."""
+    """out[m] = min(out[m], seconds + left[m] + right[m - shift]) for all slots m ≥ low for which there is all that.
+
+    `out`, `left` and `right` are rows, as (i, stop). Slots come in parts: both rows have numbers of their own, only one
+    of them has, or both are `beyond` their ends.
+    """
     begin, end, position, beyond = rows.begin, rows.end, rows.position, rows.beyond
     low = max(max(low, begin[out]), max(begin[left], begin[right] + shift))
     high, target = end[out], position[out]
     least = seconds + beyond[left] + beyond[right]
+    # Rows decrease: slots that are already as fast as this can ever be are at the end.
     while high > low and flat[target + high - 1] <= least:
         high -= 1
     left_end, right_end = min(end[left], high), min(end[right] + shift, high)
@@ -206,7 +216,7 @@ def fill_row(
         lower(flat, rows, row, (i, i), (i + 1, stop), shift, enough, 0.0)
     for j in range(i + 1, stop):
         if costs.split_floor[j] - costs.run[i] >= flat[out + low]:
-            break
+            break  # `split_floor` never decreases, and the first number of a row is its largest
         forward = costs.split[j] - costs.run[i]
         first, taken, need = after_checkpoint(costs, attached, j, stop)
         enough = slot_of(max(need, base + costs.check_need[i, j]), unit, offset)
@@ -260,11 +270,14 @@ def best_checkpoint(
     return choice
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def descend(
     flat: np.ndarray, rows: Any, known: Any, costs: Any, attached: bool, unit: int, offset: int, room: int
 ) -> np.ndarray:
-    """Rows (i, l, checkpoint) for the splits of a schedule in exactly `room` bytes, which are at least the least."""
+    """[splits, 3] (i, l, checkpoint) of a schedule in exactly `room` bytes, which are at least the least.
+
+    Memory is counted in bytes on the way, so that the schedule fits; the table only says where to go.
+    """
     length = len(costs.activation) - 1
     splits, count = np.empty((length, 3), np.int64), 0
     pending: list[tuple[Any, Any, Any]] = [(0, length + 1, room)]
@@ -300,9 +313,9 @@ def advance(steps: int, snapshots: int) -> int:
     return min(below, steps - below * snapshots // (snapshots + repeats - 1))
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def revolve(costs: Any, snapshots: int) -> tuple[int, float, np.ndarray]:
-    """The memory that Revolve needs with so many snapshots, its seconds, and rows (i, l, checkpoint) for its splits."""
+    """The bytes that Revolve needs with so many snapshots, its seconds, and [splits, 3] (i, l, checkpoint)."""
     length = len(costs.activation) - 1
     splits = np.empty((max(0, length - 1), 3), np.int64)
     if length == 0:
@@ -327,18 +340,18 @@ def revolve(costs: Any, snapshots: int) -> tuple[int, float, np.ndarray]:
     return need, seconds, splits
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def revolve_costs(costs: Any, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The memory that Revolve needs, and its seconds, for 1 … `most` snapshots."""
+    """([most], [most]): the bytes that Revolve needs, and its seconds, for 1 … `most` snapshots."""
     needs, seconds = np.empty(most, np.int64), np.empty(most, np.float64)
     for index in range(most):
         needs[index], seconds[index], _ = revolve(costs, index + 1)
     return needs, seconds
 
 
-@compiled()
+@compiled(makes_arrays=True)
 def store_segments(costs: Any) -> np.ndarray:
-    """What storing the stages i … stop-1 needs, by (i, stop), where a_i stands alone; the loss is stage L."""
+    """[L+2, L+2] the bytes that storing the stages i … stop-1 needs, by (i, stop), where a_i stands alone."""
     length = len(costs.activation) - 1
     need = full_memory(costs, True)[0]
     stored = need.copy()

@@ -17,8 +17,7 @@ from math import sqrt
 from rotor_solver.arrays import Costs, Ints, costs_of
 from rotor_solver.chain import Chain
 from rotor_solver.inputs_only.checkpoints import checked_count, fastest_fitting, with_fastest_options
-from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
-from rotor_solver.persistent.coarse import even_groups, fastest_option
+from rotor_solver.segments import even_segments, fastest_forwards, recompute_segments, segments_from
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
@@ -27,7 +26,7 @@ from rotor_solver.simulate import simulate
 class Periodic:
     """Checkpoints at the stages 0, n, 2n, … for n = `every`, a_0 among them, but at most `max_checkpoints`.
 
-    Of all n for which that fits, the fastest, unless given.
+    Unless `every` is given, it is the fastest distance that fits. ValueError for numbers less than one.
     """
 
     every: int | None = None
@@ -40,13 +39,15 @@ class Periodic:
         checked_count(self.max_checkpoints, "max_checkpoints", "checkpoints")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted; InfeasibleError if none is."""
+        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted.
+
+        InfeasibleError otherwise, with the least limit.
+        """
         distances = range(1, max(2, len(chain) + 1)) if self.every is None else [self.every]
         return _fastest(chain, mem_limit, [self._segments(len(chain), n) for n in distances], self.name)
 
     def _segments(self, length: int, distance: int) -> list[range]:
-        starts = range(0, length, distance)[: self.max_checkpoints]
-        return list(map(range, starts, [*starts[1:], length]))
+        return segments_from(range(0, length, distance)[: self.max_checkpoints], length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,12 @@ class Sqrt:
     name = "sqrt"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted; InfeasibleError otherwise."""
+        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted.
+
+        InfeasibleError otherwise, with the least limit.
+        """
         count = max(1, round(sqrt(len(chain))))
-        return _fastest(chain, mem_limit, [even_groups(len(chain), count)], self.name)
+        return _fastest(chain, mem_limit, [even_segments(len(chain), count)], self.name)
 
 
 def _fastest(chain: Chain, mem_limit: int, candidates: list[list[range]], name: str) -> Sequence:
@@ -75,7 +79,8 @@ def _fastest(chain: Chain, mem_limit: int, candidates: list[list[range]], name: 
         ends = [segment.stop for segment in segments[:-1]]
         recomputed = float(costs.run[ends[-1]] + sum(costs.split[ends] - costs.run[ends])) if ends else 0.0
         schedules.append((recomputed, chain.input_bytes + _need(costs, stored, segments)))
-    sequence = _sequence(chain, candidates[fastest_fitting(name, mem_limit, schedules)], name)
+    segments = candidates[fastest_fitting(name, mem_limit, schedules)]
+    sequence = recompute_segments(fastest_forwards(chain), segments[:-1], name)
     assert simulate(chain, sequence).peak <= mem_limit
     return sequence
 
@@ -93,16 +98,3 @@ def _need(costs: Costs, stored: Ints, segments: list[range]) -> int:
             stop = length + 1
         needs.append(held + stored[start, stop])
     return int(max(needs))
-
-
-def _sequence(chain: Chain, segments: list[range], name: str) -> Sequence:
-    operations: list[Operation] = []
-    for segment in segments[:-1]:
-        operations += [ForwardCheck(segment.start), *map(ForwardNograd, segment[1:])]
-    if not segments:
-        operations.append(Loss())
-    for segment in reversed(segments):
-        operations += [ForwardEnable(i, fastest_option(chain.stages[i])) for i in segment]
-        operations += [Loss()] if segment is segments[-1] else []
-        operations += map(Backward, reversed(segment))
-    return Sequence(operations, name)

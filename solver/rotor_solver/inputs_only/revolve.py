@@ -28,7 +28,10 @@ from rotor_solver.simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class Revolve:
-    """Revolve's schedule with so many `snapshots`; of all that fit, the fastest, unless given."""
+    """Revolve's schedule with `snapshots` stored inputs, or with the fastest number of them that fits.
+
+    ValueError if `snapshots` is less than one.
+    """
 
     snapshots: int | None = None
 
@@ -38,7 +41,7 @@ class Revolve:
         checked_count(self.snapshots, "snapshots", "stored inputs")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted; InfeasibleError if none is.
+        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted; InfeasibleError otherwise.
 
         Which number of snapshots is best is tried out: where stages differ, fewer may need more memory.
         """
@@ -60,7 +63,7 @@ class Revolve:
 def forward_steps(steps: int, snapshots: int) -> int:
     """Forwards in all that Revolve runs, those with a graph included: n + t(n, s) = (r + 1) n - β(s+1, r-1).
 
-    `snapshots` counts the initial state.
+    `snapshots` counts the initial state; ValueError if it is less than one. 0 for no steps.
     """
     checked_count(snapshots, "snapshots", "stored inputs")
     if steps < 1:

@@ -1,1 +1,5 @@
-"""The best memory-persistent sequence: the program, its table and its kernels."""
+"""The best memory-persistent sequence. Begin with `recurrence`; `program` is how it is solved for long chains."""
+
+from rotor_solver.persistent.program import Persistent
+
+__all__ = ["Persistent"]

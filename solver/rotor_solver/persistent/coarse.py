@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 
 from rotor_solver.chain import Chain, Option, Stage
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
@@ -11,7 +10,10 @@ from rotor_solver.sequence import Sequence
 
 
 def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
-    """Every group of consecutive stages as one stage that costs at least as much memory, and as much time."""
+    """Every group of consecutive stages as one stage that costs at least as much memory, and as much time.
+
+    So whatever fits for the coarse chain fits for the chain itself. Each stage is run by its fastest option.
+    """
     activation = chain.activation
     held = activation[-1] if chain.output_held else 0
     stages = [
@@ -21,23 +23,9 @@ def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
     return Chain(tuple(stages), chain.input_bytes, chain.loss_time, chain.loss_temp, chain.output_held)
 
 
-def even_groups(length: int, count: int) -> list[range]:
-    """`count` groups of stages, or fewer, as equal as can be."""
-    bounds = [length * each // count for each in range(count + 1)]
-    return [range(low, high) for low, high in pairwise(bounds) if low < high]
-
-
 def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]) -> Sequence:
-    """What a sequence of `coarse_chain` means for the chain."""
+    """The sequence for the chain itself that does what `coarse`, a sequence for `coarse_chain`, does by groups."""
     return Sequence(each for operation in coarse for each in _expanded(chain, groups, operation))
-
-
-def fastest_option(stage: Stage) -> int:
-    """The option that is fastest, forward and backward together, and of these the one that saves least."""
-    options = stage.options
-    return min(
-        range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].saved)
-    )
 
 
 def _expanded(chain: Chain, groups: list[range], operation: Operation) -> Iterator[Operation]:
@@ -47,7 +35,7 @@ def _expanded(chain: Chain, groups: list[range], operation: Operation) -> Iterat
     group = groups[operation.stage]
     match operation:
         case ForwardEnable():
-            yield from (ForwardEnable(i, fastest_option(chain.stages[i])) for i in group)
+            yield from (ForwardEnable(i, chain.stages[i].fastest_option) for i in group)
         case ForwardCheck():
             yield ForwardCheck(group.start)
             yield from map(ForwardNograd, group[1:])
@@ -58,8 +46,8 @@ def _expanded(chain: Chain, groups: list[range], operation: Operation) -> Iterat
 
 
 def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
-    """`held` is what the caller keeps of the output once the last backward is through."""
-    options = [stage.options[fastest_option(stage)] for stage in stages]
+    """A group as one stage. `held` is what the caller keeps of the output once the last backward is through."""
+    options = [stage.options[stage.fastest_option] for stage in stages]
     inputs = [incoming, *(stage.activation for stage in stages)]
     outgoing = inputs[-1]
     saved, forward_most, backward_most, check_most = 0, 0, 0, 0

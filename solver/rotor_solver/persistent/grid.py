@@ -1,8 +1,8 @@
 """How the table of the persistent program divides memory into slots, and which of its rows it has.
 
-A row's slot m stands for m · unit + offset bytes. Every row has an offset of its own, chosen so that what a stage's
-fastest option keeps is exactly a whole number of slots from its row to the next: stages that are stored one after the
-other lose nothing to rounding, however many they are. Only checkpoints do.
+Slot m of a row stands for m · unit + offset bytes. Every row has an offset of its own, chosen so that what a stage's
+fastest option keeps is a whole number of slots from its row to the next. Stages that are stored one after the other
+lose nothing to rounding, however many they are; only checkpoints do. See Note [Rows, chunks and windows] in `kernels`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from rotor_solver.arrays import Costs, Floats, Ints
 from rotor_solver.persistent.spacing import Spacing, stops_of
 
 ANYTHING = 2**62
+"""Bytes; more than any memory."""
 
 
 class Grid(NamedTuple):
-    """Node s stands for the stage place[s] and the state[s] of its input; node[state, i] finds it. The two states of a
+    """The slots and rows of a table, as arrays that kernels read.
+
+    Node s stands for the stage place[s] and the state[s] of its input; node[state, i] finds it. The two states of a
     stage share a node where they cost the same.
 
     The interval from node s to stage l < L lies in the row row[s, l], if l ≤ band[place[s]], and that to the loss in
@@ -29,17 +32,20 @@ class Grid(NamedTuple):
     unit: int
     """bytes"""
     width: int
-    """slots in a row"""
+    """slots in a row, at most"""
     place: Ints
+    """[nodes] the stage; L for the loss"""
     state: Ints
+    """[nodes] 1 where the stage's input lies in the ā of the stage before, 0 where it stands alone or both are alike"""
     node: Ints
-    """[2, L+1]"""
+    """[2, L+1] by (state, i)"""
     offset: Ints
-    """bytes, by node"""
+    """[nodes] bytes"""
     slots: Ints
     """[L+1] slots that a plain a_j takes, as seen from a row whose offset is at most remainder[j]; else one less"""
     remainder: Ints
     start: Ints
+    """[nodes] the first row of the node"""
     band: Ints
     """[L] the last l < L whose interval is of use"""
     row: Ints
@@ -51,33 +57,40 @@ class Grid(NamedTuple):
     stop: Ints
     """[L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1"""
     base: Ints
-    """[L+1] the least `costs.base` of those"""
+    """[L+1] the least `costs.base` of those, in bytes"""
     tail: int
+    """the first of the rows that end at the loss, which are the last ones"""
     fastest: Ints
     """[L] the fastest option of every stage, among all options"""
 
 
 class Rows(NamedTuple):
-    """Slot m of a row is number position + m of the table, for begin ≤ m < high.
+    """Slot m of a row is number position + m of the table, for begin ≤ m < high. All but `marks` are [rows].
 
-    Below `begin` there is no plan that is of use, because it takes longer than `limit`. From `high` on it is `final`:
-    zero, since everything is stored, or the last number, since no plan that is of use has so much memory.
+    Below `begin` there is no plan that is of use, because it takes longer than `limit`. From `high` on the time is
+    `final`: zero, since everything is stored, or the last number, since no plan that is of use has so much memory.
     """
 
     begin: Ints
+    """slots; grows when a row is complete and its first numbers turn out to be above `limit`"""
     high: Ints
+    """slots"""
     position: Ints
+    """numbers of the table, may be negative; a multiple of `kernels.CHUNK`"""
     limit: Floats
+    """times in the unit of the table; negative where no plan is of use"""
     final: Any
-    """before a row is complete, infinite where it will be the last number"""
+    """times; infinite before a row is complete where it will be the last number"""
     marks: Any
-    """A number for every `kernels.CHUNK` of the table: at least the first of them while their row is being filled, the
-    last of them once it is complete. Positions are multiples of that step."""
+    """[size / CHUNK] a number for every `kernels.CHUNK` of the table: at least the first of them while their row is
+    being filled, the last of them once it is complete"""
 
 
 class Windows(NamedTuple):
-    """[nodes, L+1] the bytes that the interval from a node to a last stage may have in a plan that is of use, and the
-    least time that such a plan takes outside the interval: infinite where there is none.
+    """What the intervals of a plan that is of use look like: three arrays [nodes, L+1], by first node and last stage.
+
+    `low` to `high` are the bytes that the interval may have; `outside` is the least time that such a plan takes outside
+    the interval, infinite where there is none.
     """
 
     low: Ints
@@ -103,7 +116,7 @@ def grid_of(
 ) -> Grid:
     """The grid for `room` bytes, for plans that take at most `cut` longer than storing everything.
 
-    Of that, stages from i on take at least later[i]. Times are in the unit of `costs.run`.
+    Of that, stages from i on take at least later[i]: [L+1]. Times are in the unit of `costs.run`.
     """
     length = len(costs.activation) - 1
     apart = np.concatenate([costs.released[0] != costs.released[1], [False]])
@@ -112,7 +125,7 @@ def grid_of(
     state = np.concatenate([np.arange(1 + both) for both in apart]).astype(np.int64)
     offset = _offsets(costs.taken[1, fastest], kinds, room, unit)
     slots, remainder = np.divmod(costs.activation + offset, unit)
-    # Compared as the kernels compare it.
+    # Compared with the very terms of `layout.bounds`: sums in another order differ in their last digits.
     kept = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
     band = np.array([min(length - 1, i + each[-1]) if len(each) else i - 1 for i, each in enumerate(kept)], np.int64)
     ended = spacing.ended(length)
@@ -165,16 +178,16 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
         exact = (offset[-1] - size) % unit
         known = seen.setdefault(tuple(kinds[i : i + 2].tolist()), [])
         close = [other for other in known if 0 <= other - exact <= unit // len(taken)]
-        if not close and len(known) < 8:
+        if not close and len(known) < 8:  # a guess: chains with more offsets do not repeat themselves
             known.append(exact)
         offset.append(close[0] if close else exact)
     return np.array(offset, np.int64)
 
 
 def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) -> tuple[Rows, int]:
-    """Where rows lie in a table, and how many numbers it has; `bounds` are those of `kernels.bounds`.
+    """Where rows lie in a table, and how many numbers it has; `bounds` are those of `layout.bounds`.
 
-    owner[row] is the row whose numbers a row shares.
+    owner[row] is the row whose numbers a row shares. It has to begin and to end where any of those that share it does.
     """
     low, high, full, limit = bounds
     of_use = limit >= 0
@@ -192,7 +205,10 @@ def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) ->
 
 
 def extents(begin: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """By row, the slot of the first of its numbers, those that kernels run over included, and how many there are."""
+    """By row, the first slot that has a number, a multiple of CHUNK, and how many numbers there are from there on.
+
+    They are whole chunks, and BEYOND more, into which kernels may run (Rule 3 of the Note in `kernels`).
+    """
     from rotor_solver.persistent.kernels import BEYOND, CHUNK
 
     first = begin // CHUNK * CHUNK

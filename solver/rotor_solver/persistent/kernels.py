@@ -1,133 +1,93 @@
-"""All compiled code. One file, because Numba's cache on disk is keyed on the file of a kernel, not on those it calls.
+"""Filling a table of the persistent program: kernels. `recurrence` says in thirty lines what they compute.
 
-`costs` is an `arrays.Costs`, `grid` a `grid.Grid`; both are named tuples of arrays. The interval [i, l] has two states:
-in state 0, a_i stands alone, or as good as that; in state 1 it lies in the ā_i of the stage before. A choice for an
-interval is coded as an integer: k ≥ 0 is the stage's option k, j < 0 is the checkpoint at a_{-j}.
+What the kernels are given:
+
+    flat   [size] the numbers of all rows, one row after the other, in float64 or float32
+    rows   a `grid.Rows`: where each row lies in `flat`, from which slot to which, and what comes after it
+    costs  an `arrays.Costs`, its times in the unit of the table
+    grid   a `grid.Grid`: which intervals have rows, and what their slots stand for, in bytes
+    s      a node: a stage i = grid.place[s], and the state grid.state[s] of its input
+    row    the number of a row; `last` is the stage l at which its interval [i, l] ends
+    m      a slot of a row
+
+The interval [i, l] has two states: in state 0, a_i stands alone, or as good as that; in state 1, it lies in the ā_i of
+the stage before. Times are those beyond storing everything.
+
+# Note [Rows, chunks and windows]
+#
+# The example is a chain of five stages with forwards of 1, 2, 3, 2, 1 seconds and backwards twice as long, which save
+# 24, 40, 16, 32, 24 bytes. Every a_i has 8 bytes. Beside a_0 there are 96 bytes, in slots of 4. The numbers are those
+# of tests/solver/persistent/test_note.py, which computes them again.
+#
+#  1. Slot m of a row stands for m · unit + offset bytes. Every node has an offset of its own, such that the fastest
+#     option takes a whole number of slots from its row to the next. Here all sizes are multiples of 4, and all offsets
+#     0. If stage 0 saved 25 bytes, the offsets of later stages would be 3: with 4 m bytes for [0, l], Fe_0 leaves
+#     4 m - 25 = 4 (m - 7) + 3 for [1, l], its slot m - 7. What else is taken is rounded down to slots. So there is
+#     never less memory in the table than there really is, and its times are lower bounds.
+#  2. A row holds few slots. Below `begin`, the interval cannot be run at all, or takes longer than is of use. From
+#     `high` on the time is `final`: 0 where everything is stored, else that of the last slot that is of use. Times
+#     never increase from slot to slot. Of the 21 rows of the example:
+#
+#         [i, l]  begin  high  final  seconds, from slot
+#         [0, 0]     10    10      0  none
+#         [0, 1]     16    20      0  1 from 16
+#         [0, 2]     16    24      0  3 from 16, 1 from 20
+#         [2, 5]     14    22      0  5 from 14, 2 from 16
+#         [3, 5]     12    18      0  2 from 12
+#         [4, 5]     10    10      0  none
+#         [0, 5]     16    26      3  9 from 16, 6 from 18, 5 from 20, 3 from 24
+#
+#     [0, 5] in slot 24, all 96 bytes: a checkpoint at a_2, after 1 + 2 seconds; then [2, 5] with 8 bytes less, in slot
+#     22, and [0, 1] in slot 24, both for nothing. Stored whole, [0, 5] would take 152 bytes, which are not there.
+#  3. Slot m of a row is flat[position + m]. Positions are multiples of CHUNK, and the last chunk of a row is followed
+#     by BEYOND copies of `final`. Each row of the example lies in one chunk, and has 32 + 64 numbers; that of [0, 1] is
+#     at position 96, and its four slots are flat[112] to flat[115].
+#  4. `marks` has a number for every chunk of `flat`. While a row is filled, it is at least the first number of the
+#     chunk, the largest; once the row is complete, it is the last one, the least. A checkpoint at a_j would give the
+#     last slot of a chunk forwards + right + left, by the marks of the complete rows [j, l] and [i, j-1], and no slot
+#     of the chunk less. If that is no less than the chunk's first number so far, no slot can gain: one comparison for
+#     32 slots. With slots of 1 byte, [0, 5] has the slots 64 to 97, in two chunks. Once the checkpoints at a_1 and a_2
+#     have been tried, the marks of these chunks are 9 and 3, and the other checkpoints change nothing:
+#
+#         a_3  chunk 64: 6 + 0 + 1 = 7 < 9, computed      chunk 96: the forwards alone take 6 ≥ 3, not even compared
+#         a_4  chunk 64: 8 + 0 + 3 = 11 ≥ 9, skipped      chunk 96: 8 ≥ 3, not compared
+#         a_5  chunk 64: 9 ≥ 9, not compared              chunk 96: 9 ≥ 3, not compared
+#
+#     [i, j-1] has the slots of [i, l], and so its chunks. The slots of [j, l] are shifted, and chunks begin elsewhere;
+#     the mark of the chunk that ends after ours is that of a slot further on, which is no greater: still a bound.
+#  5. A window says in which slots a plan that is no slower than the best known one can have an interval. Time inside is
+#     in the table. Time outside is handed down from the whole to the parts (`windows.windows_of`). Where both together
+#     take longer than the known plan, no better plan has that interval in that slot, and the next, finer table may
+#     count it as infinite. If the plan that takes 3 seconds longer is known, 7 of the 21 rows have a window: [0, 1]
+#     from 77 bytes on, [1, 1] from 53, [2, 5] from 85, [3, 5] from 69, [4, 5] from 37, the loss from 5, and [0, 5] from
+#     93 to 100. [0, 2] has none: wherever it occurs, stages 0 to 2 run once more, which takes 6 seconds. The next
+#     table, with slots of 1 byte, has 14 numbers; without windows it would have 172.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from numba import njit, prange
-from numba.core import options
+from numba import prange
 
-from rotor_solver.compiled import start_threads
+from rotor_solver.compiled import compiled
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-INFINITE = np.int64(2**62)
 BLOCK = 24
-"""Stages of a tile."""
-STEP = 16
-"""Slots of which one is looked at for a window."""
+"""Stages of a tile. Seconds of one core for 500 different stages, a tenth of the way from the least limit to storing
+all, and for 1000 stages, a twentieth: 0.25 and 0.87 with 16, 0.24 and 0.83 with 24, 0.25 and 0.87 with 32."""
 CHUNK = 32
-"""Slots that are looked at as one while a table is filled. The first of a chunk is a multiple of it."""
-MANY = 300
-"""Stages from which the least memory is looked for on all cores."""
+"""Slots to a mark; a chunk begins at a multiple of it. Measured like BLOCK: 0.23 and 0.83 seconds with 16, 0.24 and
+0.83 with 32. It hardly matters; with 32 there are half as many marks."""
 LANES = 32
-"""Slots that inner loops take at once."""
+"""Inner loops run a multiple of so many times, so that vector instructions leave nothing over. A guess: compilers unroll
+such loops to a few vectors, of 4 to 16 numbers each."""
 BEYOND = CHUNK + LANES
-"""The last chunk of a row is followed by as many copies of its last value, so that inner loops may run past its end:
-what they read there is true, and what they write there is not read before it is mended."""
+"""Copies of `final` after the last chunk of a row, in which inner loops may run past its end. What they read there is
+true. What they write there is overwritten before it is read: `continue_row` completes the row."""
 
 
-def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F], F]:
-    """The house decorator: strict arithmetic, cached on disk.
-
-    Functions that make no arrays do not count references to arrays either. A count is an atomic operation on a number
-    that all cores share, and there were several for every pair of rows: they took longer than some of the sums.
-    """
-    if parallel:
-        start_threads()
-    uncounted = hasattr(getattr(options, "DefaultOptions", None), "_nrt")  # Numba does not promise to keep this option
-    more: dict[str, Any] = {"_nrt": parallel or makes_arrays} if uncounted else {}
-    return cast(Callable[[F], F], njit(cache=True, parallel=parallel, nogil=True, **more))
-
-
-@compiled(makes_arrays=True)
-def least_memory(costs: Any) -> np.ndarray:
-    """The least m, in bytes, for which Opt(i, l, m) is finite, by (state, i, l).
-
-    The recurrence is that of `fill`, with "least m" for "least time". O(L³) time, O(L²) memory.
-    """
-    length = len(costs.activation) - 1
-    least = np.full((2, length + 1, length + 1), INFINITE, np.int64)
-    kept = np.full((length + 1, length + 1), INFINITE, np.int64)  # |a_j| + least[0, j, l], by (l, j)
-    least[:, length, length] = costs.loss_need
-    kept[length, length] = costs.loss_need + costs.activation[length]
-    if length < MANY:
-        for distance in range(length + 1):
-            for i in range(min(length, length + 1 - distance)):
-                least_of_interval(costs, least, kept, i, i + distance)
-    else:
-        for distance in range(length + 1):
-            least_of_distance(costs, least, kept, distance)
-    return least
-
-
-@compiled(parallel=True)
-def least_of_distance(costs: Any, least: np.ndarray, kept: np.ndarray, distance: int) -> None:
-    """Complete the intervals [i, i + distance], on all cores."""
-    length = len(costs.activation) - 1
-    for i in prange(min(length, length + 1 - distance)):
-        least_of_interval(costs, least, kept, i, i + distance)
-
-
-@compiled()
-def least_of_interval(costs: Any, least: np.ndarray, kept: np.ndarray, i: int, last: int) -> None:
-    """Complete least[:, i, last] and kept[last, i], i < L, where those of all shorter intervals are complete."""
-    length = len(costs.activation) - 1
-    row = 0 if last == length else 1
-    base = costs.base[last]
-    for state in range(2):
-        if state == 1 and costs.released[0, i] == costs.released[1, i]:
-            least[1, i, last] = least[0, i, last]
-            continue
-        best = INFINITE
-        for k in range(costs.first[i], costs.first[i + 1]):
-            need = max(base + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
-            if last > i:
-                need = max(need, costs.taken[state, k] + least[1, i + 1, last])
-            best = min(best, need)
-        least[state, i, last] = min(best, least_of_checkpoints(costs.check_need, kept, least[state], base, i, last))
-    kept[last, i] = costs.activation[i] + least[0, i, last]
-
-
-@compiled()
-def least_of_checkpoints(
-    checks: np.ndarray, rights: np.ndarray, lefts: np.ndarray, base: int, i: int, last: int
-) -> int:
-    """The least memory for [i, last] with any checkpoint: a loop that compilers turn into vector instructions."""
-    begin, end, before, one = np.uintp(i), np.uintp(last), np.uintp(i), np.uintp(1)
-    best = INFINITE
-    for each in range(last - i):
-        before = begin + np.uintp(each)
-        need, right, left = base + checks[begin, before + one], rights[end, before + one], lefts[begin, before]
-        need = right if right > need else need
-        need = left if left > need else need
-        best = need if need < best else best
-    return int(best)
-
-
-@compiled()
-def least_choice(costs: Any, least: np.ndarray, state: int, i: int, last: int) -> int:
-    """A choice that attains `least[state, i, last]`, i < L."""
-    length = len(costs.activation) - 1
-    row = 0 if last == length else 1
-    for k in range(costs.first[i], costs.first[i + 1]):
-        need = max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
-        if last > i:
-            need = max(need, costs.taken[state, k] + least[1, i + 1, last])
-        if need <= least[state, i, last]:
-            return int(k - costs.first[i])
-    for j in range(i + 1, last + 1):
-        need = max(costs.base[last] + costs.check_need[i, j], costs.activation[j] + least[0, j, last])
-        if max(need, least[state, i, j - 1]) <= least[state, i, last]:
-            return -j
-    return 0
+# Costs of one operation
 
 
 @compiled()
@@ -137,84 +97,16 @@ def slot_of(need: int, unit: int, offset: int) -> int:
 
 
 @compiled()
-def first_row(grid: Any, s: int, last: int) -> int:
-    """The first row of node s that ends at stage `last` or later, or the one after all its rows."""
-    i = grid.place[s]
-    before = min(last, grid.band[i] + 1) - 1
-    return int(grid.row[s, before] + 1 if before >= i else grid.start[s])
+def need_of(costs: Any, grid: Any, state: int, i: int, last: int, k: int) -> int:
+    """Bytes that a run of stage i with a graph and its backward need themselves, in the row of [i, last].
 
-
-@compiled(makes_arrays=True)
-def full_memory(costs: Any, fastest: np.ndarray) -> np.ndarray:
-    """The m, in bytes, from which the interval [i, l] can be stored whole, by (state, i, l)."""
-    length = len(fastest)
-    full = np.full((2, length + 1, length + 1), costs.loss_need, np.int64)
-    for last in range(length + 1):
-        row = 0 if last == length else 1
-        for i in range(min(last, length - 1), -1, -1):
-            k = fastest[i]
-            for state in range(2):
-                need = costs.backward_need[row, k] - costs.released[state, i]
-                need = max(costs.base[last] + costs.forward_need[k], need)
-                if last > i:
-                    need = max(need, costs.taken[state, k] + full[1, i + 1, last])
-                full[state, i, last] = need
-    return full
-
-
-@compiled(makes_arrays=True)
-def bounds(
-    least: np.ndarray, full: np.ndarray, costs: Any, grid: Any, later: np.ndarray, windows: Any, cut: float
-) -> Any:
-    """(low, high, full, limit) by row: what is of use lies in slots low … high-1, and in those from `full` on, where
-    everything is stored, if high = full.
-
-    `limit` is the longest time that is of use, see `fill`; negative where none is. `later` and `windows.outside` are
-    in the unit of `cut`. A row takes the best of all the intervals that it
-    stands for.
+    Needs are compared in bytes, and are never rounded: only what an operation leaves in memory is.
     """
-    length, width = len(grid.band), grid.width
-    rows = grid.tail + len(grid.place)
-    low, high, whole = np.full(rows, width, np.int64), np.zeros(rows, np.int64), np.full(rows, width, np.int64)
-    limit = np.full(rows, -1.0, np.float64)
-    for s in range(len(grid.place)):
-        i, state = grid.place[s], grid.state[s]
-        for e in range(i, length + 1):
-            row = grid.row[s, e]
-            if row < 0 or grid.last[row] != e:
-                continue
-            for last in range(e, grid.stop[e]):
-                if length > last > grid.band[i]:
-                    break
-                time = cut
-                if last < length:
-                    time = cut - later[last + 1] - (costs.split[last + 1] - costs.run[i])
-                limit[row] = max(limit[row], min(time, cut - windows.outside[s, last]))
-                whole[row] = min(whole[row], slot_of(full[state, i, last], grid.unit, grid.offset[s]))
-                high[row] = max(high[row], min(width, slot_of(windows.high[s, last], grid.unit, grid.offset[s]) + 1))
-                needed = max(least[state, i, last], windows.low[s, last])
-                low[row] = min(low[row], slot_of(needed, grid.unit, grid.offset[s]))
-    high = np.minimum(high, whole)
-    low = np.minimum(low, high)
-    return low, high, whole, limit
+    row = 0 if last == len(costs.run) - 1 else 1
+    return int(max(grid.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i]))
 
 
-@compiled()
-def value_of(flat: np.ndarray, rows: Any, row: int, m: int) -> float:
-    """Slot m ≥ begin of a row."""
-    return float(rows.final[row]) if m >= rows.high[row] else float(flat[rows.position[row] + m])
-
-
-@compiled()
-def whole_lanes(count: int) -> int:
-    """`count` rounded up, so that a vectorised loop leaves nothing over."""
-    return (count + LANES - 1) // LANES * LANES
-
-
-@compiled()
-def chunks(count: int) -> int:
-    """Chunks that it takes for `count` slots."""
-    return (count + CHUNK - 1) // CHUNK
+# Filling rows
 
 
 @compiled()
@@ -223,13 +115,14 @@ def lower_by_both(
 ) -> None:
     """flat[out + m] = min(flat[out + m], seconds + (flat[left + m] + flat[right + m])) for low ≤ m < high, and beyond.
 
-    Rows decrease: nothing in a chunk becomes less if what its last slot would get is no less than what its first has,
-    and `marks` knows both. Chunks of the row `right` begin elsewhere; there, a slot further on stands for the last.
-    The row `out` begins at `begin`.
+    `out`, `left` and `right` are where slot 0 of three rows would lie in `flat`, `right` as seen from `out`: less the
+    slots that the checkpoint takes. The row `out` begins at slot `begin`; it is being filled, the others are complete.
     """
-    chunk = low // CHUNK
+    chunk = low // CHUNK  # Rule 4
     count = chunks(high) - chunk
     own, first, second = out // CHUNK + chunk, left // CHUNK + chunk, chunks(right) + chunk
+    # More than half of all checkpoints end here (1000 different stages). So a loop without branches first asks about
+    # all chunks at once.
     if not any_lower_by_both(marks, own, first, second, count, seconds):
         return
     c = 0
@@ -247,7 +140,13 @@ def lower_by_both(
 
 @compiled()
 def any_lower_by_both(marks: np.ndarray, own: int, first: int, second: int, count: int, seconds: Any) -> bool:
-    """Whether any chunk of `count` has something to gain."""
+    """Whether any chunk of `count` has something to gain, from the marks at `own`, `left` and `right` on.
+
+    Sums are in the order of `lower_slots_by_both`. Rounding is monotone: what holds for the last slot of a chunk holds
+    for the others also after rounding.
+    """
+    # Unsigned indices: with signed ones, Numba asks at every access whether to count from the end of the array, and the
+    # loop is not vectorised. The same in all inner loops.
     target, left, right, found = np.uintp(own), np.uintp(first), np.uintp(second), 0
     for each in range(count):
         c = np.uintp(each)
@@ -257,7 +156,10 @@ def any_lower_by_both(marks: np.ndarray, own: int, first: int, second: int, coun
 
 @compiled()
 def lower_slots_by_both(flat: np.ndarray, out: int, left: int, right: int, count: int, seconds: Any) -> None:
-    """Slots 0 ≤ m < count of `lower_by_both`, and a few more."""
+    """Slots 0 ≤ m < count of `lower_by_both`, and up to LANES - 1 more, whose values are as true.
+
+    Their marks stay what they were: still no less than the first number of a chunk.
+    """
     target, first, second = np.uintp(out), np.uintp(left), np.uintp(right)
     for each in range(whole_lanes(count)):
         m = np.uintp(each)
@@ -280,7 +182,8 @@ def lower_by(
 ) -> None:
     """flat[out + m] = min(flat[out + m], seconds + (final + flat[source + m])) for low ≤ m < high, and beyond.
 
-    As in `lower_by_both`, where there is something to gain; chunks of `source` begin elsewhere.
+    For slots in which one of two parts is at its `final`, or in which there is one part only, with `final` = 0. As
+    `source` may be a shifted row, its marks are those of chunks that end no earlier than ours.
     """
     chunk = low // CHUNK
     count = chunks(high) - chunk
@@ -310,25 +213,162 @@ def lower_slots_by(flat: np.ndarray, out: int, source: int, count: int, final: A
 
 
 @compiled()
-def set_marks(flat: np.ndarray, marks: np.ndarray, begin: int, first: int, stop: int) -> None:
-    """Note the first number of chunks first … stop-1 of a row that begins at flat[begin], and is not complete."""
-    marks[first] = flat[max(begin, first * CHUNK)]
-    for chunk in range(first + 1, stop):
-        marks[chunk] = flat[chunk * CHUNK]
-
-
-@compiled()
 def lower_to(flat: np.ndarray, marks: np.ndarray, out: int, low: int, high: int, value: Any) -> None:
-    """flat[out + m] = min(flat[out + m], value) for low ≤ m < high."""
+    """flat[out + m] = min(flat[out + m], value) for low ≤ m < high: both parts are at their `final`."""
     for m in range(low, high):
         flat[out + m] = min(flat[out + m], value)
+    # A chunk that begins before `low` keeps its mark, since its first number stays what it was.
     for chunk in range(chunks(out + low), chunks(out + high)):
         marks[chunk] = min(marks[chunk], value)
 
 
 @compiled()
+def split(
+    flat: np.ndarray, rows: Any, row: int, left: int, right: int, shift: int, low: int, high: int, time: Any
+) -> None:
+    """Let slots low … high-1 of `row` profit from a checkpoint, at whose row `right` there are `shift` slots less.
+
+    The part before the checkpoint is the row `left`. Slots come in three parts: in the first, both rows have numbers of
+    their own; in the second, one of them is at its `final`; in the last, both are.
+    """
+    out, left_at, right_at = rows.position[row], rows.position[left], rows.position[right] - shift
+    begin = rows.begin[row]
+    left_high, right_high = rows.high[left], rows.high[right] + shift
+    both = max(low, min(high, left_high, right_high))
+    one = max(both, min(high, max(left_high, right_high)))
+    if low < both:
+        lower_by_both(flat, rows.marks, out, left_at, right_at, begin, low, both, time)
+    if both < one:
+        if left_high < right_high:
+            lower_by(flat, rows.marks, out, right_at, begin, both, one, rows.final[left], time)
+        else:
+            lower_by(flat, rows.marks, out, left_at, begin, both, one, rows.final[right], time)
+    if one < high:
+        lower_to(flat, rows.marks, out, one, high, time + (rows.final[left] + rows.final[right]))
+
+
+@compiled()
+def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, k: int) -> None:
+    """Let the row (s, last) profit from running its stage with a graph by option k: Fe_i, [i+1, last], B_i."""
+    i, state, width = grid.place[s], grid.state[s], grid.width
+    low = max(rows.begin[row], slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[s]))
+    high, out, seconds = rows.high[row], rows.position[row], flat.dtype.type(costs.extra[k])
+    stored = low  # the first slot in which what follows is at its `final`
+    if last > i:
+        following = grid.node[1, i + 1]
+        follow = grid.row[following, last]
+        shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[s]) // grid.unit
+        if rows.begin[follow] >= width:
+            return
+        low = max(low, shift + rows.begin[follow])
+        stored = max(low, min(high, rows.high[follow] + shift))
+        nothing, source = flat.dtype.type(0), rows.position[follow] - shift
+        if low < stored:
+            lower_by(flat, rows.marks, out, source, rows.begin[row], low, stored, nothing, seconds)
+        seconds += rows.final[follow]
+    lower_to(flat, rows.marks, out, stored, high, seconds)
+
+
+@compiled()
+def store_up_to(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, stop: int) -> None:
+    """Let the row (s, last) profit from storing all stages before `stop`, from where on rows are complete.
+
+    Where memory is not short, that is nearly the best, and known before anything else of the row: checkpoints then have
+    little to gain, and most are done with by their marks.
+    """
+    low, total, node = rows.begin[row], 0, s
+    while grid.place[node] < stop:
+        i, state = grid.place[node], grid.state[node]
+        k, following = grid.fastest[i], grid.node[1, i + 1]
+        low = max(low, total + slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[node]))
+        shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[node]) // grid.unit
+        if shift < 0:  # there would be more memory than in the last slot
+            return
+        total += shift
+        node = following
+    follow = grid.row[node, last]
+    if rows.begin[follow] >= grid.width:
+        return
+    low, out, nothing = max(low, total + rows.begin[follow]), rows.position[row], flat.dtype.type(0)
+    high = max(low, min(rows.high[row], total + rows.high[follow]))
+    if low < high:
+        source = rows.position[follow] - total
+        lower_by(flat, rows.marks, out, source, rows.begin[row], low, high, nothing, nothing)
+    lower_to(flat, rows.marks, out, high, rows.high[row], rows.final[follow])
+
+
+@compiled()
+def checkpoints(
+    flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, first: int, stop: int
+) -> int:
+    """Let the row (s, last) profit from checkpoints at a_j for first ≤ j ≤ stop; how many pairs were looked at.
+
+    `most` is the first slot from which on no checkpoint gains anything: it starts at the end of the row and only falls.
+    """
+    i, offset, width, begin = grid.place[s], grid.offset[s], grid.width, rows.begin
+    out, pairs, most, lefts, rights = rows.position[row], 0, rows.high[row], grid.row[s], grid.after[last]
+    for j in range(first, min(stop, grid.band[i] + 1) + 1):
+        # The forwards up to a_j take split[j] - run[i]. That may be less for a later j, whose stage j-1 skips its
+        # output; `split_floor` is the least of all that follow, so that later checkpoints take at least as long.
+        floor = costs.split_floor[j] - costs.run[i]
+        if floor > rows.limit[row]:
+            break
+        # In the type of the table: a float64 would widen the inner loops on a table in single precision.
+        seconds, fewest = flat.dtype.type(costs.split[j] - costs.run[i]), flat.dtype.type(floor)
+        left, right = lefts[j - 1], rights[j]
+        # ⌊(|a_j| + the offset of j's rows - offset) / unit⌋, without a division.
+        shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
+        low = max(begin[row], begin[left], begin[right] + shift)
+        need = grid.base[last] + costs.check_need[i, j]
+        if low * grid.unit + offset < need:  # a multiplication in the common case, a division in the other one
+            low = slot_of(need, grid.unit, offset)
+        if begin[left] >= width or begin[right] >= width:
+            low = most
+        # Chunks that are already as fast as the forwards alone: neither this checkpoint nor a later one helps there.
+        while most > low and rows.marks[(out + most - 1) // CHUNK] <= fewest:
+            most = (most - 1) // CHUNK * CHUNK
+        if low < most:
+            pairs += most - low
+            split(flat, rows, row, left, right, shift, low, most, seconds)
+    return pairs
+
+
+@compiled()
+def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
+    """The whole row (s, last), where all that it needs is complete."""
+    begin_row(flat, rows, row)
+    return complete_row(flat, rows, costs, grid, s, row, last, last + 1)
+
+
+@compiled()
+def complete_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, stop: int) -> int:
+    """What is left of the row (s, last) where checkpoints from `stop` on have been looked at."""
+    i = grid.place[s]
+    for k in range(costs.first[i], costs.first[i + 1]):
+        enable(flat, rows, costs, grid, s, row, last, k)
+    pairs = checkpoints(flat, rows, costs, grid, s, row, last, i + 1, stop - 1)
+    continue_row(flat, rows, grid.width, row)
+    return pairs
+
+
+# Beginning and completing rows, and their marks
+
+
+@compiled()
+def whole_lanes(count: int) -> int:
+    """`count` rounded up, so that a vectorised loop leaves nothing over."""
+    return (count + LANES - 1) // LANES * LANES
+
+
+@compiled()
+def chunks(count: int) -> int:
+    """`count` slots in chunks, rounded up."""
+    return (count + CHUNK - 1) // CHUNK
+
+
+@compiled()
 def begin_row(flat: np.ndarray, rows: Any, row: int) -> None:
-    """Nothing is known yet."""
+    """Nothing is known yet: all numbers are infinite, and so are their marks."""
     out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
     flat[out + begin : out + high] = np.inf
     rows.marks[(out + begin) // CHUNK : chunks(out + high)] = np.inf
@@ -336,7 +376,10 @@ def begin_row(flat: np.ndarray, rows: Any, row: int) -> None:
 
 @compiled()
 def continue_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
-    """The row is complete."""
+    """The row is complete: continue it beyond its end, mark its chunks by their last numbers, and see where it begins.
+
+    What takes longer than rows.limit is of no use. A row in which everything does begins at `width`: it has no slots.
+    """
     out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
     stored = rows.final[row] == 0
     if not stored and begin < high:
@@ -362,88 +405,67 @@ def first_at_most(flat: np.ndarray, out: int, low: int, high: int, value: float)
 
 
 @compiled()
-def split(
-    flat: np.ndarray, rows: Any, row: int, left: int, right: int, shift: int, low: int, high: int, time: Any
-) -> None:
-    """Let slots low … high-1 of `row` profit from a checkpoint, at whose row `right` there are `shift` slots less.
+def set_marks(flat: np.ndarray, marks: np.ndarray, begin: int, first: int, stop: int) -> None:
+    """Mark chunks first … stop-1 by their first number, in a row that begins at flat[begin] and is not complete."""
+    marks[first] = flat[max(begin, first * CHUNK)]
+    for chunk in range(first + 1, stop):
+        marks[chunk] = flat[chunk * CHUNK]
 
-    The part before the checkpoint is the row `left`.
+
+# Tiles: all rows in order
+
+
+@compiled()
+def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, begin: int, end: int) -> int:
+    """Opt(i, l, m), less the time of storing everything, for all intervals and m in slots:
+
+        Opt(L, L, m) = 0                                                if m ≥ loss_need
+        Opt(i, l, m) = the least of
+          extra_k + Opt'(i+1, l, m - taken_k)                           if m ≥ base_l + forward_need_k
+            for every option k; Opt'(i+1, i, ·) is 0                    and m ≥ backward_need_k - released_i
+          split_j - run_i + Opt(j, l, m - |a_j|) + Opt(i, j-1, m)        if m ≥ base_l + check_need_ij, for i < j ≤ l
+
+    Opt' is Opt in state 1. Sizes taken from m are rounded down, so that the table is a lower bound: a plan of real
+    sizes is still a plan if memory is a little larger at every step.
+
+    Every plan takes the time of storing everything, and something more; only that is tabulated. Intervals that are
+    stored take nothing more and need no numbers, and what is left is so small that single precision tells plans apart.
+    Its rounding errors are taken off the bound (`table.Table.lower_bound`), and the time of the sequence that comes out
+    is computed again by the simulator.
+
+    Times above rows.limit count as infinite: `layout.bounds` has taken from the cut what is certain about the context.
+    Where l < L, the stages of [i, l] have run forward without a graph before, and those after l take at least
+    later[l+1] longer than stored.
+
+    This fills the tiles whose blocks of stages are `begin` to `end` - 1 apart, for which those that are less far apart
+    are needed; at last, `fill_tails` does the rest. Returns how many pairs of slots were looked at.
     """
-    out, left_at, right_at = rows.position[row], rows.position[left], rows.position[right] - shift
-    begin = rows.begin[row]
-    left_high, right_high = rows.high[left], rows.high[right] + shift
-    both = max(low, min(high, left_high, right_high))
-    one = max(both, min(high, max(left_high, right_high)))
-    if low < both:
-        lower_by_both(flat, rows.marks, out, left_at, right_at, begin, low, both, time)
-    if both < one:
-        if left_high < right_high:
-            lower_by(flat, rows.marks, out, right_at, begin, both, one, rows.final[left], time)
-        else:
-            lower_by(flat, rows.marks, out, left_at, begin, both, one, rows.final[right], time)
-    if one < high:
-        lower_to(flat, rows.marks, out, one, high, time + (rows.final[left] + rows.final[right]))
+    blocks, pairs = (len(grid.band) + BLOCK - 1) // BLOCK, 0
+    for distance in range(begin, end):
+        for block in range(blocks - distance):
+            pairs += tile(flat, rows, costs, grid, block * BLOCK, (block + distance) * BLOCK)
+    return pairs
 
 
-@compiled()
-def need_of(costs: Any, grid: Any, state: int, i: int, last: int, k: int) -> int:
-    """Bytes that a run of stage i with a graph and its backward need themselves, in the row of [i, last]."""
-    row = 0 if last == len(costs.run) - 1 else 1
-    return int(max(grid.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i]))
-
-
-@compiled()
-def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, k: int) -> None:
-    """Let the row (s, last) profit from running its stage with a graph by option k."""
-    i, state, width = grid.place[s], grid.state[s], grid.width
-    low = max(rows.begin[row], slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[s]))
-    high, out, seconds = rows.high[row], rows.position[row], flat.dtype.type(costs.extra[k])
-    stored = low
-    if last > i:
-        following = grid.node[1, i + 1]
-        follow = grid.row[following, last]
-        shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[s]) // grid.unit
-        if rows.begin[follow] >= width:
-            return
-        low = max(low, shift + rows.begin[follow])
-        stored = max(low, min(high, rows.high[follow] + shift))
-        nothing, source = flat.dtype.type(0), rows.position[follow] - shift
-        if low < stored:
-            lower_by(flat, rows.marks, out, source, rows.begin[row], low, stored, nothing, seconds)
-        seconds += rows.final[follow]
-    lower_to(flat, rows.marks, out, stored, high, seconds)
-
-
-@compiled()
-def store_up_to(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, stop: int) -> None:
-    """Let the row (s, last) profit from storing all stages before `stop`, from where on rows are complete."""
-    low, total, node = rows.begin[row], 0, s
-    while grid.place[node] < stop:
-        i, state = grid.place[node], grid.state[node]
-        k, following = grid.fastest[i], grid.node[1, i + 1]
-        low = max(low, total + slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[node]))
-        shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[node]) // grid.unit
-        if shift < 0:  # there would be more memory than in the last slot
-            return
-        total += shift
-        node = following
-    follow = grid.row[node, last]
-    if rows.begin[follow] >= grid.width:
-        return
-    low, out, nothing = max(low, total + rows.begin[follow]), rows.position[row], flat.dtype.type(0)
-    high = max(low, min(rows.high[row], total + rows.high[follow]))
-    if low < high:
-        source = rows.position[follow] - total
-        lower_by(flat, rows.marks, out, source, rows.begin[row], low, high, nothing, nothing)
-    lower_to(flat, rows.marks, out, high, rows.high[row], rows.final[follow])
+@compiled(parallel=True)
+def fill_in_parallel(flat: np.ndarray, rows: Any, costs: Any, grid: Any, begin: int, end: int) -> int:
+    """What `fill` does, on all cores: tiles of one distance do not need each other."""
+    blocks, pairs = (len(grid.band) + BLOCK - 1) // BLOCK, 0
+    for distance in range(begin, end):
+        for block in prange(blocks - distance):
+            pairs += tile(flat, rows, costs, grid, block * BLOCK, (block + distance) * BLOCK)
+    return pairs
 
 
 @compiled()
 def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int) -> int:
     """All rows (s, l) with i in the block from stage `top` on, and l in the block from `side` on, l < L.
 
-    First the checkpoints at a_j between the two blocks, for which all is complete, a block of them at a time, so that
-    rows stay in cache; then the rest in order. Returns how many pairs of slots were looked at.
+    As in a matrix product by blocks. First the checkpoints at a_j between the two blocks: [i, j-1] and [j, l] lie in
+    tiles that are complete. They come a block at a time, for all rows of the tile: its rows stay in cache, and each
+    row of a block is used by all rows of the tile. Then the checkpoints inside the blocks, which need rows of this very
+    tile: [j, l] for a later j, hence stages from the last to the first; [i, j-1] for an earlier end, hence rows from
+    the shortest to the longest. Returns how many pairs of slots were looked at.
     """
     length = len(grid.band)
     bottom, end = min(top + BLOCK, length), min(side + BLOCK, length)
@@ -456,7 +478,7 @@ def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int
             if rows.limit[row] < 0:
                 continue
             begin_row(flat, rows, row)
-            if side > top and i + 1 < bottom:  # a bound to begin with
+            if side > top and i + 1 < bottom:
                 store_up_to(flat, rows, costs, grid, s, row, last, bottom)
     for first in range(bottom, side + 1, BLOCK):
         for s in range(s0, s1):
@@ -477,74 +499,19 @@ def tile(flat: np.ndarray, rows: Any, costs: Any, grid: Any, top: int, side: int
 
 
 @compiled()
-def checkpoints(
-    flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, first: int, stop: int
-) -> int:
-    """Let the row (s, last) profit from checkpoints at a_j for first ≤ j ≤ stop; how many pairs were looked at."""
-    i, offset, width, begin = grid.place[s], grid.offset[s], grid.width, rows.begin
-    out, pairs, most, lefts, rights = rows.position[row], 0, rows.high[row], grid.row[s], grid.after[last]
-    for j in range(first, min(stop, grid.band[i] + 1) + 1):
-        floor = costs.split_floor[j] - costs.run[i]
-        if floor > rows.limit[row]:
-            break
-        seconds, fewest = flat.dtype.type(costs.split[j] - costs.run[i]), flat.dtype.type(floor)
-        left, right = lefts[j - 1], rights[j]
-        shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
-        low = max(begin[row], begin[left], begin[right] + shift)
-        need = grid.base[last] + costs.check_need[i, j]
-        if low * grid.unit + offset < need:
-            low = slot_of(need, grid.unit, offset)
-        if begin[left] >= width or begin[right] >= width:
-            low = most
-        while most > low and rows.marks[(out + most - 1) // CHUNK] <= fewest:
-            most = (most - 1) // CHUNK * CHUNK
-        if low < most:
-            pairs += most - low
-            split(flat, rows, row, left, right, shift, low, most, seconds)
-    return pairs
-
-
-@compiled()
-def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, begin: int, end: int) -> int:
-    """Opt(i, l, m), less the time of storing everything, for all intervals and m in slots:
-
-        Opt(L, L, m) = 0                                                if m ≥ loss_need
-        Opt(i, l, m) = the least of
-          extra_k + Opt'(i+1, l, m - taken_k)                           if m ≥ base_l + forward_need_k
-            for every option k; Opt'(i+1, i, ·) is 0                    and m ≥ backward_need_k - released_i
-          split_j - run_i + Opt(j, l, m - |a_j|) + Opt(i, j-1, m)        if m ≥ base_l + check_need_ij, for i < j ≤ l
-
-    Opt' is Opt in state 1. Sizes taken from m are rounded down, so that the table is a lower bound.
-
-    Times above rows.limit count as infinite: `bounds` has taken from the cut what is certain about the context. Where
-    l < L, the stages of [i, l] have run forward without a graph before, and those after l take at least later[l+1]
-    longer than stored.
-
-    This fills the tiles whose blocks of stages are `begin` to `end` - 1 apart, for which those that are less far apart
-    are needed; at last, `fill_tails` does the rest. Returns how many pairs of slots were looked at.
-    """
-    blocks, pairs = (len(grid.band) + BLOCK - 1) // BLOCK, 0
-    for distance in range(begin, end):
-        for block in range(blocks - distance):
-            pairs += tile(flat, rows, costs, grid, block * BLOCK, (block + distance) * BLOCK)
-    return pairs
-
-
-@compiled(parallel=True)
-def fill_in_parallel(flat: np.ndarray, rows: Any, costs: Any, grid: Any, begin: int, end: int) -> int:
-    """What `fill` does, on all cores."""
-    blocks, pairs = (len(grid.band) + BLOCK - 1) // BLOCK, 0
-    for distance in range(begin, end):
-        for block in prange(blocks - distance):
-            pairs += tile(flat, rows, costs, grid, block * BLOCK, (block + distance) * BLOCK)
-    return pairs
+def first_row(grid: Any, s: int, last: int) -> int:
+    """The first row of node s that ends at stage `last` or later, or the one after all its rows."""
+    i = grid.place[s]
+    before = min(last, grid.band[i] + 1) - 1
+    return int(grid.row[s, before] + 1 if before >= i else grid.start[s])
 
 
 @compiled()
 def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.ndarray, begin: int, end: int) -> int:
     """What `fill` does, where few rows are different: each row has the values of the row owner[row].
 
-    Rows are computed in the order of their lengths, here those of intervals [i, l] with begin ≤ l - i < end.
+    Rows are computed in the order of their lengths, here those of intervals [i, l] with begin ≤ l - i < end. Not by
+    tiles: an owner may lie anywhere in the chain, and has to be complete before a row that shares its numbers is used.
     """
     length, pairs = len(grid.band), 0
     for distance in range(begin, end):
@@ -554,7 +521,7 @@ def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.nd
             row = grid.row[s, last] if i < length and last <= grid.band[i] else -1
             if row >= 0 and grid.last[row] == last and owner[row] == row and rows.limit[row] >= 0:
                 pairs += fill_row(flat, rows, costs, grid, s, row, last)
-        for s in range(len(grid.place) - 1):
+        for s in range(len(grid.place) - 1):  # only `begin` and `final` changed: the rest was shared from the start
             i = grid.place[s]
             last = i + distance
             row = grid.row[s, last] if i < length and last <= grid.band[i] else -1
@@ -563,59 +530,15 @@ def fill_shared(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: np.nd
     return pairs
 
 
-@compiled(makes_arrays=True)
-def first_of_equals(grid: Any, starts: np.ndarray, kinds: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """[rows] for every row, the first that is made of the same numbers: those of its start by node, and of all its
-    stages and of its end by stage. Numbers count from zero.
-    """
-    owner = np.arange(len(grid.last))
-    content, length = starts.copy(), len(grid.band)
-    known = np.full((len(starts), max(kinds.max(), ends.max()) + 1, 2), -1, np.int64)
-    for distance in range(length):
-        count = 0
-        for s in range(len(starts)):
-            last = grid.place[s] + distance
-            if last >= length or last > grid.band[grid.place[s]]:
-                continue
-            entry = known[content[s], kinds[last]]
-            if entry[0] != 2 * distance:
-                entry[0], entry[1] = 2 * distance, count
-                count += 1
-            content[s] = entry[1]
-        for s in range(len(starts)):
-            last = grid.place[s] + distance
-            if last >= length or last > grid.band[grid.place[s]]:
-                continue
-            row = grid.row[s, last]
-            if grid.last[row] == last:
-                entry = known[content[s], ends[last]]
-                if entry[0] != 2 * distance + 1:
-                    entry[0], entry[1] = 2 * distance + 1, row
-                owner[row] = entry[1]
-    return owner
-
-
-@compiled()
-def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
-    """The whole row (s, last), where all that it needs is complete."""
-    begin_row(flat, rows, row)
-    return complete_row(flat, rows, costs, grid, s, row, last, last + 1)
-
-
-@compiled()
-def complete_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, stop: int) -> int:
-    """What is left of the row (s, last) where checkpoints from `stop` on have been looked at."""
-    i = grid.place[s]
-    for k in range(costs.first[i], costs.first[i + 1]):
-        enable(flat, rows, costs, grid, s, row, last, k)
-    pairs = checkpoints(flat, rows, costs, grid, s, row, last, i + 1, stop - 1)
-    continue_row(flat, rows, grid.width, row)
-    return pairs
+# Tails: the rows that end at the loss
 
 
 @compiled()
 def fill_tails(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
-    """The rows that end at the loss, from the last to the first."""
+    """The rows that end at the loss, from the last to the first: each needs those of all later stages.
+
+    They need all other rows too, and nothing needs them but each other: so they come last, and not in tiles.
+    """
     length, nodes = len(grid.band), len(grid.place)
     continue_row(flat, rows, grid.width, grid.tail + nodes - 1)  # the loss: stored whole from the first slot on
     for s in range(nodes - 2, -1, -1):
@@ -640,331 +563,3 @@ def fill_tails_in_parallel(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -
         for s in range(s1 - 1, s0 - 1, -1):
             if rows.limit[grid.tail + s] >= 0:
                 complete_row(flat, rows, costs, grid, s, grid.tail + s, length, bottom)
-
-
-@compiled(makes_arrays=True)
-def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid: Any, cut: float) -> Any:
-    """(low, high, outside) by row: the slots in which a plan that takes at most `cut` may have its interval.
-
-    They are low … high-1, and those from rows.high on where high > rows.high; none where `outside` is infinite.
-    `outside` is the least time that all of such a plan takes outside the interval.
-
-    From the whole to the parts: with out(i, l, m) for the least time outside [i, l] if [i, l] has at least m,
-
-        out(0, L, all) = 0
-        out(i+1, l, m - taken_k) ≤ out(i, l, m) + extra_k
-        out(j, l, m - |a_j|)     ≤ out(i, l, m) + run_j - run_i + Opt(i, j-1, m)
-        out(i, j-1, m)           ≤ out(i, l, m) + run_j - run_i + Opt(j, l, m - |a_j|)
-
-    under the conditions of `fill`. Slot rows.high of a row stands for all slots from there on.
-    """
-    length, tail = len(grid.band), grid.tail
-    out = np.empty_like(flat)  # a row's part is set when it is first needed
-    low, high = np.zeros(len(rows.begin), np.int64), np.zeros(len(rows.begin), np.int64)
-    least = np.full(len(rows.begin), np.inf, np.float64)
-    loss = tail + len(grid.place) - 1
-    low[loss], high[loss], least[loss] = rows.begin[loss], rows.high[loss] + 1, 0
-    needed = np.zeros(len(rows.begin), np.bool_)
-    need_row(out, rows, needed, tail)
-    out[rows.position[tail] + min(grid.width - 1, rows.high[tail])] = 0
-    for s in range(len(grid.place) - 1):
-        if grid.place[s] < length and needed[tail + s]:
-            hand_down(flat, out, rows, owner, needed, costs, grid, s, tail + s, length, cut, low, high, least)
-    for last in range(length - 1, -1, -1):
-        for s in range(grid.node[1, last] + 1):
-            row = grid.row[s, last]
-            if row >= 0 and grid.last[row] == last and needed[row]:
-                hand_down(flat, out, rows, owner, needed, costs, grid, s, row, last, cut, low, high, least)
-    return low[owner], high[owner], least[owner]
-
-
-@compiled(makes_arrays=True)
-def spread(grid: Any, low: np.ndarray, high: np.ndarray, outside: np.ndarray) -> Any:
-    """(low, high, outside) by node and last stage, where they are given by row: those of all the rows that stand for
-    an interval, taken together.
-
-    What a row leaves away at its end may be divided further; of these intervals it is only known that they have no more
-    memory than the whole, and that as much is outside.
-    """
-    length, shape = len(grid.band), grid.row.shape
-    lows, highs, least = np.full(shape, INFINITE), np.zeros(shape, np.int64), np.full(shape, np.inf, np.float64)
-    memory, time = np.zeros(length + 1, np.int64), np.full(length + 1, np.inf, np.float64)
-    for s in range(len(grid.place)):
-        for last in range(grid.place[s], length + 1):
-            row = grid.row[s, last]
-            if row < 0 or grid.last[row] != last or outside[row] == np.inf:
-                continue
-            memory[last], time[last] = max(memory[last], high[row]), min(time[last], outside[row])
-            for stage in range(last, grid.stop[last]):
-                lows[s, stage], highs[s, stage] = min(lows[s, stage], low[row]), max(highs[s, stage], high[row])
-                least[s, stage] = min(least[s, stage], outside[row])
-    for end in range(length):
-        for s in range(grid.node[0, end + 1], grid.node[0, grid.stop[end]] if time[end] < np.inf else 0):
-            for stage in range(grid.place[s], grid.stop[end]):
-                lows[s, stage], highs[s, stage] = 0, max(highs[s, stage], memory[end])
-                least[s, stage] = min(least[s, stage], time[end])
-    return lows, highs, least
-
-
-@compiled()
-def hand_down(
-    flat: np.ndarray,
-    out: np.ndarray,
-    rows: Any,
-    owner: np.ndarray,
-    needed: np.ndarray,
-    costs: Any,
-    grid: Any,
-    s: int,
-    row: int,
-    last: int,
-    cut: float,
-    lows: np.ndarray,
-    highs: np.ndarray,
-    outside: np.ndarray,
-) -> None:
-    """Complete out(s, last, ·), note what is of use, and let the parts of the interval profit."""
-    i, state = grid.place[s], grid.state[s]
-    begin, end, at = rows.begin[row], rows.high[row], rows.position[row]
-    if begin >= grid.width:
-        return
-    low, high = end, end
-    whole = end < grid.width and rows.final[row] == 0 and out[at + end] <= cut
-    for m in range(end - 1, begin - 1, -1):
-        out[at + m] = min(out[at + m], out[at + m + 1])
-        if out[at + m] + flat[at + m] <= cut:
-            if low == end and not whole:
-                high = m + 1
-            low = m
-    if low == end and not whole:
-        return
-    high += whole  # the first slot in which all is stored also stands for less memory, in which it is not
-    lows[row], highs[row], outside[row] = low, high, out[at + low]
-    for k in range(costs.first[i], costs.first[i + 1] if last > i else costs.first[i]):
-        node = grid.node[1, i + 1]
-        part = grid.row[node, last]
-        shift = (costs.taken[state, k] + grid.offset[node] - grid.offset[s]) // grid.unit
-        first = max(low, slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[s]))
-        if rows.begin[part] < grid.width:
-            first = max(first, shift + rows.begin[part])
-            stop = max(first, min(high, rows.high[part] + shift))
-            need_row(out, rows, needed, owner[part])
-            for m in range(first, stop):
-                there = rows.position[part] + m - shift
-                out[there] = min(out[there], out[at + m] + costs.extra[k])
-            if stop < high:
-                there = rows.position[part] + rows.high[part]
-                out[there] = min(out[there], out[at + stop] + costs.extra[k])
-    for j in range(i + 1, min(last, grid.band[i] + 1) + 1):
-        floor = costs.split_floor[j] - costs.run[i]
-        if floor + out[at + low] > cut or floor > rows.limit[row]:
-            break
-        node = grid.node[0, j]
-        left, right = grid.row[s, j - 1], grid.row[node, last]
-        shift = grid.slots[j] - (1 if grid.remainder[j] < grid.offset[s] else 0)
-        if rows.begin[left] < grid.width and rows.begin[right] < grid.width:
-            first = max(low, rows.begin[left], rows.begin[right] + shift)
-            first = max(first, slot_of(grid.base[last] + costs.check_need[i, j], grid.unit, grid.offset[s]))
-            seconds = flat.dtype.type(costs.split[j] - costs.run[i])
-            hand_to_both(flat, out, rows, owner, needed, at, left, right, shift, first, high, seconds, cut)
-
-
-@compiled()
-def hand_on(out: np.ndarray, flat: np.ndarray, whole: int, part: int, other: int, count: int, time: Any) -> None:
-    """out[part + m] = min(out[part + m], out[whole + m] + time + flat[other + m]) for 0 ≤ m < count."""
-    source, target, beside = np.uintp(whole), np.uintp(part), np.uintp(other)
-    for each in range(count):
-        m = np.uintp(each)
-        value = out[source + m] + time + flat[beside + m]
-        if value < out[target + m]:
-            out[target + m] = value
-
-
-@compiled()
-def hand_on_alone(out: np.ndarray, whole: int, part: int, count: int, time: Any) -> None:
-    """out[part + m] = min(out[part + m], out[whole + m] + time) for 0 ≤ m < count."""
-    source, target = np.uintp(whole), np.uintp(part)
-    for each in range(count):
-        m = np.uintp(each)
-        value = out[source + m] + time
-        if value < out[target + m]:
-            out[target + m] = value
-
-
-@compiled()
-def least_of_both(out: np.ndarray, flat: np.ndarray, whole: int, other: int, count: int) -> Any:
-    """At most the least out[whole + m] + flat[other + m] for 0 ≤ m < count."""
-    least = flat.dtype.type(np.inf)
-    for m in range(0, count, STEP):  # `out` increases, `flat` decreases
-        least = min(least, out[whole + m] + flat[other + min(m + STEP, count) - 1])
-    return least
-
-
-@compiled()
-def need_row(out: np.ndarray, rows: Any, needed: np.ndarray, row: int) -> None:
-    """Nothing is known about the row so far."""
-    if not needed[row]:
-        needed[row] = True
-        out[rows.position[row] + rows.begin[row] : rows.position[row] + rows.high[row] + 1] = np.inf
-
-
-@compiled()
-def hand_to_both(
-    flat: np.ndarray,
-    out: np.ndarray,
-    rows: Any,
-    owner: np.ndarray,
-    needed: np.ndarray,
-    at: int,
-    left: int,
-    right: int,
-    shift: int,
-    low: int,
-    high: int,
-    time: Any,
-    cut: float,
-) -> None:
-    """Let both parts of an interval profit from its slots low … high-1; its row of `out` begins at `at`."""
-    left_high, right_high = rows.high[left], rows.high[right] + shift
-    left_at, right_at = rows.position[left], rows.position[right] - shift
-    left_end, right_end = left_at + left_high, right_at + right_high
-    both = max(low, min(high, left_high, right_high))
-    one = max(both, min(high, max(left_high, right_high)))
-    if least_of_three(out, flat, at + low, left_at + low, right_at + low, both - low) + time <= cut:
-        need_row(out, rows, needed, owner[left])
-        need_row(out, rows, needed, owner[right])
-        hand_on(out, flat, at + low, left_at + low, right_at + low, both - low, time)
-        hand_on(out, flat, at + low, right_at + low, left_at + low, both - low, time)
-    part_at, end, final = left_at, right_end, rows.final[right]
-    if left_high < right_high:
-        part_at, end, final = right_at, left_end, rows.final[left]
-    least = least_of_both(out, flat, at + both, part_at + both, one - both)
-    if least + time + final <= cut:
-        need_row(out, rows, needed, owner[left])
-        need_row(out, rows, needed, owner[right])
-        hand_on_alone(out, at + both, part_at + both, one - both, time + final)
-        out[end] = min(out[end], time + least)
-    if one < high and out[at + one] + time + rows.final[left] + rows.final[right] <= cut:
-        need_row(out, rows, needed, owner[left])
-        need_row(out, rows, needed, owner[right])
-        out[left_end] = min(out[left_end], out[at + one] + time + rows.final[right])
-        out[right_end] = min(out[right_end], out[at + one] + time + rows.final[left])
-
-
-@compiled()
-def least_of_three(out: np.ndarray, flat: np.ndarray, whole: int, first: int, second: int, count: int) -> Any:
-    """At most the least out[whole + m] + flat[first + m] + flat[second + m] for 0 ≤ m < count."""
-    least = flat.dtype.type(np.inf)
-    for m in range(0, count, STEP):  # `out` increases, `flat` decreases
-        end = min(m + STEP, count) - 1
-        least = min(least, out[whole + m] + flat[first + end] + flat[second + end])
-    return least
-
-
-@compiled()
-def estimate(
-    flat: np.ndarray, rows: Any, full: np.ndarray, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
-) -> float:
-    """Opt for exactly `memory` bytes, read between two slots and two ends: the bound itself for blend 0."""
-    i, length = grid.place[s], len(grid.band)
-    if memory >= full[grid.state[s], i, last]:
-        return 0.0
-    if length > last > grid.band[i]:
-        return 2 * cut
-    row = grid.row[s, last]
-    value, start = between_slots(flat, rows, grid, s, row, memory, blend, cut), grid.last[row]
-    if start < last < length and blend > 0.0 and value < cut and row + 1 < grid.start[s + 1]:
-        longer = min(cut, between_slots(flat, rows, grid, s, row + 1, memory, blend, cut))
-        value += (last - start) / (grid.last[row + 1] - start) * max(0.0, longer - value)
-    return value
-
-
-@compiled()
-def between_slots(
-    flat: np.ndarray, rows: Any, grid: Any, s: int, row: int, memory: int, blend: float, cut: float
-) -> float:
-    """A row for exactly `memory` bytes, which is at least rows.begin of it: the slot above for blend 0."""
-    beyond = memory - grid.offset[s]
-    m = min(max(0, -(-beyond // grid.unit)), grid.width - 1)
-    if m < rows.begin[row]:
-        return 2 * cut
-    value = value_of(flat, rows, row, m)
-    rest = m * grid.unit - beyond
-    if rest > 0 and blend > 0.0:
-        worse = value_of(flat, rows, row, m - 1) if m > rows.begin[row] else cut
-        value += blend * rest / grid.unit * (worse - value)
-    return value
-
-
-@compiled(makes_arrays=True)
-def descend(
-    flat: np.ndarray,
-    rows: Any,
-    least: np.ndarray,
-    full: np.ndarray,
-    costs: Any,
-    grid: Any,
-    cut: float,
-    memory: int,
-    blend: float,
-    enough: float,
-) -> tuple[np.ndarray, float]:
-    """The choices of a sequence for `memory` bytes, which is at least least[0, 0, L], and what it takes longer.
-
-    Memory is counted in bytes on the way, so that the sequence fits; the table only says where to go. The choices
-    stand in the order in which `operations_of` asks for them. Given up, with an infinite time, beyond `enough`.
-    """
-    length = len(grid.band)
-    choices = np.empty(4 * length + 16, np.int64)
-    stack = np.empty((2 * length + 16, 4), np.int64)
-    count, depth, seconds = 0, 1, 0.0
-    stack[0] = np.array([0, 0, length, memory])
-    while depth > 0:
-        depth -= 1
-        state, i, last, m = stack[depth]
-        if i > last or i == length:
-            continue
-        row = 0 if last == length else 1
-        s = grid.node[state, i]
-        best, choice = np.inf, 0
-        for k in range(costs.first[i], costs.first[i + 1]):
-            need = max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
-            if m < need:
-                continue
-            whole = costs.extra[k]
-            if last > i:
-                rest = m - costs.taken[state, k]
-                if rest < least[1, i + 1, last]:
-                    continue
-                whole += estimate(flat, rows, full, grid, grid.node[1, i + 1], last, rest, blend, cut)
-            if whole < best:
-                best, choice = whole, k - costs.first[i]
-        for j in range(i + 1, last + 1):
-            if costs.split_floor[j] - costs.run[i] >= best:
-                break
-            forward = costs.split[j] - costs.run[i]
-            rest = m - costs.activation[j]
-            if m < costs.base[last] + costs.check_need[i, j] or rest < least[0, j, last] or m < least[state, i, j - 1]:
-                continue
-            whole = forward + estimate(flat, rows, full, grid, grid.node[0, j], last, rest, blend, cut)
-            if whole < best:
-                whole += estimate(flat, rows, full, grid, s, j - 1, m, blend, cut)
-            if whole < best:
-                best, choice = whole, -j
-        if count == len(choices):
-            choices = np.concatenate((choices, np.empty_like(choices)))
-        choices[count] = choice
-        count += 1
-        if choice >= 0:
-            seconds += costs.extra[costs.first[i] + choice]
-            if last > i:
-                stack[depth] = np.array([1, i + 1, last, m - costs.taken[state, costs.first[i] + choice]])
-                depth += 1
-        else:
-            seconds += costs.split[-choice] - costs.run[i]
-            stack[depth] = np.array([state, i, -choice - 1, m])
-            stack[depth + 1] = np.array([0, -choice, last, m - costs.activation[-choice]])
-            depth += 2
-        if seconds > enough:
-            return choices[:0], np.inf
-    return choices[:count], seconds

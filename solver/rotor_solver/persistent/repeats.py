@@ -12,9 +12,10 @@ from rotor_solver.chain import Chain
 from rotor_solver.persistent.grid import Grid
 
 _LONGEST_PERIOD = 64
+"""Stages; a guess. Longer periods occur too seldom in a chain for shared rows to save much."""
 _REPEATED = 0.87
-"""Part of a chain that has to repeat itself without a break. Of all intervals, its square then lies inside that part:
-three quarters."""
+"""The part of a chain that has to repeat itself without a break. The square of it, three quarters, is the part of all
+intervals that then lie inside; a guess."""
 
 
 def kinds_of(chain: Chain) -> Ints:
@@ -38,15 +39,16 @@ def period_of(kinds: Ints) -> int:
 
 
 def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
-    """A unit of at most `unit` bytes into which what a period of the chain keeps, `taken` by stage, divides.
+    """A slot of at most `unit` bytes that divides what a period of the chain keeps, as nearly as possible.
 
-    Rows of later periods then have the slots of earlier ones.
+    `taken` is [L], the bytes that every stage keeps. Rows of later periods then have the slots of earlier ones.
     """
     same = kinds[:-period] == kinds[period:]
     sums = np.convolve(taken, np.ones(period, np.int64), "valid")[: len(same)][same]
     size = Counter(sums.tolist()).most_common(1)[0][0]
     if size >= unit:
         least = -(-size // unit)
+        # Up to an eighth more slots, a guess, if the rest is smaller with them.
         fitting = size // np.arange(least, min(size, least + least // 8) + 1)
         return int(fitting[np.argmin(size % fitting)])
     return int(unit // size * size) if size > 0 else unit
@@ -54,12 +56,12 @@ def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
 
 def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
     """[rows] for every row, the first with the same content: its stages, its slots, and what later stages leave."""
-    from rotor_solver.persistent import kernels
+    from rotor_solver.persistent.equal_rows import first_of_equals
 
     nodes = np.flatnonzero(grid.place < len(kinds))
     places = grid.place[nodes]
     starts = np.stack([kinds[places], costs.activation[places], grid.offset[nodes], grid.state[nodes]])
-    return kernels.first_of_equals(
+    return first_of_equals(
         grid,
         np.unique(starts, axis=1, return_inverse=True)[1].reshape(-1),
         np.unique(kinds, return_inverse=True)[1],

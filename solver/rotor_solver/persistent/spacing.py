@@ -11,11 +11,11 @@ from rotor_solver.arrays import Ints
 
 
 class Spacing(NamedTuple):
-    """Intervals [i, i + d] end at every stage as long as d < parts · period, then at every period, from
-    2 · parts · period on at every second, from 4 · parts · period on at every fourth, and so on: about `parts` rows for
-    every doubling of d.
+    """Intervals [i, i + d] may end at every stage while d < parts · period, and then at every period.
 
-    Ends are counted from stage L-1, which is always one. Where one interval ends, those do too that begin later.
+    From d = 2 · parts · period on, they end at every second period, from 4 · parts · period on at every fourth, and so
+    on: about `parts` rows for every doubling of d. Ends are counted from stage L-1, which is always one. Where an
+    interval may end, those that begin later may too: else every Fe would leave away a little more.
     """
 
     parts: int
@@ -36,7 +36,7 @@ class Spacing(NamedTuple):
 
 
 def stops_of(ended: NDArray[np.bool_]) -> Ints:
-    """[L] by stage l: a row that ends there stands for intervals to l, …, stop[l]-1, from whatever stage they begin."""
+    """[L] by stage l: a row that ends there stands for intervals to l, …, stop[l]-1, wherever they begin."""
     length = len(ended)
     if not length:
         return np.zeros(0, np.int64)

@@ -1,6 +1,7 @@
-"""One table of the persistent program: what the kernels fill, and what is read off it.
+"""One table of the persistent program: laid out, filled, and read.
 
-Times in a table are what a plan takes longer than storing everything, in units of `scale` seconds.
+Times in a table are those beyond storing everything, in units of `scale` seconds. So all times that are of use lie
+between 0 and 1, and one `_CUT` serves all tables.
 """
 
 from __future__ import annotations
@@ -22,43 +23,51 @@ from rotor_solver.progress import watcher
 from rotor_solver.sequence import Sequence
 
 _CUT = 1.001
-"""Times up to this multiple of the scale are told apart; 1 would leave no room for rounding."""
+"""Times up to this multiple of the scale are of use. 1 would leave no room for rounding; how much more is a guess."""
 _DOUBLE = 2e8
-"""Pairs of slots up to which the table is computed in double precision."""
+"""Numbers of a table times stages up to which it is in double precision; a guess. Beyond, single precision halves the
+memory that is read, which is what large tables take their time for."""
 _SERIAL = 2e7
-"""Pairs of slots up to which one core does it: cores wait for each other, and long, where others are busy."""
+"""Pairs of slots up to which one core does it, a hundredth of a second; a guess. Cores wait for each other, and long,
+where others are busy."""
 _BLENDS = (0.5, 0.0, 1.0)
+"""Ways to read between slots (`reading.estimate`) when looking for a sequence, the best on average first; a guess."""
 _FEW = 0.25
-"""Rows are shared where at most this part of them is different."""
+"""Rows are shared where at most this part of them is different; a guess. Sharing gives up tiles and cores."""
 _PORTIONS = 32
-"""Into which the work is divided for somebody who watches."""
+"""Into which the work is divided for somebody who watches; a guess."""
 _LOOKED_AT = 0.25
-"""Part of all pairs of slots that a table looks at, roughly."""
+"""The part of all pairs of slots that a table looks at, roughly; a guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What all tables of a chain have in common. `stored` is the time of storing everything."""
+    """What all tables of a chain have in common. `stored` is the time of storing everything, in seconds."""
 
     chain: Chain
     stored: float
     costs: Costs
     least: Ints
+    """[2, L+1, L+1] bytes, by (state, i, l): the least memory of every interval"""
     full: Ints
+    """[2, L+1, L+1] bytes, by (state, i, l): the memory from which it is stored whole"""
     fastest: Ints
+    """[L] the fastest option of every stage, among all options"""
     kinds: Ints
+    """[L] a number for every stage; stages that cost the same have the same"""
     period: int
     """After how many stages most of the chain repeats itself; 0 if it does not."""
 
     @classmethod
     def of(cls, chain: Chain) -> Problem:
-        from rotor_solver.persistent import kernels
+        from rotor_solver import least_memory
+        from rotor_solver.persistent import layout
 
         stored = store_all(chain).lower_bound
         assert stored is not None
         costs = costs_of(chain)
         fastest = fastest_options(costs)
-        least, full = kernels.least_memory(costs), kernels.full_memory(costs, fastest)
+        least, full = least_memory.least_memory(costs), layout.full_memory(costs, fastest)
         kinds = kinds_of(chain)
         return cls(chain, stored, costs, least, full, fastest, kinds, period_of(kinds))
 
@@ -74,9 +83,9 @@ class Problem:
 
 @dataclass(slots=True)
 class Table:
-    """The table for `room` bytes, in slots of `unit` bytes, of all plans that take up to `scale` seconds longer.
+    """The table for `room` bytes, of all plans that take up to `scale` seconds longer than storing everything.
 
-    Stages from i on are known to take at least later[i] seconds longer. Empty until `fill`.
+    It is laid out when it is made, so that its size is known before its memory is taken. Empty until `fill`.
     """
 
     problem: Problem
@@ -86,13 +95,17 @@ class Table:
     grid: Grid
     rows: Rows
     size: int
+    """numbers in it"""
     owner: Ints | None
+    """[rows] the row whose numbers a row shares; None where every row has its own"""
     guess: float
     """Pairs of slots that will be looked at, roughly."""
     windowed: bool = False
     """Whether only windows of it were filled: it then says less about the parts of the chain."""
     values: Any = None
+    """[size] the numbers: `flat` of the kernels"""
     pairs: int = 0
+    """Pairs of slots that were looked at."""
 
     @classmethod
     def of(
@@ -107,12 +120,13 @@ class Table:
         spacing: Spacing | None = None,
         windows: Windows | None = None,
     ) -> Table:
-        """`exact` says that all sizes are whole numbers of units; else the unit may be made to fit them better.
+        """Lay out a table in slots of about `unit` bytes.
 
-        All intervals have rows unless `spacing` says which. `windows` are those of a table of plans that take longer,
-        or as long.
+        `exact` says that all sizes are whole numbers of units; else the unit may be made to fit them better. Stages
+        from i on are known to take at least later[i] seconds longer than stored. All intervals have rows unless
+        `spacing` says which. `windows` are those of a table of plans that take as long, or longer.
         """
-        from rotor_solver.persistent import kernels
+        from rotor_solver.persistent import layout
 
         costs, kinds = problem.costs, problem.kinds
         if problem.period and not exact:
@@ -127,12 +141,13 @@ class Table:
         shared = different <= _FEW
         windowed, everywhere = windows is not None, Windows.everything(len(grid.place), len(kinds))
         windows = (windows or everywhere)._replace(outside=(windows or everywhere).outside / scale)
-        bounds = kernels.bounds(problem.least, problem.full, scaled, grid, later / scale, windows, _CUT)
+        bounds = layout.bounds(problem.least, problem.full, scaled, grid, later / scale, windows, _CUT)
         rows, size = rows_of(bounds, owner if shared else everyone, grid.width)
         guess = _LOOKED_AT * _pairs(grid, rows) * (different if shared else 1.0)
         return cls(problem, room, scale, scaled, grid, rows, size, owner if shared else None, guess, windowed)
 
     def fill(self) -> None:
+        """Compute all numbers."""
         from rotor_solver.persistent import kernels
 
         double = self.size * len(self.grid.band) <= _DOUBLE
@@ -154,9 +169,9 @@ class Table:
             kernels.fill_tails_in_parallel(*arguments)
 
     def _portions(self, block: int) -> Iterator[tuple[int, int]]:
-        """The distances of stages in blocks, in portions of about the same work if somebody watches; else all at once.
+        """The distances between blocks of stages, in portions of about the same work if somebody watches; else at once.
 
-        What the rows of intervals to the loss need is not counted.
+        The work for intervals to the loss is not counted.
         """
         progress, blocks = watcher(), -(-len(self.grid.band) // block)
         if progress is None:
@@ -183,50 +198,51 @@ class Table:
         return np.bincount(distance, numbers * (last - first + 1.0), minlength=blocks).astype(np.int64)[:blocks]
 
     def lower_bound(self, room: int) -> float:
-        """No persistent plan within `room` bytes takes less than this longer; at most `scale`. Seconds."""
+        """Seconds, at most `scale`, by which every persistent plan within `room` bytes is slower than storing all."""
         return self._read(0, -(-(room - int(self.grid.offset[0])) // self.grid.unit))
 
     def later(self) -> Floats:
-        """[L+1] what the stages from i on take longer, at least, whatever the others do. Seconds."""
+        """[L+1] seconds by which the stages from i on take longer than stored, at least, whatever the others do."""
         return np.array([self._read(node, self.grid.width - 1) for node in self.grid.node[0].tolist()])
 
     def _read(self, node: int, slot: int) -> float:
-        from rotor_solver.persistent import kernels
+        from rotor_solver.persistent import reading
 
         row = self.grid.tail + node
         if slot < self.rows.begin[row]:
             return self.scale
-        found = float(kernels.value_of(self.values, self.rows, row, slot))
+        found = float(reading.value_of(self.values, self.rows, row, slot))
         # Sums in another order differ in their last digits; the bound has to hold for all of them.
         epsilon = 2.0**-52 if self.values.dtype == np.float64 else 2.0**-23
         length = len(self.grid.band)
         return min(1.0, found) * self.scale * (1 - (2 * length + 8) * epsilon - 1e-12 * length)
 
     def windows(self, overhead: float) -> Windows:
-        """Where the intervals of plans lie that take up to `overhead` seconds longer than storing everything."""
-        from rotor_solver.persistent import kernels
+        """The windows of plans that take up to `overhead` seconds longer than storing everything."""
+        from rotor_solver.persistent.windows import spread, windows_of
 
         grid = self.grid
         owner = np.arange(len(self.rows.begin)) if self.owner is None else self.owner
         cut = _CUT * min(1.0, overhead / self.scale)
-        low, high, outside = kernels.windows_of(self.values, self.rows, owner, self.costs, grid, cut)
+        low, high, outside = windows_of(self.values, self.rows, owner, self.costs, grid, cut)
         whole = (high > self.rows.high) & np.isfinite(outside)
         offset = grid.offset[nodes_of(grid)]
+        # A slot stands for all bytes from the slot before on: real memory was rounded up to it.
         least = np.maximum(0, (low - 1) * grid.unit + offset + 1)
         most = np.where(whole, ANYTHING, (high - 1) * grid.unit + offset)
-        return Windows(*kernels.spread(grid, least, most, outside * self.scale))
+        return Windows(*spread(grid, least, most, outside * self.scale))
 
     def sequence(self, room: int, enough: float) -> tuple[Sequence | None, float]:
-        """A good sequence within `room` bytes, and the seconds that it takes longer; None if not less than `enough`.
+        """A good sequence within `room` bytes, at least `problem.needed`, and the seconds that it takes longer.
 
-        `room` is at least `problem.needed`.
+        None, and `enough`, if it would not take less than `enough` seconds longer.
         """
-        from rotor_solver.persistent import kernels
+        from rotor_solver.persistent import reading
 
         best, found = enough / self.scale, None
         tables = (self.values, self.rows, self.problem.least, self.problem.full, self.costs, self.grid)
         for blend in _BLENDS:
-            choices, seconds = kernels.descend(*tables, _CUT, room, blend, best)
+            choices, seconds = reading.descend(*tables, _CUT, room, blend, best)
             if seconds < best:
                 best, found = seconds, choices
         if found is None:

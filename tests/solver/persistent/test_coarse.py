@@ -6,14 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, recompute_all, simulate, solve, store_all
-from rotor_solver.persistent.coarse import coarse_chain, even_groups, fine_sequence
+from rotor_solver.persistent.coarse import coarse_chain, fine_sequence
+from rotor_solver.segments import even_segments
 from tests.solver.strategies import rich_chains
 
 
 @settings(max_examples=200, deadline=None)
 @given(rich_chains(max_stages=8), st.integers(1, 8), st.integers(0, 60))
 def test_a_coarse_sequence_fits_whenever_it_seems_to(chain: Chain, count: int, more: int) -> None:
-    groups = even_groups(len(chain), count)
+    groups = even_segments(len(chain), count)
     coarse = coarse_chain(chain, groups)
     least = recompute_all(coarse)
     middle = solve(coarse, simulate(coarse, least).peak + more)

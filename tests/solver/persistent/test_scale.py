@@ -127,11 +127,12 @@ def test_groups_of_stages_only_make_it_faster(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_coarse_chains_promise_is_true_of_the_chain_itself() -> None:
-    from rotor_solver.persistent.coarse import coarse_chain, even_groups, fine_sequence
+    from rotor_solver.persistent.coarse import coarse_chain, fine_sequence
+    from rotor_solver.segments import even_segments
 
     chain = random_chain(23)
     for count in (1, 4, 7, 23):
-        groups = even_groups(23, count)
+        groups = even_segments(23, count)
         coarse = coarse_chain(chain, groups)
         for limit in np.linspace(min_bytes(coarse), simulate(coarse, store_all(coarse)).peak, 5).astype(int).tolist():
             sequence = solve(coarse, limit)

@@ -1,0 +1,112 @@
+"""The least memory in which the backward of every interval of a chain can be done: kernels.
+
+It is exact, in bytes: it says which limits are refused, where rows of a table begin, and which choices are open while a
+sequence is read off. `costs` is an `arrays.Costs`. The interval [i, l] has two states, as in `persistent.kernels`: in
+state 0, a_i stands alone; in state 1, it lies in the ā_i of the stage before. A choice for an interval is coded as an
+integer: k ≥ 0 is option k of stage i, j < 0 is the checkpoint at a_{-j}.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from rotor_solver.compiled import compiled
+
+INFINITE = np.int64(2**62)
+"""More than any need, and small enough that a size can be added to it."""
+MANY = 300
+"""Stages from which all cores are used; a guess. Another reason for one core is Numba's own threading layer, the
+only one that is always there, ends the process if two threads use it at once."""
+
+
+@compiled(makes_arrays=True)
+def least_memory(costs: Any) -> np.ndarray:
+    """[2, L+1, L+1] the least m, in bytes, for which Opt(i, l, m) is finite, by (state, i, l).
+
+    The recurrence is that of `persistent.kernels.fill`, with "least m" for "least time". O(L³) time, O(L²) memory.
+    """
+    length = len(costs.activation) - 1
+    least = np.full((2, length + 1, length + 1), INFINITE, np.int64)
+    # [L+1, L+1] |a_j| + least[0, j, l], by (l, j): the need of what follows a checkpoint. Transposed, so that the loop
+    # over j in `least_of_checkpoints` reads both of its operands from consecutive addresses.
+    kept = np.full((length + 1, length + 1), INFINITE, np.int64)
+    least[:, length, length] = costs.loss_need
+    kept[length, length] = costs.loss_need + costs.activation[length]
+    if length < MANY:
+        for distance in range(length + 1):
+            for i in range(min(length, length + 1 - distance)):
+                least_of_interval(costs, least, kept, i, i + distance)
+    else:
+        for distance in range(length + 1):
+            least_of_distance(costs, least, kept, distance)
+    return least
+
+
+@compiled(parallel=True)
+def least_of_distance(costs: Any, least: np.ndarray, kept: np.ndarray, distance: int) -> None:
+    """Complete the intervals [i, i + distance], on all cores: none of them needs another one."""
+    length = len(costs.activation) - 1
+    for i in prange(min(length, length + 1 - distance)):
+        least_of_interval(costs, least, kept, i, i + distance)
+
+
+@compiled()
+def least_of_interval(costs: Any, least: np.ndarray, kept: np.ndarray, i: int, last: int) -> None:
+    """Complete least[:, i, last] and kept[last, i], i < L, where those of all shorter intervals are complete."""
+    length = len(costs.activation) - 1
+    row = 0 if last == length else 1
+    base = costs.base[last]
+    for state in range(2):
+        if state == 1 and costs.released[0, i] == costs.released[1, i]:
+            least[1, i, last] = least[0, i, last]  # the states differ in nothing but what is freed of a_i
+            continue
+        best = INFINITE
+        for k in range(costs.first[i], costs.first[i + 1]):
+            need = max(base + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
+            if last > i:
+                need = max(need, costs.taken[state, k] + least[1, i + 1, last])
+            best = min(best, need)
+        least[state, i, last] = min(best, least_of_checkpoints(costs.check_need, kept, least[state], base, i, last))
+    kept[last, i] = costs.activation[i] + least[0, i, last]
+
+
+@compiled()
+def least_of_checkpoints(
+    checks: np.ndarray, rights: np.ndarray, lefts: np.ndarray, base: int, i: int, last: int
+) -> int:
+    """The least memory for [i, last] with any checkpoint: a loop that compilers turn into vector instructions.
+
+    The three arrays are [L+1, L+1]: `costs.check_need` by (i, j), `kept` by (l, j), one state of `least` by (i, l).
+    """
+    # Unsigned indices: with signed ones, Numba asks at every access whether to count from the end of the array, and
+    # the loop is no longer one that can be vectorised.
+    begin, end, before, one = np.uintp(i), np.uintp(last), np.uintp(i), np.uintp(1)
+    best = INFINITE
+    for each in range(last - i):
+        before = begin + np.uintp(each)  # j - 1, for the checkpoint at a_j
+        need, right, left = base + checks[begin, before + one], rights[end, before + one], lefts[begin, before]
+        need = right if right > need else need
+        need = left if left > need else need
+        best = need if need < best else best
+    return int(best)
+
+
+@compiled()
+def least_choice(costs: Any, least: np.ndarray, state: int, i: int, last: int) -> int:
+    """A choice that attains `least[state, i, last]`, i < L."""
+    length = len(costs.activation) - 1
+    row = 0 if last == length else 1
+    for k in range(costs.first[i], costs.first[i + 1]):
+        need = max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
+        if last > i:
+            need = max(need, costs.taken[state, k] + least[1, i + 1, last])
+        if need <= least[state, i, last]:
+            return int(k - costs.first[i])
+    for j in range(i + 1, last + 1):
+        need = max(costs.base[last] + costs.check_need[i, j], costs.activation[j] + least[0, j, last])
+        if max(need, least[state, i, j - 1]) <= least[state, i, last]:
+            return -j
+    return 0
