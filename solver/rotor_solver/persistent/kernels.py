@@ -80,8 +80,8 @@ CHUNK = 32
 """Slots to a mark; a chunk begins at a multiple of it. Measured like BLOCK: 0.23 and 0.83 seconds with 16, 0.24 and
 0.83 with 32. It hardly matters; with 32 there are half as many marks."""
 LANES = 32
-"""Inner loops run a multiple of so many times, so that vector instructions leave nothing over. A guess: compilers unroll
-such loops to a few vectors, of 4 to 16 numbers each."""
+"""Inner loops run a multiple of so many times, so that vector instructions leave nothing over. A guess: compilers turn
+such loops into a few vectors, of 4 to 16 numbers each."""
 BEYOND = CHUNK + LANES
 """Copies of `final` after the last chunk of a row, in which inner loops may run past its end. What they read there is
 true. What they write there is overwritten before it is read: `continue_row` completes the row."""
