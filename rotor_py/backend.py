@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from rotor_profiling import tensors_in
+from rotor_profiling.devices import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph_stage import in_context
 from rotor_py.capture.run_graph import run_graph
@@ -74,8 +75,7 @@ class _Planner:
 
     def _plan(self, graph: CapturedGraph, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
         tensors = tensors_in(arguments)
-        devices = sorted({t.device for t in tensors if t.device.type != "cpu"}, key=str)
-        device = devices[0] if devices else torch.device("cpu")
+        device = next(iter(accelerators(t.device for t in tensors)), torch.device("cpu"))
         fresh = bool(self.options["fresh_grads"])
         self.cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
         measurement = measure(

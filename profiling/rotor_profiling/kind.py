@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -10,9 +11,32 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 
+class HasKind(ABC):
+    """A module that says itself when it does the same as another one.
+
+    The attributes of generated code differ from piece to piece even where the code is the same. Whoever generates it
+    knows better.
+    """
+
+    @abstractmethod
+    def kind(self, value: Any) -> Hashable:
+        """A key that is equal for modules that do the same with parameters and buffers that look the same.
+
+        `value` is the input of the stage that the module is a part of. The key should depend on what of it the module
+        reads, and not on what it only hands on.
+        """
+
+
 def stage_kind(function: Callable[..., Any], value: Any) -> Hashable:
-    """A key that is equal for stages that cost the same. Anything that cannot be compared makes a kind of its own."""
-    return _function_kind(function), value_kind(_relevant(function, value))
+    """A key that is equal for stages that cost the same on `value`.
+
+    Anything that cannot be compared makes a kind of its own: measuring once too often is better than once too few.
+    """
+    if not isinstance(function, nn.Module):
+        return id(function), value_kind(value)
+    described = [module for module in function.modules() if isinstance(module, HasKind)]
+    read = tuple(module.kind(value) for module in described) if described else value_kind(value)
+    return _module_kind(function), read
 
 
 def value_kind(value: Any) -> Hashable:
@@ -21,23 +45,9 @@ def value_kind(value: Any) -> Hashable:
     return str(spec), tuple(_plain(leaf) for leaf in leaves)
 
 
-def _relevant(function: Callable[..., Any], value: Any) -> Any:
-    """`value`, without what the modules of `function` only hand on, where they say what that is."""
-    if not isinstance(function, nn.Module):
-        return value
-    found: list[Any] = [module for module in function.modules() if hasattr(module, "relevant")]
-    return (found[0].divided(value)[0], *(module.relevant(value) for module in found)) if found else value
-
-
-def _function_kind(function: Callable[..., Any]) -> Hashable:
-    return _module_kind(function) if isinstance(function, nn.Module) else id(function)
-
-
 def _module_kind(module: nn.Module) -> Hashable:
-    """A module that says what it does in a `signature` is compared by that, and by its parameters and buffers."""
-    signature = getattr(module, "signature", None)
-    if signature is not None and isinstance(signature, Hashable):
-        return signature, tuple(map(_plain, module.parameters())), tuple(map(_plain, module.buffers()))
+    if isinstance(module, HasKind):
+        return type(module), tuple(map(_plain, module.parameters())), tuple(map(_plain, module.buffers()))
     own = tuple((key, _attribute(value)) for key, value in sorted(vars(module).items()))
     return type(module), own, tuple((name, _module_kind(child)) for name, child in module.named_children())
 
@@ -57,4 +67,4 @@ def _plain(value: Any) -> Hashable:
         return value
     if isinstance(value, set | frozenset) and all(isinstance(item, str) for item in value):
         return tuple(sorted(value))
-    return id(value)
+    return id(value)  # an object of whose state nothing is known, a hook for instance

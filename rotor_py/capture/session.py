@@ -25,7 +25,7 @@ from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, cut_layers, joined
 from rotor_py.measure.measurement import Measurement, Progress, measure
-from rotor_py.stage.traits import remember, traits_of
+from rotor_py.stage.graph_effects import recall_effects, remember_effects
 from rotor_py.units import format_bytes
 from rotor_solver import simulate, store_all
 
@@ -284,7 +284,7 @@ def _cut_like(main: _Part, layers: list[Layer]) -> Cut:
         )
     stages = tuple(joined([(name, found[name]) for name in group]) for group in main.cut.groups())
     for (_, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
-        remember(stage, traits_of(measured))
+        remember_effects(stage, recall_effects(measured))
     return Cut(tuple((name, found[name]) for name, _ in main.cut.prefix), stages)
 
 

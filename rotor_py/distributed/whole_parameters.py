@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,10 +47,11 @@ def as_left(model: nn.Module, output: Any) -> Any:
 
 
 @contextmanager
-def gathered(function: Any) -> Iterator[None]:
+def gathered(function: Any, groups: Iterable[ShardGroup] = ()) -> Iterator[None]:
     """Run a stage as one that is not sharded: with whole parameters, and without the hooks that would gather them.
 
-    All processes have to enter this context together.
+    All processes have to enter this context together. `groups` are those that a stage of a captured graph uses: their
+    parameters come in the dtypes in which the groups gather them.
     """
     modules = list(function.modules()) if isinstance(function, nn.Module) else []
     if not any(isinstance(module, FSDPModule) for module in modules) and not any(
@@ -64,7 +65,7 @@ def gathered(function: Any) -> Iterator[None]:
         for name in _TABLES
         if isinstance(module, FSDPModule)
     ]
-    dtypes = {id(each.sharded): each.dtype for group in _captured_with(modules) for each in group.parameters}
+    dtypes = {id(each.sharded): each.dtype for group in groups for each in group.parameters}
     whole: dict[int, nn.Parameter] = {}
     slots = [(module._parameters, name, p) for module in modules for name, p in module._parameters.items()]
     for _, _, parameter in slots:
@@ -82,12 +83,6 @@ def gathered(function: Any) -> Iterator[None]:
             table[name] = parameter
         for table, kept in hooks:
             table.update(kept)
-
-
-def _captured_with(modules: list[nn.Module]) -> list[ShardGroup]:
-    """The groups that the stages of a captured graph say they use."""
-    found = [group for module in modules for group in getattr(module, "groups", ())]
-    return [group for group in dict.fromkeys(found) if isinstance(group, ShardGroup)]
 
 
 def _own_group(model: nn.Module) -> ShardGroup | None:

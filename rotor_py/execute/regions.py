@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rotor_py.distributed.gathering import gathered_again
+from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
@@ -101,6 +102,6 @@ def _run(
         else:
             function = runners[item].function
             restored = known[item].restored(function, graph=torch.is_grad_enabled(), alike=True)
-            with restored, gathered_again(function):
+            with restored, gathered_again(function, offers_of(function).begun):
                 value = runners[item].forward(value)
     return value

@@ -41,7 +41,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from rotor_profiling.storage import tensors_in
 from rotor_py.execute.program import Program, Step, program
 from rotor_py.execute.store import ActivationStore
-from rotor_py.stage.runner import AttachedStage, StageRunner
+from rotor_py.stage.attached import AttachedStage
+from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
 from rotor_solver import Backward, ForwardEnable, Sequence
 
@@ -289,5 +290,5 @@ def _without_gradient(runner: StageRunner, value: Any, output: Any) -> list[torc
     Those that the stage passes on as they came, and those that are known for it.
     """
     passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
-    known = runner.traits.without_gradient
+    known = runner.effects.without_gradient
     return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]

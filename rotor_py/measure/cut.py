@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map_only
 from rotor_profiling import isolated, storages, tensors_in
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.errors import UnsupportedModelError
-from rotor_py.stage.faults import During
+from rotor_py.stage.activity import During
+from rotor_py.stage.protocol import offers_of
 
 Layer = tuple[str, nn.Module]
 JOINT = "+"
@@ -124,7 +125,12 @@ def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tupl
     """The output of a layer, whether it wrote into its input, and whether its output lies in its input's memory."""
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
-    with During("first run, to measure it,", name), gathered(module), isolated(module, device), torch.no_grad():
+    with (
+        During("first run, to measure it,", name),
+        gathered(module, offers_of(module).groups),
+        isolated(module, device),
+        torch.no_grad(),
+    ):
         output = module(value)
     outputs = tensors_in(output)
     if not outputs:
@@ -143,11 +149,3 @@ def joined(group: list[Layer]) -> Layer:
     if len(group) == 1:
         return group[0]
     return JOINT.join(name for name, _ in group), nn.Sequential(*(module for _, module in group))
-
-
-def carried_by(stage: nn.Module) -> dict[str, int]:
-    """The tensors that a stage of a captured graph hands on beside the chain: name, and position in its output."""
-    if isinstance(stage, nn.Sequential) and len(stage):
-        return carried_by(stage[-1])
-    carried = getattr(stage, "carried", None)
-    return carried if isinstance(carried, dict) else {}

@@ -26,12 +26,12 @@ from rotor_profiling import (
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import median_seconds
 from rotor_py.distributed.whole_parameters import gathered
-from rotor_py.measure.cut import Cut, carried_by
-from rotor_py.stage.faults import During
-from rotor_py.stage.partial_saving import partial_forward
+from rotor_py.measure.cut import Cut
+from rotor_py.stage.activity import During
+from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
+from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import moving_buffers
-from rotor_py.stage.traits import StageTraits, find_out, remember
 from rotor_solver import Chain, Option, Stage
 
 Progress = Callable[[int, int, str], None]
@@ -173,27 +173,27 @@ def measure(
     spans: dict[str, Carried] = {}
     carried: dict[str, int] = {}
     known: dict[Hashable, tuple[StageCost, ...]] = {}
-    traits: dict[Hashable, StageTraits] = {}
+    effects: dict[Hashable, GraphEffects] = {}
     costs: list[StageCost] = []
     in_part: list[StageCost | None] = []
     for position, (name, function) in enumerate(cut.stages):
         if progress is not None:
             progress(position, len(cut.stages), name)
-        with gathered(function):
+        with gathered(function, offers_of(function).groups):
             parameters = storages(trained_parameters(function)).keys()
             last = position == len(cut.stages) - 1
             beside = list(storages(tensors_in(value)[i] for i in carried.values()))
-            entering, carried = carried, carried_by(function)
+            entering, carried = carried, dict(offers_of(function).carried)
             apart = tuple({*carried.values(), *(silent if last else ())})
             kind = (stage_kind(function, value), held, last, apart)
-            if kind not in traits:
+            if kind not in effects:
                 with During("measuring", name):
-                    traits[kind] = find_out(function, value, device)
-            remember(function, traits[kind])
+                    effects[kind] = find_effects(function, value, device)
+            remember_effects(function, effects[kind])
             runner = StageRunner(function, name, preserve_rng_state)
             if kind not in known:
                 known[kind] = measure_options(
-                    (runner, *([runner.by(1)] if partial_forward(function) is not None else [])),
+                    (runner, *([runner.by(1)] if runner.can_be_partial else [])),
                     value,
                     device=device,
                     input_bytes=held,
@@ -250,7 +250,7 @@ def _through_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, Pr
         return value, None
     modules = torch.nn.Sequential(*(module for _, module in cut.prefix))
     value = tree_map_only(torch.Tensor, torch.clone, value)  # a layer may write into it
-    with gathered(modules), isolated(modules, device), torch.no_grad():
+    with gathered(modules, offers_of(modules).groups), isolated(modules, device), torch.no_grad():
         modules(value)
         with memory_meter(device) as meter:
             output = modules(value)

@@ -12,7 +12,7 @@ from typing import Any
 from rotor_profiling import OptimizerCost
 from rotor_py.plan.input_spec import same_kind
 from rotor_py.plan.model_state import ModelState
-from rotor_py.stage.traits import remember, traits_of
+from rotor_py.stage.graph_effects import recall_effects, remember_effects
 
 _MOST = 8
 """Kinds that are kept beside the one in use; the one that has waited longest goes first."""
@@ -37,7 +37,7 @@ class Kinds:
         made = {name: getattr(planned, name) for name in _MADE}
         if made["_cut"] is not None:
             self.drop(made["_state"], made["_value"])
-            self._waiting.append({**made, "traits": [traits_of(function) for function in made["functions"]]})
+            self._waiting.append({**made, "traits": [recall_effects(function) for function in made["functions"]]})
         self._waiting = [made for made in self._waiting if made["_state"].same_layers(state)][-_MOST:]
 
     def drop(self, state: ModelState, spec: Any) -> None:
@@ -57,7 +57,7 @@ class Kinds:
         for name in _MADE:
             setattr(planned, name, found[name])
         for function, traits in zip(planned.functions, found["traits"], strict=True):
-            remember(function, traits)
+            remember_effects(function, traits)
         grown = planned.budget.with_gradients_of(planned._core, planned.device, fresh=planned._fresh_grads)
         if found["_solved_for"] != (planned.mem_limit, planned.mem_slots) or grown != planned.budget:
             planned.budget, planned.sequence = grown, None

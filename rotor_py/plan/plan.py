@@ -19,7 +19,7 @@ from rotor_py.execute.program import program
 from rotor_py.measure.cut import JOINT, Cut, Layer, joined, layers
 from rotor_py.plan.fingerprint import refuse_difference, refuse_other_input
 from rotor_py.plan.plan_costs import PlanCosts
-from rotor_py.stage.traits import StageTraits, remember
+from rotor_py.stage.graph_effects import GraphEffects, remember_effects
 from rotor_solver import Sequence
 
 SCHEMA = 4
@@ -40,7 +40,7 @@ class Plan:
     input: dict[str, Any]
     prefix: list[str]
     stages: list[list[str]]
-    traits: list[StageTraits]
+    traits: list[GraphEffects]
     sequence: Sequence
     mem_limit: int
     peak_bytes: int
@@ -127,7 +127,7 @@ class Plan:
             raise PlanMismatchError("the order of layers", ", ".join(planned), ", ".join(found))
         stages = tuple(joined([(name, found[name]) for name in group]) for group in self.stages)
         for (_, function), traits in zip(stages, self.traits, strict=True):
-            remember(function, traits)
+            remember_effects(function, traits)
         return Cut(tuple((name, found[name]) for name in self.prefix), stages)
 
     def refuse_other(self, *, model: dict[str, Any] | None = None, value: dict[str, Any] | None = None) -> None:
@@ -138,14 +138,14 @@ class Plan:
             refuse_other_input(self.input, value)
 
 
-def _traits(entries: list[Any]) -> list[StageTraits]:
+def _traits(entries: list[Any]) -> list[GraphEffects]:
     found = []
     for entry in entries:
         match entry:
             case {"graph_dependent": bool(dependent), "without_gradient": [*positions]} if all(
                 type(position) is int for position in positions
             ):
-                found.append(StageTraits(dependent, tuple(positions)))
+                found.append(GraphEffects(dependent, tuple(positions)))
             case _:
                 raise ValueError(f"the traits of a stage are {reprlib.repr(entry)}")
     return found

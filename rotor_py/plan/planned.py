@@ -33,7 +33,7 @@ from rotor_py.plan.optimizers import noticed_cost
 from rotor_py.plan.plan import Plan
 from rotor_py.plan.plan_costs import PlanCosts
 from rotor_py.report import Report
-from rotor_py.stage.traits import traits_of
+from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.transparent import Transparent, in_training
 from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, Chain, InfeasibleError, Persistent, Sequence, simulate, store_all
@@ -153,7 +153,7 @@ class Planned(Transparent):
             input=input_fingerprint(self._value, self.device),
             prefix=[name for name, _ in self._cut.prefix],
             stages=self._cut.groups(),
-            traits=[traits_of(function) for function in self.functions],
+            traits=[recall_effects(function) for function in self.functions],
             sequence=sequence,
             mem_limit=self._limit_bytes(self.mem_limit),
             peak_bytes=budget.peak_bytes(sequence),
