@@ -26,8 +26,9 @@ from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut, cut, is_chain
-from rotor_py.measure.measurement import Measurement, Progress, measure
+from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import planning
+from rotor_py.measure.stages import measure
 from rotor_py.plan.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.plan.input_spec import covers, gradients_of, reaches, same_kind, spec_of, words
 from rotor_py.plan.kinds import Kinds
@@ -39,6 +40,7 @@ from rotor_py.report.progress import progress_bar
 from rotor_py.stage.runner import StageRunner
 from rotor_py.transparent import ModelsSignature, core_of, in_training, instead_of_forward
 from rotor_solver import Chain, Sequence
+from rotor_solver.progress import Progress
 
 _log = logging.getLogger("rotor_py")
 _MOST_PLANS = 16

@@ -24,10 +24,12 @@ from rotor_py.capture.saved_outside import Outside
 from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, cut_layers, joined
-from rotor_py.measure.measurement import Measurement, Progress, measure
+from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.stages import measure
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
 from rotor_py.units import format_bytes
 from rotor_solver import simulate, store_all
+from rotor_solver.progress import Progress
 
 _log = logging.getLogger("rotor_py")
 _FRAMES_HOLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)

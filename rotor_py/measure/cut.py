@@ -16,7 +16,9 @@ from rotor_py.stage.activity import During
 from rotor_py.stage.protocol import offers_of
 
 Layer = tuple[str, nn.Module]
+"""A module, and its dotted path in the model."""
 JOINT = "+"
+"""Between the names of layers that are one stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,17 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     """Cut `model` into stages by running it once on the input `value`, one layer at a time, without gradients.
 
     A layer that makes nothing new, because it writes into its input or returns a view of it, is joined to the layer
-    before it. Leading layers that have nothing to train and get no gradient are the prefix.
+    before it: its input would be no checkpoint to run it from, or one that is in memory anyway. Leading layers that
+    have nothing to train and get no gradient are the prefix.
+
+    UnsupportedModelError if `model` is no nesting of `nn.Sequential`, if it has nothing to train, or if a layer cannot
+    be run again with the same numbers.
     """
     return cut_layers(layers(model), value, device)
 
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
-    """`cut`, for layers that follow each other."""
+    """`cut`, for layers that are given in the order in which they run. It raises the same errors."""
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     leading = 0 if needs_gradient else next((i for i, (_, m) in enumerate(found) if _trains(m)), len(found))
     if leading == len(found):
@@ -107,7 +113,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
 def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> None:
     """UnsupportedModelError for recurrent layers on CUDA with dropout between them.
 
-    cuDNN draws it from a state that nobody can set back: run again, the layer might drop something else.
+    cuDNN draws its random numbers from a state that nobody can set back. Run again, the layer would drop other values.
     """
     if device.type != "cuda" or not torch.backends.cudnn.enabled:
         return

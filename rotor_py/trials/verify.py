@@ -15,9 +15,9 @@ from torch import nn
 from rotor_cli.facts import Verified
 from rotor_profiling import RandomState, measured_peak, tensors_in
 from rotor_py import Checkpointable
-from rotor_py.measure.measurement import Progress
 from rotor_py.trials.operations import Ran, measured_operations
 from rotor_solver import Sequence
+from rotor_solver.progress import Progress
 
 _TIMED_STEPS = 3
 
