@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from rotor_profiling import tensors_in, value_kind
 from rotor_profiling.devices import accelerators
-from rotor_profiling.kind import HasKind
+from rotor_profiling.stage.kind import HasKind
 from rotor_py.capture.cut_points import Cuts
 from rotor_py.capture.emitter import Emitter
 from rotor_py.capture.graph_facts import Facts, tensors_of

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.memory import memory_meter
-from rotor_profiling.stage import leaves_of
+from rotor_profiling.stage.gradients import leaves_of
 from rotor_py import Checkpointable
 from rotor_py.capture.graph_stage import GraphStage
 from rotor_py.capture.min_cut import _CHEAP, _cut, _memory_read, _saved, _size, find_saved_part
