@@ -1,9 +1,9 @@
 """A sequence as regions of `torch.utils.checkpoint`, one inside the other.
 
 A memory-persistent sequence is such a nesting: `CF_i, Fn_{i+1}, …, Fn_{j-1}` opens the region of stages i … j-1, which
-is run again just before its backward, when part of it may again be a region. The engine sees the operators themselves,
-not a node of ours, so what hooks modules and their parameters goes on working: `fully_shard` gathers parameters before
-a stage runs, and again before it goes backward.
+is run again just before its backward, when part of it may again be a region. The engine sees the operators themselves
+and no node of ours, so what hooks modules and parameters goes on working: `fully_shard` gathers parameters before a
+stage runs, and again before it goes backward. That is why these models are not replayed by a tape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, L
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Stages that are run again, in the backward, from the input of the first: stages and regions, in order."""
+    """Stages that are run again in the backward, from the input of the first: stages and regions, in order."""
 
     items: tuple[int | Region, ...]
 
