@@ -36,7 +36,7 @@ def regions(sequence: Sequence) -> tuple[int | Region, ...]:
     """
     items, rest = _items(list(sequence))
     if rest:
-        raise ValueError(f"the sequence is no nesting of regions: {rest[0]} comes where no region is open")
+        raise ValueError(f"the sequence is not a nesting of regions: {rest[0]} comes where no region is open")
     return items
 
 
@@ -53,21 +53,21 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
             case ForwardNograd(stage) if found and not found[-1][2] and found[-1][1] == stage:
                 found[-1] = (found[-1][0], stage + 1, False)
             case other:
-                raise ValueError(f"the sequence is no nesting of regions: {other} follows no ForwardCheck")
+                raise ValueError(f"the sequence is not a nesting of regions: {other} follows no ForwardCheck")
         at += 1
     rest = operations[at + 1 :] if operations[at : at + 1] == [Loss()] else operations[at:]
     items: list[int | Region] = []
     for first, stop, attached in reversed(found):
         if attached:
             if not rest or rest[0] != Backward(first):
-                raise ValueError(f"the sequence is no nesting of regions: no {Backward(first)} where it has to be")
+                raise ValueError(f"the sequence is not a nesting of regions: no {Backward(first)} where it has to be")
             items.append(first)
             rest = rest[1:]
         else:
             inside, rest = _items(rest)
             if _stages(inside) != list(range(first, stop)):
                 raise ValueError(
-                    f"the sequence is no nesting of regions: stages {first} to {stop - 1} do not come back"
+                    f"the sequence is not a nesting of regions: stages {first} to {stop - 1} do not come back"
                 )
             items.append(Region(inside))
     return tuple(reversed(items)), rest

@@ -75,8 +75,8 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     """Cut `model` into stages by running it once on the input `value`, one layer at a time, without gradients.
 
     A layer that makes nothing new, because it writes into its input or returns a view of it, is joined to the layer
-    before it: its input would be no checkpoint to run it from, or one that is in memory anyway. Leading layers that
-    have nothing to train and get no gradient are the prefix.
+    before it. It could not be run again from an input that it overwrites, and to free an input of which its output is
+    a view would free nothing. Leading layers that have nothing to train and get no gradient are the prefix.
 
     UnsupportedModelError if `model` is no nesting of `nn.Sequential`, if it has nothing to train, or if a layer cannot
     be run again with the same numbers.

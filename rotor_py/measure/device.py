@@ -10,13 +10,15 @@ import torch
 from rotor_py.units import parse_bytes
 
 DEFAULT_SHARE = 0.9
-"""Of what the device can give this process, the part that is used where no limit is set."""
+"""Of what the device can give this process, the part that is used where no limit is set. A guess: the tenth is for
+fragmentation, which no plan knows of."""
 
 
 def limit_bytes(limit: int | str | None, device: torch.device) -> int:
     """The bytes that a limit stands for on `device`: a number of bytes, `4GB`, `512MiB`, or `80%` of all its memory.
 
-    None stands for 90 % of what the device can give this process now. ValueError, in one sentence, for anything else.
+    None stands for 90 % of what the device can give this process now. ValueError for anything else, and for a limit
+    that is not above zero.
     """
     if limit is None:
         return int(DEFAULT_SHARE * available_bytes(device))

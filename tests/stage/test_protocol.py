@@ -1,0 +1,72 @@
+"""What stages offer, alone and joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_py.measure.cut import joined
+from rotor_py.stage.protocol import Run, StageOffers, offers_of
+from rotor_py.stage.runner import StageRunner
+
+
+class Offering(nn.Module, StageOffers):
+    """A stage that hands on tensors and has two more ways to run."""
+
+    def __init__(self, group: Any, **carried: int) -> None:
+        super().__init__()
+        self.carried = carried
+        self.groups = self.begun = (group,)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value.exp()
+
+    def forward_skipping_output(self) -> Run | None:
+        return torch.zeros_like
+
+    def partial_forward(self, *, skip_output: bool = False) -> Run | None:
+        return torch.zeros_like if skip_output else torch.exp
+
+
+class Pretending(nn.Module):
+    """A layer of the user's with attributes that happen to have the names of offers."""
+
+    carried = groups = begun = ("mine",)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def partial_forward(self) -> str:
+        return "mine"
+
+    def forward_skipping_output(self) -> str:
+        return "mine"
+
+
+def test_layers_and_functions_offer_nothing_whatever_their_attributes_are_called() -> None:
+    for function in (torch.exp, nn.Linear(2, 2), Pretending(), nn.Sequential(), nn.Sequential(nn.ReLU(), Pretending())):
+        offers = offers_of(function)
+        assert (dict(offers.carried), offers.groups, offers.begun) == ({}, (), ())
+        assert offers.forward_skipping_output() is offers.partial_forward() is None
+        assert not StageRunner(function, "stage").can_be_partial
+
+
+def test_a_stage_offers_what_it_says() -> None:
+    stage = Offering("group", skip=1)
+    assert offers_of(stage) is stage
+    runner = StageRunner(stage, "stage")
+    assert runner.can_be_partial
+    assert runner.can_skip_output
+
+
+def test_joined_stages_carry_what_the_last_one_carries_and_use_the_groups_of_all() -> None:
+    stages = [("a", Offering("first", lost=0)), ("b", Offering("second", kept=2)), ("c", Offering("first", kept=1))]
+    name, stage = joined(stages)
+    offers = offers_of(stage)
+    assert name == "a+b+c"
+    assert dict(offers.carried) == {"kept": 1}
+    assert offers.groups == offers.begun == ("first", "second")
+    assert not StageRunner(stage, name).can_be_partial
+    assert not StageRunner(stage, name).can_skip_output
