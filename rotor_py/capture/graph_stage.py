@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from rotor_profiling import tensors_in, value_kind
@@ -31,8 +32,8 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     Its input and output are tuples of tensors and numbers: what is live there, and then what all stages share, of which
     this one reads those at the positions `reads`; the last stage does not hand it on. `signature` is equal for pieces
-    that do the same. `carried`, `groups` and `begun` are those of `StageOffers`; the graph of a `sharded` model has
-    groups, though this stage may use none.
+    that do the same. `carried` is what `StageOffers` says. In the graph of a `sharded` model, `groups` are those of the
+    parameters that it uses, and `begun` those of them whose modules begin before it.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         sharded: bool = False,
     ) -> None:
         super().__init__()
-        self.groups = groups
-        self.begun = begun
+        self._groups = groups
+        self._begun = begun
         self.body = body
         self.reads = reads
         self.shared = shared
@@ -65,6 +66,14 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
+
+    @property
+    def gathered_dtypes(self) -> Mapping[int, torch.dtype]:
+        return {id(each.sharded): each.dtype for group in self._groups for each in group.parameters}
+
+    def gather_begun(self) -> None:
+        for group in self._begun:
+            group.gather()
 
     def forward_skipping_output(self) -> Run | None:
         (graph,) = self._skipping_output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,18 +12,17 @@ from rotor_py.distributed.shard_groups import ShardGroup, groups_of
 
 
 @contextmanager
-def gathered_again(function: Any, begun: Iterable[ShardGroup] = ()) -> Iterator[None]:
+def gathered_again(function: Any) -> Iterator[None]:
     """Have the parameters of a stage whole that is run again in the backward, before that of its group begins.
 
-    `begun` are the groups whose modules have begun before a stage of a captured graph; where they end, the graph lets
-    go of them. PyTorch lets go of what a forward has gathered, but not of what it gathers while a backward runs: the
-    parameters of all stages that are run again one after the other would be there at once.
+    PyTorch lets go of what a forward has gathered, but not of what it gathers while a backward runs: the parameters of
+    all stages that are run again one after the other would be there at once.
     """
     if not isinstance(function, nn.Module):
         yield
         return
     hooked = groups_of(function)
-    for group in [*hooked, *begun]:
+    for group in hooked:
         group.gather()
     try:
         yield

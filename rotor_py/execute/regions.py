@@ -102,6 +102,7 @@ def _run(
         else:
             function = runners[item].function
             restored = known[item].restored(function, graph=torch.is_grad_enabled(), alike=True)
-            with restored, gathered_again(function, offers_of(function).begun):
+            with restored, gathered_again(function):
+                offers_of(function).gather_begun()
                 value = runners[item].forward(value)
     return value

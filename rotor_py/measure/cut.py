@@ -133,7 +133,7 @@ def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tupl
     before = [tensor._version for tensor in inputs]
     with (
         During("first run, to measure it,", name),
-        gathered(module, offers_of(module).groups),
+        gathered(module, offers_of(module).gathered_dtypes),
         isolated(module, device),
         torch.no_grad(),
     ):

@@ -123,7 +123,7 @@ class _ChainMeasurer:
         """Measure a stage on its input; return its output, the input of the next one."""
         name, function = self._stages[number]
         offers = offers_of(function)
-        with gathered(function, offers.groups):
+        with gathered(function, offers.gathered_dtypes):
             beside = self.carried.addresses(value)
             cost, *others = self._cost((name, function), value, beside, offers.carried, number == len(self._stages) - 1)
             self.costs.append(cost)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
-
-from rotor_py.distributed.shard_groups import ShardGroup
 
 Run = Callable[[Any], Any]
 """A way to run a stage: from its input to its output."""
@@ -24,10 +23,20 @@ class StageOffers:
 
     carried: Mapping[str, int] = MappingProxyType({})
     """The tensors of the output that are handed on beside the chain: name, and position among the output's tensors."""
-    groups: tuple[ShardGroup, ...] = ()
-    """The groups of sharded parameters that the stage uses."""
-    begun: tuple[ShardGroup, ...] = ()
-    """Those of `groups` whose modules begin before this stage, so that it does not gather them by itself."""
+
+    @property
+    def gathered_dtypes(self) -> Mapping[int, torch.dtype]:
+        """The dtypes in which sharded parameters of the stage are gathered, by the `id` of what a process has of them.
+
+        A layer that `fully_shard` was applied to gathers by its hooks, and needs no such offer.
+        """
+        return {}
+
+    def gather_begun(self) -> None:
+        """Gather the sharded parameters of modules that have begun before this stage.
+
+        The stage gathers the others when their modules begin in it, and lets go of all where their modules end.
+        """
 
     def forward_skipping_output(self) -> Run | None:
         """How to run the stage right before its backward, when nobody reads its output; None if that saves nothing.
@@ -51,11 +60,17 @@ class _Joined(StageOffers):
     """
 
     def __init__(self, parts: Iterable[StageOffers]) -> None:
-        found = list(parts)
-        self.groups = tuple(dict.fromkeys(group for part in found for group in part.groups))
-        self.begun = tuple(dict.fromkeys(group for part in found for group in part.begun))
-        if found:
-            self.carried = found[-1].carried  # the output is that of the last one
+        self._parts = list(parts)
+        if self._parts:
+            self.carried = self._parts[-1].carried  # the output is that of the last one
+
+    @property
+    def gathered_dtypes(self) -> Mapping[int, torch.dtype]:
+        return {key: dtype for part in self._parts for key, dtype in part.gathered_dtypes.items()}
+
+    def gather_begun(self) -> None:
+        for part in self._parts:
+            part.gather_begun()
 
 
 _NOTHING = StageOffers()
