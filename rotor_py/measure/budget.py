@@ -70,6 +70,7 @@ class Budget:
 
     def least_bytes(self) -> int:
         """The least limit for which there is a plan."""
+        # Storing all may be the least: it needs no snapshots, and recomputing may free less than they take.
         stored = self.peak_bytes(store_all(self.chain))
         return min(stored, max(self.floor_bytes, self.fixed.total + self.snapshot_bytes + min_bytes(self.chain)))
 
@@ -156,6 +157,7 @@ def make_budget(
         communication=communication,
         buckets=buckets,
     )
+    # The caller holds the batch and the output until the step ends, the optimizer's part included.
     prefix = measurement.prefix
     output_bytes = measurement.stages[-1].activation_bytes + measurement.held_bytes
     fresh = trained_bytes(model, device) if fresh_gradients else 0

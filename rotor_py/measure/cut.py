@@ -86,6 +86,7 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
     """`cut`, for layers that are given in the order in which they run. It raises the same errors."""
+    # An input with a gradient needs the backward of every layer, so that there is no prefix.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     leading = 0 if needs_gradient else next((i for i, (_, m) in enumerate(found) if _trains(m)), len(found))
     if leading == len(found):
@@ -141,6 +142,7 @@ def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tupl
     outputs = tensors_in(output)
     if not outputs:
         raise UnsupportedModelError(f"layer {name!r} returned no tensor, so nothing after it can be trained")
+    # Not by comparing values: a ReLU in place may happen to change nothing on this input.
     wrote = [tensor._version for tensor in inputs] != before
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output), wrote, made_nothing

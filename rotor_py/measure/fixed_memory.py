@@ -61,7 +61,7 @@ def count_fixed_memory(
     """
     parameters = list(model.parameters())
     sizes = storages(_on(device, parameters))
-    buffers = storage_bytes(_on(device, model.buffers()), owned_elsewhere=sizes)
+    buffers = storage_bytes(_on(device, model.buffers()), owned_elsewhere=sizes)  # some are views of parameters
     batch = storage_bytes(_on(device, tensors_in(sample)))
     accounted = sum(sizes.values()) + buffers + batch + (communication if buckets else 0)
     return FixedMemory(
@@ -81,6 +81,7 @@ def kept_gradient_bytes(model: nn.Module, device: torch.device, *, fresh: bool) 
     """Bytes of gradients that are there throughout the step: those left over of frozen parameters, and unless `fresh`,
     those of all trained ones.
     """
+    # zero_grad of an optimizer clears the gradients of its parameters, so those of frozen ones may stay for good.
     frozen = [p.grad for p in model.parameters() if p.grad is not None and not p.requires_grad]
     return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device))
 

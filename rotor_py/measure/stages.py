@@ -147,6 +147,7 @@ class _ChainMeasurer:
         name, function = stage
         silent = self._silent if last else ()
         apart = tuple({*carried.values(), *silent})
+        # The size of the input is not a matter of its shape alone: what is carried or owned does not count.
         kind = (stage_kind(function, value), self.activation_bytes, last, apart)
         if kind not in self._known:
             with During("measuring", name):
@@ -192,7 +193,7 @@ def _gradient_bytes(cut: Cut) -> tuple[int, ...]:
     the last of these stages.
     """
     seen: set[int] = set()
-    result = []
+    result = []  # from the last stage on, as the backward comes to them
     for _, function in reversed(cut.stages):
         new = [parameter for parameter in trained_parameters(function) if id(parameter) not in seen]
         seen.update(id(parameter) for parameter in new)

@@ -49,7 +49,7 @@ class AttachedStage:
         sources = [*self.inputs, *self.parameters]
         given = [(y, g) for y, g in zip(self.outputs, gradients, strict=True) if y is not None and g is not None]
         wanted: list[Any] = [source for source in sources if source is not None]
-        if not given or not wanted:
+        if not given or not wanted:  # torch.autograd.grad refuses both
             return [None] * len(sources)
         roots, arriving = [y for y, _ in given], [g for _, g in given]
         with During("backward", self.name):
@@ -102,6 +102,7 @@ def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
 
 def owners_of(value: Any) -> list[Any]:
     """What keeps the graph behind `value` alive. An edge alone does not, if its node is written in Python."""
+    # The node of a view, which holds the node before it, and no tensor.
     with torch.enable_grad():
         return [tensor.view_as(tensor).grad_fn for tensor in tensors_in(value) if tensor.requires_grad]
 

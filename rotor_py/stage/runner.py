@@ -64,7 +64,7 @@ class StageRunner:
             raise ValueError(
                 f"the plan runs stage {self.name!r} by option {option}, which it does not have here; plan again"
             )
-        other = copy(self)
+        other = copy(self)  # other runs of the stage in the same step may be by another option
         other.option = option
         return other
 
@@ -94,6 +94,7 @@ class StageRunner:
 
     def first(self, value: Any) -> tuple[Any, Surroundings]:
         """Run it as it comes, in a graph or without one; return its output and what surrounded it."""
+        # In a graph where the stage is `Fe` at first and made again later, without one inside a node.
         run = self._function() if torch.is_grad_enabled() else self._without_graph()
         with (
             During("forward", self.name),
@@ -143,6 +144,7 @@ class StageRunner:
         """
         self._refuse_other_modes()
         slots = parameter_slots(self.function)
+        # Not the parameters themselves: their hooks would fire here, and again when the outer engine has the gradient.
         aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
         origin = torch.empty(0, requires_grad=True)
         entered = enter_graph(origin, value)
@@ -156,7 +158,7 @@ class StageRunner:
             output = self._function(skip_output)(entered)
         owners += owners_of(output)
         attached = AttachedStage(edges_of(output), inputs, list(aliases.values()), owners, self.name)
-        if self.open:
+        if self.open:  # a walk through the whole graph, which others are spared
             attached.refuse_other_leaves(origin)
         return attached, output
 

@@ -47,6 +47,7 @@ class Surroundings:
             if self.random is not None:
                 stack.callback(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
                 self.random.restore()
+            # Another tensor in the module's table and no write into the one there: autograd may have saved that one.
             for (table, name, _), before in self.buffers:
                 stack.callback(table.__setitem__, name, table[name])
                 table[name] = before.clone()
@@ -74,7 +75,7 @@ def recorded(
     copies = _copies(function, slots)
     versions = [tensor._version for _, _, tensor in slots]
     result: list[Surroundings] = []
-    with restored_autocast(autocast, cache=torch.is_grad_enabled()):
+    with restored_autocast(autocast, cache=torch.is_grad_enabled()):  # no cache for weights without history
         yield result
     drew = before is not None and RandomState.now(devices) != before
     moved = _find_moving(function, slots, copies, versions, name) if slots else []
