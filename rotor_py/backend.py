@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from rotor_profiling import tensors_in
+from rotor_profiling.devices import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph_stage import in_context
 from rotor_py.execute.program import Program, program
@@ -17,8 +18,8 @@ from rotor_py.execute.tape import replay
 from rotor_py.measure.budget import make_budget
 from rotor_py.measure.cut import Cut, cut_layers
 from rotor_py.measure.device import limit_bytes
-from rotor_py.measure.measurement import measure
 from rotor_py.measure.planning_lock import planning
+from rotor_py.measure.stages import measure
 from rotor_py.plan.input_spec import reaches, spec_of
 from rotor_py.units import parse_bytes
 from rotor_solver import Persistent
@@ -87,8 +88,7 @@ class GraphPlanner:
     def _plan(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
         graph = self.graph
         tensors = tensors_in(arguments)
-        devices = sorted({t.device for t in tensors if t.device.type != "cpu"}, key=str)
-        device = devices[0] if devices else torch.device("cpu")
+        device = next(iter(accelerators(t.device for t in tensors)), torch.device("cpu"))
         fresh = bool(self.options["fresh_grads"])
         self.cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
         measurement = measure(

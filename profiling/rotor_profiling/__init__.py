@@ -1,11 +1,12 @@
 """What the stages of a model cost: seconds and bytes, on CPU and CUDA, measured without changing the model."""
 
 from rotor_profiling.isolate import RandomState, isolated
-from rotor_profiling.kind import stage_kind, value_kind
 from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
-from rotor_profiling.stage import StageCost, leaves_of, measure_options
+from rotor_profiling.stage.cost import StageCost, measure_options
+from rotor_profiling.stage.gradients import leaves_of
+from rotor_profiling.stage.kind import stage_kind, value_kind
 from rotor_profiling.step import measured_curve, measured_peak, measured_phases
 from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
 

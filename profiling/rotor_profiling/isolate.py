@@ -49,13 +49,16 @@ def substituted(slots: list[Slot], replacement: dict[int, torch.Tensor]) -> Iter
 
 
 def put_back(slots: list[Slot]) -> None:
-    """Put each slot's tensor in its place: in one call, which no signal of Ctrl-C can come into the middle of."""
+    """Put each slot's tensor in its place."""
     tables, names, tensors = zip(*slots, strict=True) if slots else ((), (), ())
+    # One call in C and no loop: Ctrl-C is delivered between two instructions of Python, and would leave half of the
+    # parameters exchanged.
     deque(map(dict.__setitem__, tables, names, tensors), maxlen=0)
 
 
 def alias(parameter: torch.Tensor) -> torch.Tensor:
     """A leaf over the same memory, with a gradient and hooks of its own."""
+    # A Parameter where it was one, with its attributes: some layers ask.
     twin = parameter.detach()
     if type(parameter) is nn.Parameter:
         twin = nn.Parameter(twin)

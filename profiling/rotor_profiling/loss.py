@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor_profiling.isolate import RandomState
 from rotor_profiling.memory import memory_meter
-from rotor_profiling.stage import leaves_of
+from rotor_profiling.stage.gradients import leaves_of
 from rotor_profiling.timing import median_seconds
 
 

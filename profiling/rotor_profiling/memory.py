@@ -58,7 +58,7 @@ class MemoryMeter(Protocol):
 
 
 def memory_meter(device: torch.device) -> MemoryMeter:
-    """The meter for what runs on `device`. ValueError for a kind of device whose allocator cannot be read."""
+    """A meter for what runs on `device`. ValueError for a kind of device whose allocator cannot be read."""
     if device.type == "cpu":
         return CpuMeter()
     if device.type == "cuda":
@@ -139,7 +139,8 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
 def _quiet() -> Iterator[None]:
     """Keep the log lines that the profiler writes when it starts and stops off stderr.
 
-    They come from its C++ library, which reads `KINETO_LOG_LEVEL` before anything of ours runs.
+    They come from its C++ library, past `sys.stderr`, and it reads `KINETO_LOG_LEVEL` before anything of ours runs. So
+    the file descriptor itself points elsewhere for the moment.
     """
     sys.stderr.flush()
     try:

@@ -17,7 +17,8 @@ from rotor_profiling.memory import memory_meter
 from rotor_profiling.storage import allocated, bytes_like, tensors_in
 
 _SCALARS = 64
-"""Bytes of the numbers that operators wrap as tensors on the way, which a dispatch mode does not see."""
+"""Bytes of the numbers that operators wrap as tensors on the way, which a dispatch mode does not see: a guess, of eight
+numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,15 @@ class UnknownOptimizerError(ValueError):
 def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     """What `optimizer` will keep and need in training, though it may not have taken a step yet.
 
-    A twin of the optimizer takes two steps on meta tensors, or, if it needs to read values, on zeros, one parameter at
-    a time. The optimizer and its parameters are not touched. UnknownOptimizerError if neither works.
+    A twin of the optimizer takes two steps: the first makes its state, the second shows what a step needs once there is
+    one. They are taken on meta tensors, which need no memory; if the optimizer has to read values, on zeros, one
+    parameter at a time. The optimizer and its parameters are not touched. UnknownOptimizerError if neither works.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     devices = {parameter.device.type for parameter in parameters}
     try:
         state, step = _on_meta(optimizer, "cuda" if "cuda" in devices else "cpu")
-    except Exception:
+    except Exception:  # anything: the code is that of any optimizer, and the second way may work
         try:
             state, step = _on_zeros(optimizer, "cuda" if "cuda" in devices else "cpu")
         except Exception as error:
@@ -185,7 +187,7 @@ class _LiveBytes(TorchDispatchMode):
             held.known.add(key)
             held.now += size
             held.peak = max(held.peak, held.now)
-            weakref.finalize(storage, _freed, held, key, size)
+            weakref.finalize(storage, _freed, held, key, size)  # a mode sees what is made, not what is freed
         return result
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 _CUDA_BLOCK = 512
+"""Bytes: the caching allocator rounds every request up to a multiple of it (`kMinBlockSize` in torch)."""
 
 
 def allocated(size: int, kind: str) -> int:
@@ -32,7 +33,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address and bytes of every distinct storage behind `tensors`, as the device's allocator counts them."""
+    """Address and bytes of every distinct storage behind `tensors`, as the device's allocator counts them.
+
+    Empty storages are left out: they all have the address 0.
+    """
     sizes: dict[int, int] = {}
     for tensor in tensors:
         storage = local(tensor).untyped_storage()

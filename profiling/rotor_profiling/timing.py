@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+# Guesses, between times that jump from plan to plan and minutes of measuring: a stage of some milliseconds is timed
+# about ten times, a long one three times, so that one outlier does not count.
 FEWEST_RUNS = 3
 MOST_RUNS = 20
 ENOUGH_SECONDS = 0.05
@@ -28,7 +30,7 @@ def lap_seconds(runs: Callable[[Callable[[], None]], None], device: torch.device
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     measured: list[list[float]] = []
     spent = 0.0
-    most = FEWEST_RUNS if _together() else MOST_RUNS
+    most = FEWEST_RUNS if _together() else MOST_RUNS  # processes have to agree on the number, and their clocks do not
     while len(measured) < FEWEST_RUNS or (spent < ENOUGH_SECONDS and len(measured) < most):
         clock.start()
         runs(clock.lap)
@@ -63,7 +65,7 @@ class _CudaClock:
         self._events: list[torch.cuda.Event] = []
 
     def start(self) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._device)  # else the first lap would wait for work that came before it
         self._events = []
         self.lap()
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import storage_bytes, storages, tensors_in
+from rotor_profiling.devices import accelerators
 from rotor_py.by_hand.checkpoint_config import CheckpointConfig, whole_number
 from rotor_py.by_hand.kept_outputs import INPUT, KeptOutputs
 from rotor_py.errors import CheckpointLimitError, MissingCheckpointError
@@ -193,8 +194,8 @@ class _Layer(nn.Module):
     def forward(self, value: Any) -> Any:
         if self.checkpointer is None:
             return self.forward_fn(self.layer, value)
-        devices = {t.device for t in [*tensors_in(value), *self.parameters()] if t.device.type != "cpu"}
-        with recorded(self.layer, tuple(sorted(devices, key=str)), True, f"layer {self.index}") as found:
+        devices = accelerators(t.device for t in [*tensors_in(value), *self.parameters()])
+        with recorded(self.layer, devices, True, f"layer {self.index}") as found:
             output = self.forward_fn(self.layer, value)
         self.checkpointer._note(self.index, value, output, found[0])
         return output

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import leaves_of, storage_bytes, tensors_in
+from rotor_profiling.devices import accelerators
 from rotor_profiling.isolate import trained_parameters
 from rotor_py.execute.program import program
 from rotor_py.execute.tape import replay
@@ -36,8 +37,8 @@ class Checkpoint:
         self.segment = segment
         self.input = leaves_of(input)
         self._versions = [tensor._version for tensor in tensors_in(self.input)]
-        devices = {t.device for t in [*tensors_in(input), *trained_parameters(segment)] if t.device.type != "cpu"}
-        self._surroundings = present(segment, tuple(sorted(devices, key=str)))
+        devices = accelerators(t.device for t in [*tensors_in(input), *trained_parameters(segment)])
+        self._surroundings = present(segment, devices)
 
     @property
     def memory_bytes(self) -> int:

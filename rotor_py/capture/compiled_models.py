@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor_py.stage.surroundings import Autocast
+from rotor_py.stage.autocast import Autocast
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 

@@ -18,8 +18,10 @@ from rotor_py.capture.saved_outside import SavedOutside
 from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Cut, cut_layers
-from rotor_py.measure.measurement import Measurement, Progress, measure
+from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.stages import measure
 from rotor_py.units import format_bytes
+from rotor_solver.progress import Progress
 
 _TRIFLE = 0.01
 """What may be kept outside the graphs, as a part of what they keep. A guess: small beside the 2 % by which a predicted
@@ -79,7 +81,7 @@ def measure_graphs(
     progress: Progress | None,
     **options: Any,
 ) -> MeasuredGraphs:
-    """Capture and measure all graphs of a model; `options` are those of `rotor_py.measure.measurement.measure`.
+    """Capture and measure all graphs of a model; `options` are those of `rotor_py.measure.stages.measure`.
 
     The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
     if operators outside all graphs keep more than a hundredth of what the graphs keep.

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from rotor_profiling import isolated
-from rotor_py.stage.faults import note
+from rotor_py.stage.activity import add_note
 
 _FRAME = r"(?m)^(?=  File )"
 _OWN = Path(__file__).parent
@@ -66,7 +66,7 @@ def _explain(graph: fx.GraphModule, error: BaseException) -> None:
     node = dict(enumerate(graph.graph.nodes)).get(numbers.get(line) or 0)
     frames = re.split(_FRAME, node.meta.get("stack_trace") or "") if node is not None else []
     if theirs := "".join(frame for frame in frames if str(_OWN) not in frame).rstrip():
-        note(error, f"the operator {node} comes from\n{theirs}")
+        add_note(error, f"the operator {node} comes from\n{theirs}")
 
 
 def _in_code_of(graph: fx.GraphModule, trace: TracebackType | None) -> TracebackType | None:

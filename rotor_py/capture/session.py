@@ -21,8 +21,9 @@ from rotor_py.capture.measure_graphs import MeasuredGraph, measure_graphs
 from rotor_py.capture.whole_step import trained_bytes, with_loss, with_other_graphs
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, joined
-from rotor_py.measure.measurement import Measurement, Progress
-from rotor_py.stage.traits import remember, traits_of
+from rotor_py.measure.measurement import Measurement
+from rotor_py.stage.graph_effects import recall_effects, remember_effects
+from rotor_solver.progress import Progress
 
 
 class CaptureSession:
@@ -128,5 +129,5 @@ def _cut_like(main: MeasuredGraph, layers: list[Layer]) -> Cut:
     stages = tuple(joined([(name, found[name]) for name in group]) for group in main.cut.groups())
     # What measuring found out about a stage holds for the same stage of other shapes.
     for (_, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
-        remember(stage, traits_of(measured))
+        remember_effects(stage, recall_effects(measured))
     return Cut(tuple((name, found[name]) for name, _ in main.cut.prefix), stages)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rotor_py.distributed.shard_groups import ShardGroup, groups_of
+from rotor_py.distributed.shard_groups import groups_of
 
 
 @contextmanager
@@ -22,16 +22,10 @@ def gathered_again(function: Any) -> Iterator[None]:
         yield
         return
     hooked = groups_of(function)
-    for group in [*hooked, *_begun_before(function)]:
+    for group in hooked:
         group.gather()
     try:
         yield
     finally:
         for group in hooked:
             group.let_go()
-
-
-def _begun_before(function: nn.Module) -> list[ShardGroup]:
-    """The groups whose modules have begun before a stage of a captured graph. Where they end, it lets go of them."""
-    found = [group for module in function.modules() for group in getattr(module, "begun", ())]
-    return [group for group in dict.fromkeys(found) if isinstance(group, ShardGroup)]

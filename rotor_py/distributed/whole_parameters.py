@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from rotor_py.distributed.shard_groups import FSDPModule, ShardGroup, cast, groups_of
 
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NO_DTYPES: Mapping[int, torch.dtype] = MappingProxyType({})
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -48,10 +51,11 @@ def as_left(model: nn.Module, output: Any) -> Any:
 
 
 @contextmanager
-def gathered(function: Any) -> Iterator[None]:
+def gathered(function: Any, dtypes: Mapping[int, torch.dtype] = _NO_DTYPES) -> Iterator[None]:
     """Run a stage as one that is not sharded: with whole parameters, and without the hooks that would gather them.
 
-    All processes have to enter this context together.
+    All processes have to enter this context together. `dtypes` are those in which parameters are wanted, by the `id` of
+    the sharded ones; the others keep their own.
     """
     modules = list(function.modules()) if isinstance(function, nn.Module) else []
     if not any(isinstance(module, FSDPModule) for module in modules) and not any(
@@ -65,7 +69,6 @@ def gathered(function: Any) -> Iterator[None]:
         for name in _TABLES
         if isinstance(module, FSDPModule)
     ]
-    dtypes = {id(each.sharded): each.dtype for group in _captured_with(modules) for each in group.parameters}
     whole: dict[int, nn.Parameter] = {}
     slots = [(module._parameters, name, p) for module in modules for name, p in module._parameters.items()]
     for _, _, parameter in slots:
@@ -83,12 +86,6 @@ def gathered(function: Any) -> Iterator[None]:
             table[name] = parameter
         for table, kept in hooks:
             table.update(kept)
-
-
-def _captured_with(modules: list[nn.Module]) -> list[ShardGroup]:
-    """The groups that the stages of a captured graph say they use."""
-    found = [group for module in modules for group in getattr(module, "groups", ())]
-    return [group for group in dict.fromkeys(found) if isinstance(group, ShardGroup)]
 
 
 def _own_group(model: nn.Module) -> ShardGroup | None:

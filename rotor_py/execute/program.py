@@ -25,7 +25,7 @@ from rotor_solver import (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation, and the inputs a_i that the tape still needs once it is done. Nobody reads a skipped output."""
+    """One operation, and the inputs a_i that the tape still needs once it is done (`live`)."""
 
     operation: Operation
     live: frozenset[int]
@@ -34,11 +34,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The operations before the loss, those after it, and what is to be known about stages.
+    """The operations before the loss, those after it (`replay`), and what the tape has to know about stages.
 
     A stage `in_graph` has a graph from its first forward on. It runs in the graph of plain training, and the engine
     runs its backward: the tape has no part in it, unless the stage is `awaited`, because the sequence has forwards
-    right before its backward. A stage that `runs_again` has more than one forward. `backward_at` is where in `replay`
+    right before its backward. A stage that `runs_again` has more than one forward. `backward_at` says where in `replay`
     the backward of each stage is.
     """
 
@@ -52,7 +52,8 @@ class Program:
 
 @lru_cache(maxsize=64)
 def program(stages: int, sequence: Sequence) -> Program:
-    """Read `sequence` for a chain of `stages` stages. ValueError if it is not valid."""
+    """Read `sequence` for a chain of `stages` stages. ValueError if it is not valid for such a chain."""
+    # The simulator refuses what is not valid, on a chain whose costs do not matter.
     options = 1 + max((each.option for each in sequence if isinstance(each, ForwardEnable)), default=0)
     simulate(_unit_chain(stages, options), sequence)
     operations = tuple(sequence)
@@ -96,8 +97,9 @@ def _first_with_graph(operations: Operations[Operation]) -> list[int]:
 def _liveness(operations: Operations[Operation]) -> list[frozenset[int]]:
     """For every operation, the inputs that a later run of their stage reads, and that are not computed anew before.
 
-    The first run of a stage takes its input from the run of the stage before, not from the tape. What lies in some ā
-    is read from there, even if it is computed anew in the meantime.
+    Found from the end, as the live variables of a program are. The first run of a stage takes its input from the run of
+    the stage before, not from the tape. What lies in some ā is read from there, even if it is computed anew in the
+    meantime.
     """
     first, saved = _first_runs(operations), _saved(operations)
     live: frozenset[int] = frozenset()

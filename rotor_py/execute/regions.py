@@ -1,9 +1,9 @@
 """A sequence as regions of `torch.utils.checkpoint`, one inside the other.
 
 A memory-persistent sequence is such a nesting: `CF_i, Fn_{i+1}, …, Fn_{j-1}` opens the region of stages i … j-1, which
-is run again just before its backward, when part of it may again be a region. The engine sees the operators themselves,
-not a node of ours, so what hooks modules and their parameters goes on working: `fully_shard` gathers parameters before
-a stage runs, and again before it goes backward.
+is run again just before its backward, when part of it may again be a region. The engine sees the operators themselves
+and no node of ours, so what hooks modules and parameters goes on working: `fully_shard` gathers parameters before a
+stage runs, and again before it goes backward. That is why these models are not replayed by a tape.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rotor_py.distributed.gathering import gathered_again
+from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
@@ -23,7 +24,7 @@ from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, L
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Stages that are run again, in the backward, from the input of the first: stages and regions, in order."""
+    """Stages that are run again in the backward, from the input of the first: stages and regions, in order."""
 
     items: tuple[int | Region, ...]
 
@@ -35,7 +36,7 @@ def regions(sequence: Sequence) -> tuple[int | Region, ...]:
     """
     items, rest = _items(list(sequence))
     if rest:
-        raise ValueError(f"the sequence is no nesting of regions: {rest[0]} comes where no region is open")
+        raise ValueError(f"the sequence is not a nesting of regions: {rest[0]} comes where no region is open")
     return items
 
 
@@ -52,21 +53,21 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
             case ForwardNograd(stage) if found and not found[-1][2] and found[-1][1] == stage:
                 found[-1] = (found[-1][0], stage + 1, False)
             case other:
-                raise ValueError(f"the sequence is no nesting of regions: {other} follows no ForwardCheck")
+                raise ValueError(f"the sequence is not a nesting of regions: {other} follows no ForwardCheck")
         at += 1
     rest = operations[at + 1 :] if operations[at : at + 1] == [Loss()] else operations[at:]
     items: list[int | Region] = []
     for first, stop, attached in reversed(found):
         if attached:
             if not rest or rest[0] != Backward(first):
-                raise ValueError(f"the sequence is no nesting of regions: no {Backward(first)} where it has to be")
+                raise ValueError(f"the sequence is not a nesting of regions: no {Backward(first)} where it has to be")
             items.append(first)
             rest = rest[1:]
         else:
             inside, rest = _items(rest)
             if _stages(inside) != list(range(first, stop)):
                 raise ValueError(
-                    f"the sequence is no nesting of regions: stages {first} to {stop - 1} do not come back"
+                    f"the sequence is not a nesting of regions: stages {first} to {stop - 1} do not come back"
                 )
             items.append(Region(inside))
     return tuple(reversed(items)), rest
@@ -102,5 +103,6 @@ def _run(
             function = runners[item].function
             restored = known[item].restored(function, graph=torch.is_grad_enabled(), alike=True)
             with restored, gathered_again(function):
+                offers_of(function).gather_begun()
                 value = runners[item].forward(value)
     return value

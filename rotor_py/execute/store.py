@@ -22,7 +22,7 @@ class _Packed:
 
 
 class ActivationStore:
-    """Values (tensors, or nested structures of them) by index. They are detached: no graph hangs on them.
+    """Values (tensors, or nested structures of them) by index. They are detached, so that they hold no graph.
 
     With a `storage_dtype`, floating tensors that are wider are kept in it, and come back in their own dtype, rounded.
     A tensor of finite numbers that it cannot hold (float16 ends at 65504) is kept as it is.
@@ -98,6 +98,7 @@ class ActivationStore:
         if not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
             return tensor
         small = tensor.to(dtype)
+        # Compared, not just looked for: an infinity that was there before is kept as it is.
         overflown = bool((small.isinf() != tensor.isinf()).any())
         return tensor if overflown else _Packed(small, tensor.dtype)
 

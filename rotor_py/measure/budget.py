@@ -1,15 +1,14 @@
-"""How a limit for the whole step is split: what is fixed, and what is left for the chain."""
+"""How a limit for the whole step is divided: what is fixed, and what is left for the chain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from rotor_profiling import OptimizerCost, bytes_like, storage_bytes, storages, tensors_in
-from rotor_py.measure.device import allocated_bytes
+from rotor_profiling import OptimizerCost
+from rotor_py.measure.fixed_memory import FixedMemory, count_fixed_memory, kept_gradient_bytes, trained_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.units import format_bytes, limit_text
 from rotor_solver import (
@@ -28,33 +27,11 @@ from rotor_solver import (
 
 
 @dataclass(frozen=True, slots=True)
-class FixedMemory:
-    """Bytes on the device that every plan has to live with, from the beginning of the step to its end.
-
-    `communication` is what gradients are sent in, and sharded parameters gathered. `batch` counts what the caller
-    passes in where layers run before the chain; otherwise it is the chain's a_0. `other` is what else this process
-    holds on the device.
-    """
-
-    parameters: int = 0
-    buffers: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    communication: int = 0
-    batch: int = 0
-    other: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
-
-
-@dataclass(frozen=True, slots=True)
 class Budget:
     """The memory of a step around the chain.
 
-    Beside the fixed part there are `before_bytes` while the layers before the chain run, and while the optimizer steps
-    `stepping_bytes` (the chain's input, its output, fresh gradients) and `step_bytes`, which its step needs; None where
+    Beside the fixed part, `before_bytes` are there while the layers before the chain run, and `stepping_bytes` while
+    the optimizer steps: the chain's input, its output, and fresh gradients. Its step needs `step_bytes` more, None if
     nothing is known about the optimizer. `snapshot_bytes` are needed as soon as anything is computed twice.
     """
 
@@ -66,12 +43,12 @@ class Budget:
     step_bytes: int | None = None
 
     def with_optimizer(self, cost: OptimizerCost) -> Budget:
-        """The same with an optimizer that nothing was known about."""
+        """The same with an optimizer of which nothing was known before."""
         return replace(self, fixed=replace(self.fixed, optimizer=cost.state_bytes), step_bytes=cost.step_bytes)
 
     @property
     def floor_bytes(self) -> int:
-        """What the parts of the step need in which the plan has no say: layers before the chain, and the optimizer."""
+        """What the parts of the step need that no plan changes: the layers before the chain, and the optimizer."""
         return max(self.fixed.total + self.before_bytes, self.optimizer_peak_bytes)
 
     @property
@@ -93,12 +70,18 @@ class Budget:
 
     def least_bytes(self) -> int:
         """The least limit for which there is a plan."""
+        # Storing all may be the least: it needs no snapshots, and recomputing may free less than they take.
         stored = self.peak_bytes(store_all(self.chain))
         return min(stored, max(self.floor_bytes, self.fixed.total + self.snapshot_bytes + min_bytes(self.chain)))
 
     def solve(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
-        """A sequence for a whole step within `mem_limit` bytes; InfeasibleError if nothing fits."""
+        """A sequence for a whole step within `mem_limit` bytes.
+
+        InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits; ValueError if `algorithm`
+        cannot solve this chain.
+        """
         stored = store_all(self.chain)
+        # Storing all needs no snapshots, so it may fit where the chain's part of the limit would be too small for it.
         if isinstance(algorithm, Persistent) and self.peak_bytes(stored) <= mem_limit:
             return StoreAll().solve(self.chain, mem_limit)
         if mem_limit < self.least_bytes():
@@ -108,7 +91,7 @@ class Budget:
         return sequence
 
     def refuse(self, mem_limit: int) -> InfeasibleError:
-        """The error for a limit that is too small, in terms of the whole step."""
+        """The error for a limit that is too small, in bytes of the whole step."""
         least = self.least_bytes()
         largest = max(range(len(self.chain.stages)), key=lambda i: self.chain.stages[i].options[0].saved, default=None)
         needs = ""
@@ -129,8 +112,8 @@ class Budget:
         return replace(self, fixed=replace(self.fixed, communication=size))
 
     def with_gradients_of(self, model: nn.Module, device: torch.device, *, fresh: bool) -> Budget:
-        """The same with room for the gradients that there are now, if it has not enough."""
-        gradients = max(self.fixed.gradients, _gradients(model, device, fresh))
+        """The same, with room for all gradients that are there now."""
+        gradients = max(self.fixed.gradients, kept_gradient_bytes(model, device, fresh=fresh))
         return replace(self, fixed=replace(self.fixed, gradients=gradients))
 
     def split(self) -> str:
@@ -140,20 +123,7 @@ class Budget:
 
     def parts(self) -> str:
         """What the fixed part consists of, in words."""
-        parts = [
-            f"{format_bytes(size)} {name}"
-            for name, size in (
-                ("parameters", self.fixed.parameters),
-                ("buffers", self.fixed.buffers),
-                ("gradients", self.fixed.gradients),
-                ("optimizer state", self.fixed.optimizer),
-                ("communication", self.fixed.communication),
-                ("batch", self.fixed.batch),
-                ("other", self.fixed.other),
-            )
-            if size
-        ]
-        return ", ".join(parts)
+        return self.fixed.in_words()
 
 
 def recomputes(sequence: Sequence) -> bool:
@@ -177,58 +147,25 @@ def make_budget(
 
     Of `communication`, DistributedDataParallel has its `buckets` on the device from the beginning.
     """
-    chain = measurement.chain(fresh_gradients=fresh_gradients)
-    parameters = list(model.parameters())
-    trained = bytes_like(p for p in parameters if p.requires_grad and p.device == device)
-    here = _on(device, parameters)
-    sizes = storages(here)
-    buffers = storage_bytes(_on(device, model.buffers()), owned_elsewhere=sizes)
-    batch = storage_bytes(_on(device, tensors_in(sample)))
-    gradients = _gradients(model, device, fresh_gradients)
-    state = optimizer.state_bytes if optimizer else 0
-    accounted = sum(sizes.values()) + buffers + batch + (communication if buckets else 0)
-    prefix = measurement.prefix
-    fixed = FixedMemory(
-        parameters=sum(sizes.values()),
-        buffers=buffers,
-        gradients=gradients,
-        optimizer=state,
+    fixed = count_fixed_memory(
+        model,
+        sample,
+        measurement,
+        device,
+        fresh_gradients=fresh_gradients,
+        optimizer=optimizer,
         communication=communication,
-        batch=batch if prefix else 0,
-        other=measurement.loss.kept_bytes
-        + measurement.returned_bytes
-        + _other(device, parameters, accounted, optimizer),
+        buckets=buckets,
     )
+    # The caller holds the batch and the output until the step ends, the optimizer's part included.
+    prefix = measurement.prefix
     output_bytes = measurement.stages[-1].activation_bytes + measurement.held_bytes
-    stepping = measurement.input_bytes + output_bytes + (trained if fresh_gradients else 0)
+    fresh = trained_bytes(model, device) if fresh_gradients else 0
     return Budget(
         fixed=fixed,
-        chain=chain,
+        chain=measurement.chain(fresh_gradients=fresh_gradients),
         before_bytes=measurement.input_bytes + (prefix.temp_bytes if prefix else 0),
         snapshot_bytes=measurement.snapshot_bytes,
-        stepping_bytes=stepping,
+        stepping_bytes=measurement.input_bytes + output_bytes + fresh,
         step_bytes=optimizer.step_bytes if optimizer else None,
     )
-
-
-def _gradients(model: nn.Module, device: torch.device, fresh: bool) -> int:
-    """Bytes of gradients that are there throughout: those left over of frozen parameters, and unless `fresh`, all."""
-    frozen = [p.grad for p in model.parameters() if p.grad is not None and not p.requires_grad]
-    trained = bytes_like(p for p in model.parameters() if p.requires_grad and p.device == device)
-    return storage_bytes(_on(device, frozen)) + (0 if fresh else trained)
-
-
-def _on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if tensor.device == device]
-
-
-def _other(
-    device: torch.device, parameters: list[nn.Parameter], accounted: int, optimizer: OptimizerCost | None
-) -> int:
-    """What the process holds on the device beyond what is accounted for; unknown, and so nothing, on the CPU."""
-    allocated = allocated_bytes(device)
-    if allocated is None:
-        return 0
-    present = storage_bytes(_on(device, [p.grad for p in parameters if p.grad is not None]))
-    state = optimizer.present_bytes if optimizer else 0
-    return max(0, allocated - accounted - present - state)

@@ -12,10 +12,13 @@ from torch.utils._pytree import tree_map_only
 from rotor_profiling import isolated, storages, tensors_in
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.errors import UnsupportedModelError
-from rotor_py.stage.faults import During
+from rotor_py.stage.activity import During
+from rotor_py.stage.protocol import offers_of
 
 Layer = tuple[str, nn.Module]
+"""A module, and its dotted path in the model."""
 JOINT = "+"
+"""Between the names of layers that are one stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +75,18 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     """Cut `model` into stages by running it once on the input `value`, one layer at a time, without gradients.
 
     A layer that makes nothing new, because it writes into its input or returns a view of it, is joined to the layer
-    before it. Leading layers that have nothing to train and get no gradient are the prefix.
+    before it. It could not be run again from an input that it overwrites, and to free an input of which its output is
+    a view would free nothing. Leading layers that have nothing to train and get no gradient are the prefix.
+
+    UnsupportedModelError if `model` is no nesting of `nn.Sequential`, if it has nothing to train, or if a layer cannot
+    be run again with the same numbers.
     """
     return cut_layers(layers(model), value, device)
 
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
-    """`cut`, for layers that follow each other."""
+    """`cut`, for layers that are given in the order in which they run. It raises the same errors."""
+    # An input with a gradient needs the backward of every layer, so that there is no prefix.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     leading = 0 if needs_gradient else next((i for i, (_, m) in enumerate(found) if _trains(m)), len(found))
     if leading == len(found):
@@ -106,7 +114,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
 def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> None:
     """UnsupportedModelError for recurrent layers on CUDA with dropout between them.
 
-    cuDNN draws it from a state that nobody can set back: run again, the layer might drop something else.
+    cuDNN draws its random numbers from a state that nobody can set back. Run again, the layer would drop other values.
     """
     if device.type != "cuda" or not torch.backends.cudnn.enabled:
         return
@@ -124,11 +132,17 @@ def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tupl
     """The output of a layer, whether it wrote into its input, and whether its output lies in its input's memory."""
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
-    with During("first run, to measure it,", name), gathered(module), isolated(module, device), torch.no_grad():
+    with (
+        During("first run, to measure it,", name),
+        gathered(module, offers_of(module).gathered_dtypes),
+        isolated(module, device),
+        torch.no_grad(),
+    ):
         output = module(value)
     outputs = tensors_in(output)
     if not outputs:
         raise UnsupportedModelError(f"layer {name!r} returned no tensor, so nothing after it can be trained")
+    # Not by comparing values: a ReLU in place may happen to change nothing on this input.
     wrote = [tensor._version for tensor in inputs] != before
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output), wrote, made_nothing
@@ -143,11 +157,3 @@ def joined(group: list[Layer]) -> Layer:
     if len(group) == 1:
         return group[0]
     return JOINT.join(name for name, _ in group), nn.Sequential(*(module for _, module in group))
-
-
-def carried_by(stage: nn.Module) -> dict[str, int]:
-    """The tensors that a stage of a captured graph hands on beside the chain: name, and position in its output."""
-    if isinstance(stage, nn.Sequential) and len(stage):
-        return carried_by(stage[-1])
-    carried = getattr(stage, "carried", None)
-    return carried if isinstance(carried, dict) else {}

@@ -10,13 +10,15 @@ import torch
 from rotor_py.units import parse_bytes
 
 DEFAULT_SHARE = 0.9
-"""Of what the device can give this process, the part that is used where no limit is set."""
+"""Of what the device can give this process, the part that is used where no limit is set. A guess: the tenth is for
+fragmentation, which no plan knows of."""
 
 
 def limit_bytes(limit: int | str | None, device: torch.device) -> int:
     """The bytes that a limit stands for on `device`: a number of bytes, `4GB`, `512MiB`, or `80%` of all its memory.
 
-    None stands for 90 % of what the device can give this process now. ValueError, in one sentence, for anything else.
+    None stands for 90 % of what the device can give this process now. ValueError for anything else, and for a limit
+    that is not above zero.
     """
     if limit is None:
         return int(DEFAULT_SHARE * available_bytes(device))
@@ -34,6 +36,7 @@ def total_bytes(device: torch.device) -> int:
 def available_bytes(device: torch.device) -> int:
     """What the device can give this process, what the process already has included."""
     if device.type == "cuda":
+        # What PyTorch has reserved is not free, but this process can use it.
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
     return min(_free_memory() or total_bytes(device), total_bytes(device))
@@ -46,6 +49,7 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 def _group_limit() -> int | None:
     """The limit that a container sets, if there is one."""
+    # Control groups of version 2, and of version 1. Where there is no limit, the first says "max", which is no number.
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             return int(Path(path).read_text())

@@ -1,4 +1,4 @@
-"""Planning happens in turns: of all threads of a process, one at a time measures and solves."""
+"""One thread of a process plans at a time; the others wait for their turn."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from threading import RLock
 planning = RLock()
 """Held while a model is measured, captured or solved for.
 
-PyTorch's profiler can run once in a process, times would be those of two models at once, and the threads of some of
-Numba's layers must not be used by two callers.
+PyTorch's profiler cannot run twice in a process; two models that run at once would slow each other down, and be
+measured so; and some of Numba's threading layers must not be used by two callers. Reentrant, because what measures
+holds it and then solves, which takes it as well.
 """

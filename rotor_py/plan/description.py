@@ -11,7 +11,7 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report import Report
-from rotor_py.stage.traits import traits_of
+from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.units import format_bytes
 from rotor_solver import Sequence, simulate, store_all
 from rotor_solver.kept import PlanMemory, plan_memory
@@ -40,7 +40,7 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
         input=input_fingerprint(plan.input_spec, model.device_of(plan.input_spec)),
         prefix=[name for name, _ in plan.cut.prefix],
         stages=plan.cut.groups(),
-        traits=[traits_of(function) for function in plan.functions],
+        traits=[recall_effects(function) for function in plan.functions],
         sequence=sequence,
         mem_limit=_limit_bytes(plan, model),
         peak_bytes=budget.peak_bytes(sequence),

@@ -15,7 +15,8 @@ from rotor_py.execute import regions
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import Cut, cut, is_chain
-from rotor_py.measure.measurement import Measurement, measure
+from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.stages import measure
 from rotor_py.plan.input_spec import covers, reaches
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings

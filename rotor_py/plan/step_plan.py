@@ -24,7 +24,7 @@ from rotor_py.plan.settings import Settings
 from rotor_py.plan.sources import Source
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
-from rotor_py.stage.traits import StageTraits, remember, traits_of
+from rotor_py.stage.graph_effects import GraphEffects, recall_effects, remember_effects
 from rotor_solver import Sequence
 
 _MOST_WAITING = 8
@@ -62,10 +62,10 @@ class StepPlan:
     """the sequence to go on with, beyond the limit, where an optimizer that came late leaves no room for any plan"""
     solved_with: tuple[int | str | None, int] | None = None
     """`Settings.solved_with` when the sequence was found"""
-    _traits: tuple[StageTraits, ...] = field(init=False, repr=False)
+    _traits: tuple[GraphEffects, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._traits = tuple(traits_of(function) for function in self.functions)
+        self._traits = tuple(recall_effects(function) for function in self.functions)
 
     @classmethod
     def adopted(cls, file: Plan, source: Source) -> StepPlan:
@@ -120,7 +120,7 @@ class StepPlan:
     def remember_traits(self) -> None:
         """Layers are shared by the plans for several kinds of steps, and what was found out of them may differ."""
         for function, traits in zip(self.functions, self._traits, strict=True):
-            remember(function, traits)
+            remember_effects(function, traits)
 
     def count_optimizer(self, cost: OptimizerCost) -> None:
         """Count an optimizer that nothing was known about."""

@@ -10,8 +10,8 @@ from functools import partial
 from threading import RLock, Timer
 from typing import TYPE_CHECKING
 
-from rotor_py.measure.measurement import Progress
 from rotor_py.report.time_left import TimeLeft, in_words
+from rotor_solver.progress import Progress
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

@@ -1,9 +1,16 @@
-"""What a step does when: every run and every backward of a stage, told to whoever watches while it happens."""
+"""What a stage is doing now: told to whoever watches, and noted on an error that leaves it.
+
+The error stays the user's own: the same object, with its type, arguments and traceback. It only says in addition which
+stage it came from, and what was being done with that stage.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,10 +19,13 @@ from rotor_profiling.storage import tensors_in
 
 BACKWARD = "backward"
 
+_log = logging.getLogger("rotor_py")
+
 Watcher = Callable[[str, str, bool], None]
 """Called with what is done ("forward", "recomputation" or "backward"), the stage's name, and whether it begins or ends.
 
-The backward of a stage that the engine goes through by itself begins when its gradient arrives; nobody hears its end.
+The backward of a stage that is part of the caller's graph begins when its gradient arrives. Its end is not told: the
+engine runs it, and calls nobody when it is through.
 """
 
 _watchers: list[Watcher] = []
@@ -31,15 +41,52 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watchers.remove(watcher)
 
 
-def tell(doing: str, name: str, begins: bool) -> None:
-    """Something begins or ends."""
-    for watcher in _watchers:
-        watcher(doing, name, begins)
+class During:
+    """A context in which something is done with a stage.
+
+    Watchers are told when it begins and when it ends. Any exception that leaves it gets a note that says what was being
+    done with which stage.
+    """
+
+    # Not a generator with `contextmanager`, which costs more: this is entered for every run of every stage.
+    __slots__ = ("doing", "name")
+
+    def __init__(self, doing: str, name: str) -> None:
+        self.doing = doing
+        self.name = name
+
+    def __enter__(self) -> None:
+        _tell(self.doing, self.name, True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _tell(self.doing, self.name, False)
+        if error is not None:
+            add_note(error, f"in the {self.doing} of stage {self.name!r}")
 
 
 def tell_of_backward(output: Any, name: str) -> None:
     """Tell of the backward of a stage that was run in the caller's graph, once it begins."""
+    # Hooks cost time in every step, and almost always nobody watches.
     if _watchers and torch.is_grad_enabled():
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: tell(BACKWARD, name, True))
+                tensor.register_hook(lambda _: _tell(BACKWARD, name, True))
+
+
+def _tell(doing: str, name: str, begins: bool) -> None:
+    for watcher in _watchers:
+        watcher(doing, name, begins)
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an exception, once. Before Python 3.11, whose tracebacks show no notes, it is logged as well."""
+    if text in getattr(error, "__notes__", ()):
+        return
+    with contextlib.suppress(Exception):  # an exception that takes no note is still the user's
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+            return
+        error.__notes__ = [*getattr(error, "__notes__", ()), text]
+    _log.error("%s: %s", type(error).__name__, text)

@@ -1,13 +1,12 @@
 """Stages stored in part: what is cheap to make is not saved, but made again when the backward asks for it.
 
-Autograd saves a part of such a tensor as the way to it, by `torch.autograd.graph.saved_tensors_hooks`. What it takes to
-make it again is kept instead; often that is kept anyway.
+Autograd is told to save the way to such a tensor instead of the tensor (`torch.autograd.graph.saved_tensors_hooks`).
+Kept for it are the values that it is made from, and these are often kept anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,8 +15,7 @@ import torch
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rotor_py.stage.skipped_output import Run
-from rotor_py.stage.surroundings import Autocast
+from rotor_py.stage.autocast import autocast_now, restored_autocast
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +45,14 @@ class Recipe:
 class PartialSaving:
     """One run of a stage of which some values are dropped, to be made again by a recipe.
 
-    The run is inside it as a context, and tells what it keeps and what it drops, in memory of its own each, as soon as
-    that is there.
+    The run happens inside it as a context, on tensors on the CPU and on `devices`. It calls `keep` and `drop` for its
+    values as soon as it has made them; each of these has memory of its own.
     """
 
-    def __init__(self, recipe: Recipe, device_types: tuple[str, ...]) -> None:
+    def __init__(self, recipe: Recipe, devices: Iterable[torch.device]) -> None:
         self.recipe = recipe
-        self.autocast = tuple(map(Autocast.now, device_types))
+        self.autocast = autocast_now(devices)
+        # Weak: when autograd has let go of all that it saved of a value, nobody will ask for it.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
         self._kept: dict[int, _Kept] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
@@ -76,11 +75,14 @@ class PartialSaving:
         self._kept[number] = _Kept(value.detach(), value._version) if tensor else _Kept(value)
 
     def drop(self, number: int, value: torch.Tensor) -> None:
-        """Value `number` is there, and is not to be saved. Its address means it as long as the reference lives."""
+        """Value `number` is there, and is not to be saved."""
+        # By address: autograd saves views and detached twins, which are other objects. The weak reference keeps the
+        # address from being used again by another storage.
         storage = value.untyped_storage()
         self._storages[storage._cdata] = StorageWeakRef(storage), number, value.dtype
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd is to save in the place of `tensor`."""
         found = self._storages.get(tensor.untyped_storage()._cdata)
         if found is None or found[2] != tensor.dtype:
             return _Kept(tensor.detach(), tensor._version)  # with its history, an output would hold its own node
@@ -109,7 +111,7 @@ def _unpack(saved: Any) -> torch.Tensor:
 class _Kept:
     """A tensor with the number of times that it had been written to, or any other value.
 
-    Where there are hooks, autograd does not look whether what it saved was written to.
+    Where there are hooks, autograd does not check whether what it saved was written to, so this does.
     """
 
     value: Any
@@ -125,7 +127,10 @@ class _Kept:
 
 
 class _Dropped:
-    """A value that autograd needs and nobody holds. All that is saved of it shares this; with the last it goes."""
+    """A value that the backward needs and nobody holds.
+
+    All that autograd saves of the value shares this object, so that it is made once; with the last of them it goes.
+    """
 
     __slots__ = ("__weakref__", "kept", "made", "number", "run")
 
@@ -136,13 +141,10 @@ class _Dropped:
         self.made: Any = None
 
     def value(self) -> torch.Tensor:
-        """The value; what else the backward still needs of what is made on the way is made with it."""
+        """The value. Other dropped values that are made on the way to it are kept for when they are asked for."""
         if self.made is None:
-            with ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
-                for state in self.run.autocast:
-                    if state.enabled or torch.is_autocast_enabled(state.device_type):
-                        stack.enter_context(state.context(cache=False))
+            # No cache: a weight that is cast here has no history, and a later forward would find it without.
+            with torch.no_grad(), restored_autocast(self.run.autocast, cache=False):
                 self._make(self.number, {})
         return self.made  # type: ignore[no-any-return]  # a tensor
 
@@ -172,13 +174,3 @@ class _Part:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-
-
-def partial_forward(function: Callable[..., Any], *, skip_output: bool = False) -> Run | None:
-    """How to run a stage so that it is stored in part; None if it has no such way.
-
-    With `skip_output`, its output has no values.
-    """
-    own = getattr(type(function), "partial_forward", None)
-    found: Run | None = None if own is None else own(function, skip_output=skip_output)
-    return found

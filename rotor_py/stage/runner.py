@@ -1,35 +1,37 @@
-"""One stage and the four ways in which the executor runs it."""
+"""One stage and the four ways in which the executor runs it.
+
+In the caller's graph (`forward`), for the first time where more runs follow (`first`), once more without a graph
+(`again`), and once more with a graph of its own (`attach`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_map_only
 
+from rotor_profiling.devices import accelerators
 from rotor_profiling.isolate import alias, parameter_slots, substituted, trained_parameters
 from rotor_profiling.storage import tensors_in
-from rotor_py.stage.activity import tell_of_backward
-from rotor_py.stage.faults import During
-from rotor_py.stage.partial_saving import partial_forward
+from rotor_py.stage.activity import During, tell_of_backward
+from rotor_py.stage.attached import AttachedStage, edges_of, enter_graph, owners_of
+from rotor_py.stage.graph_effects import recall_effects, run_with_graph
+from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_py.stage.surroundings import Surroundings, recorded
-from rotor_py.stage.traits import traits_of, without_history
-
-Edges = list[GradientEdge | None]
 
 
 class StageRunner:
-    """Runs `function`, in the graph around it, without a graph, or with a graph of its own; with a graph, by `option`.
+    """Runs `function`, in the graph around it, without a graph, or with a graph of its own; with a graph, by `option`:
+    0 stores all that autograd saves, 1 stores the stage in part.
 
-    Value in and value out may be tensors or nested structures of them. Parameters that a module uses and does not own
-    are looked for, and refused, if it is `open`: if it runs functions of the caller's. What all stages share is their
-    `context`: a function gets it after its own values, all in one tuple, and if it `hands_on`, returns it likewise.
+    Value in and value out may be tensors or nested structures of them. An `open` module runs functions of the caller's;
+    parameters that it uses and does not own are looked for and refused. What all stages share is their `context`: a
+    function gets it after its own values, all in one tuple, and if it `hands_on`, returns it likewise.
     """
 
     def __init__(
@@ -48,23 +50,28 @@ class StageRunner:
         self.hands_on = hands_on
         self._shared = tensors_in(context)
         self.function = function
-        self.traits = traits_of(function)
+        self.effects = recall_effects(function)
         self._modes = _modes(function)
         self.name = name
         self.preserve_rng_state = preserve_rng_state
         self.open = open or not isinstance(function, nn.Module)
 
     def by(self, option: int) -> StageRunner:
-        """The same, which runs by another option. ValueError if the stage has no such option."""
+        """The same stage, run by another option. ValueError if the stage has no such option."""
         if option == self.option:
             return self
-        if option > 1 or partial_forward(self.function) is None:
+        if option > 1 or not self.can_be_partial:
             raise ValueError(
                 f"the plan runs stage {self.name!r} by option {option}, which it does not have here; plan again"
             )
-        other = copy(self)
+        other = copy(self)  # other runs of the stage in the same step may be by another option
         other.option = option
         return other
+
+    @property
+    def can_be_partial(self) -> bool:
+        """Whether the stage can be stored in part: whether it has an option 1."""
+        return offers_of(self.function).partial_forward() is not None
 
     @property
     def can_skip_output(self) -> bool:
@@ -78,7 +85,7 @@ class StageRunner:
     def forward(self, value: Any, *, skip_output: bool = False) -> Any:
         """Run the stage in the graph that is being built around it, as plain training does.
 
-        With `skip_output`, it makes the graph that the backward needs, and an output without values.
+        With `skip_output`, the run makes the graph that the backward needs, and an output without values.
         """
         with During("forward", self.name):
             output = self._function(skip_output)(value)
@@ -87,6 +94,7 @@ class StageRunner:
 
     def first(self, value: Any) -> tuple[Any, Surroundings]:
         """Run it as it comes, in a graph or without one; return its output and what surrounded it."""
+        # In a graph where the stage is `Fe` at first and made again later, without one inside a node.
         run = self._function() if torch.is_grad_enabled() else self._without_graph()
         with (
             During("forward", self.name),
@@ -97,7 +105,10 @@ class StageRunner:
         return output, surroundings[0]
 
     def again(self, value: Any, surroundings: Surroundings) -> Any:
-        """Run it once more without a graph, exactly as the first time."""
+        """Run it once more without a graph, exactly as the first time.
+
+        RuntimeError if the stage was switched between training and evaluation since.
+        """
         self._refuse_other_modes()
         with During("recomputation", self.name), torch.no_grad(), surroundings.restored(self.function, graph=False):
             return self._without_graph()(value)
@@ -110,13 +121,13 @@ class StageRunner:
             )
 
     def _without_graph(self) -> Callable[[Any], Any]:
-        dependent = self.traits.graph_dependent
-        return partial(without_history, self._function()) if dependent else self._function()
+        dependent = self.effects.graph_dependent
+        return partial(run_with_graph, self._function()) if dependent else self._function()
 
     def _function(self, skip_output: bool = False) -> Callable[[Any], Any]:
         run = (forward_skipping_output(self.function) if skip_output else None) or self.function
         if self.option and torch.is_grad_enabled():
-            run = partial_forward(self.function, skip_output=skip_output) or run
+            run = offers_of(self.function).partial_forward(skip_output=skip_output) or run
         return partial(self._in_context, run) if self.context else run
 
     def _in_context(self, run: Callable[[Any], Any], value: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -126,17 +137,18 @@ class StageRunner:
     def attach(self, value: Any, surroundings: Surroundings, *, skip_output: bool = False) -> tuple[AttachedStage, Any]:
         """Run it once more with a graph of its own, exactly as the first time; return that graph, and the output.
 
-        With `skip_output`, the output has no values.
-
-        The graph ends at aliases of the parameters. Gradients are handed on to the engine that asked for them, which
-        calls the hooks of the real parameters and adds to their `grad`, once.
+        With `skip_output`, the output has no values. The graph ends at aliases of the parameters. Gradients are handed
+        on to the engine that asked for them, which calls the hooks of the real parameters and adds to their `grad`,
+        once. RuntimeError if the stage was switched between training and evaluation since, or if an `open` stage uses a
+        parameter that it does not own.
         """
         self._refuse_other_modes()
         slots = parameter_slots(self.function)
+        # Not the parameters themselves: their hooks would fire here, and again when the outer engine has the gradient.
         aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
         origin = torch.empty(0, requires_grad=True)
-        entered = tree_map_only(torch.Tensor, partial(_entered, origin), value)
-        inputs, owners = _edges(entered), _owners(entered)
+        entered = enter_graph(origin, value)
+        inputs, owners = edges_of(entered), owners_of(entered)
         with (
             During("recomputation", self.name),
             torch.enable_grad(),
@@ -144,9 +156,9 @@ class StageRunner:
             substituted(slots, aliases),
         ):
             output = self._function(skip_output)(entered)
-        owners += _owners(output)
-        attached = AttachedStage(_edges(output), inputs, list(aliases.values()), owners, self.name)
-        if self.open:
+        owners += owners_of(output)
+        attached = AttachedStage(edges_of(output), inputs, list(aliases.values()), owners, self.name)
+        if self.open:  # a walk through the whole graph, which others are spared
             attached.refuse_other_leaves(origin)
         return attached, output
 
@@ -155,91 +167,7 @@ class StageRunner:
         return trained_parameters(self.function)
 
     def _devices(self, value: Any) -> tuple[torch.device, ...]:
-        tensors = [*self.read(value), *self.parameters()]
-        return tuple(sorted({tensor.device for tensor in tensors if tensor.device.type != "cpu"}, key=str))
-
-
-class AttachedStage:
-    """A stage that was run with a graph of its own, which ends at its input and at aliases of its parameters.
-
-    It knows the ends of the graph as edges, and holds no tensors: what the backward does not need is freed.
-    """
-
-    def __init__(
-        self, outputs: Edges, inputs: Edges, parameters: Sequence[torch.Tensor], owners: list[Any], name: str
-    ) -> None:
-        self.outputs = outputs
-        self.inputs = inputs
-        self.parameters = parameters
-        self.owners = owners
-        self.name = name
-
-    def backward(
-        self, gradients: Sequence[torch.Tensor | None], *, retain_graph: bool = False
-    ) -> list[torch.Tensor | None]:
-        """Gradients of the input's tensors, then of the parameters, for the `gradients` of the outputs.
-
-        None stands for a gradient that does not exist, on both sides.
-        """
-        if len(gradients) != len(self.outputs):
-            raise RuntimeError(
-                f"stage {self.name!r} returned {len(gradients)} tensors in the forward and {len(self.outputs)} when it "
-                "was run again; a stage has to do the same thing every time"
-            )
-        sources = [*self.inputs, *self.parameters]
-        given = [(y, g) for y, g in zip(self.outputs, gradients, strict=True) if y is not None and g is not None]
-        wanted: list[Any] = [source for source in sources if source is not None]
-        if not given or not wanted:
-            return [None] * len(sources)
-        roots, arriving = [y for y, _ in given], [g for _, g in given]
-        with During("backward", self.name):
-            found = iter(torch.autograd.grad(roots, wanted, arriving, retain_graph=retain_graph, allow_unused=True))
-        return [None if source is None else next(found) for source in sources]
-
-    def refuse_other_leaves(self, origin: torch.Tensor) -> None:
-        """RuntimeError if the graph reaches a parameter that is not the stage's own: its gradient would be lost."""
-        known = {id(tensor) for tensor in (origin, *self.parameters)}
-        pending = [edge.node for edge in self.outputs if edge is not None]
-        seen = set()
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in known:
-                raise RuntimeError(
-                    f"stage {self.name!r} uses a parameter of shape {tuple(leaf.shape)} that it does not own, whose "
-                    "gradient would be lost; pass the torch.nn.Module that owns it as the stage"
-                )
-            pending.extend(following for following, _ in node.next_functions if following is not None)
-
-
-class _Entry(torch.autograd.Function):
-    """Where the graph of a stage begins. A leaf in this place would be held by the graph, needed or not."""
-
-    @staticmethod
-    def forward(ctx: Any, origin: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, None
-
-
-def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
-    with torch.enable_grad():
-        return _Entry.apply(origin, tensor.detach()) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]  # torch leaves it so
-
-
-def _owners(value: Any) -> list[Any]:
-    """What keeps the graph behind `value` alive. An edge alone does not, if its node is written in Python."""
-    with torch.enable_grad():
-        return [tensor.view_as(tensor).grad_fn for tensor in tensors_in(value) if tensor.requires_grad]
-
-
-def _edges(value: Any) -> Edges:
-    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors_in(value)]
+        return accelerators(tensor.device for tensor in [*self.read(value), *self.parameters()])
 
 
 def _modes(function: Callable[..., Any]) -> list[bool]:

@@ -1,8 +1,9 @@
-"""Forwards whose output nobody reads.
+"""Runs of a stage that skip its output.
 
-A stage that is run again right before its backward only has to bring its graph back. Its last operators often save
-nothing but what went into them: a linear layer does, and the addition of a residual after it. Their output is made with
-the right shape, and not computed. Autograd sees every operator as ever, so the backward is the same.
+A stage that is run again right before its backward has to bring back its graph and nothing else: nobody reads the
+output. The last operators often save only their inputs; a linear layer does, and the addition of a residual after it.
+Their output is allocated with the right shape, and not computed. Autograd sees every operator as ever, so the backward
+is the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-Run = Callable[[Any], Any]
+from rotor_py.stage.protocol import Run, offers_of
 
 _aten = torch.ops.aten
 _PRODUCTS: tuple[type[nn.Module], ...] = (
@@ -28,19 +29,19 @@ _PRODUCTS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+"""Layers that take long, and of which autograd saves the input and the weight, but not the output."""
 _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
-"""Layers whose backward does not depend on the values that go into them."""
+"""Layers that may come after: their backward does not depend on the values that go into them."""
 
 
 def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
-    """How to run a stage for a backward that follows at once; None if there is nothing to leave out.
+    """How to run a stage for a backward that follows at once; None if there is nothing to skip.
 
-    What it returns has the graph, the shapes and the types of what `function` returns, but not its values.
+    What the run returns has the graph, the shapes and the types of what `function` returns, but not its values. A stage
+    that does not offer such a run has one if it is a chain of known layers with a product near its end.
     """
-    own = getattr(type(function), "forward_skipping_output", None)
-    if own is not None:
-        found: Run | None = own(function)
-        return found
+    if (offered := offers_of(function).forward_skipping_output()) is not None:
+        return offered
     layers = _flat(function) if isinstance(function, nn.Module) else []
     last = len(layers) - 1
     while last >= 0 and _is_one_of(layers[last], _FOLLOWING):
@@ -51,7 +52,7 @@ def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
 
 
 def skip_output(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an operator, with a graph, and do not compute what a backward never reads of it."""
+    """Call an operator with a graph, and do not compute an output that its backward never reads."""
     with _SkippedOutputs():  # type: ignore[no-untyped-call]  # torch leaves it so
         return function(*args, **kwargs)
 
@@ -66,13 +67,16 @@ def _run(layers: list[nn.Module], last: int, value: Any) -> Any:
 
 
 def _flat(module: nn.Module) -> list[nn.Module]:
+    """The layers of nested `nn.Sequential`s, in order."""
     if type(module) is nn.Sequential and not _watched(module):
         return [layer for child in module for layer in _flat(child)]
     return [module]
 
 
 def _is_one_of(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Exactly: a derived class may do anything. A hook may look at the output, and dropout write over its input."""
+    """Exactly one of them: a derived class may do anything, a hook may look at the output, and dropout may write over
+    its input.
+    """
     return type(layer) in kinds and not _watched(layer) and not getattr(layer, "inplace", False)
 
 
@@ -82,7 +86,11 @@ def _watched(module: nn.Module) -> bool:
 
 
 class _SkippedOutputs(TorchDispatchMode):
-    """Below autograd: operators that save their inputs alone return memory that nobody has written to."""
+    """Below autograd, operators that save only their inputs return memory that nobody has written to.
+
+    A dispatch mode and not a module with another forward, because autocast and autograd come first: types and the graph
+    are theirs. Operators that are not in `_MAKERS`, a cast of the input for instance, run as ever.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -119,5 +127,6 @@ _MAKERS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.addmm.default: _sum_with_product,
     _aten.baddbmm.default: _sum_with_product,
     _aten.add.Tensor: _sum,
-    _aten.convolution.default: _as_on_meta,
+    _aten.convolution.default: _as_on_meta,  # its output's strides follow the memory format, in ways of each backend
 }
+"""For each operator, how to allocate its output; called with the operator and its arguments."""

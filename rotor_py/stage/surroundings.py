@@ -1,4 +1,8 @@
-"""What surrounds a stage's forward, kept so that it can be run again exactly: random state, autocast, buffers."""
+"""What surrounds a stage's forward, kept so that it can be run again exactly: random state, autocast, buffers.
+
+Copies of buffers cost memory, so only those are copied that the stage was seen to change. The first forward of a stage
+copies them all, compares, and remembers which ones moved.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +16,14 @@ import torch
 from torch import nn
 
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
+from rotor_py.stage.autocast import Autocast, autocast_now, restored_autocast
 
-# Their output in training does not depend on their statistics, which they leave alone when they do not track them.
+# Their output in training does not depend on their statistics. So these are not copied: for a second run, tracking is
+# switched off instead. A derived class may read its statistics, so types have to be equal.
 _PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 """Per stage, the positions of the buffers that its forward was seen to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """The state of autocast for one kind of device."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    cache: bool
-
-    @classmethod
-    def now(cls, device_type: str) -> Autocast:
-        return cls(
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    def context(self, cache: bool) -> torch.autocast:
-        return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +40,14 @@ class Surroundings:
 
         Without a `graph`, weights that autocast has cast are not cached: a later forward with a graph in the same
         autocast region would find them there without their history, and lose gradients. `alike` makes autograd save as
-        many tensors as the first time, where otherwise it may save fewer.
+        many tensors as the first time, where otherwise it may save fewer: `torch.utils.checkpoint` counts them.
         """
         with ExitStack() as stack:
-            for state in self.autocast:
-                if state.enabled or torch.is_autocast_enabled(state.device_type):
-                    stack.enter_context(state.context(cache=state.cache and graph))
+            stack.enter_context(restored_autocast(self.autocast, cache=graph))
             if self.random is not None:
                 stack.callback(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
                 self.random.restore()
+            # Another tensor in the module's table and no write into the one there: autograd may have saved that one.
             for (table, name, _), before in self.buffers:
                 stack.callback(table.__setitem__, name, table[name])
                 table[name] = before.clone()
@@ -83,40 +66,49 @@ def recorded(
 ) -> Iterator[list[Surroundings]]:
     """Record what surrounds the first forward of `function`, which is run inside this context.
 
-    Yields a list that holds the surroundings once the context has been left.
+    Yields a list that holds the surroundings once the context has been left. RuntimeError if the forward changes a
+    buffer that no forward of the stage has changed before, of which there is no copy.
     """
-    autocast = tuple(Autocast.now(kind) for kind in sorted({"cpu", *(device.type for device in devices)}))
+    autocast = autocast_now(devices)
     before = RandomState.now(devices) if preserve_rng_state else None
     slots = _own_buffers(function)
     copies = _copies(function, slots)
     versions = [tensor._version for _, _, tensor in slots]
     result: list[Surroundings] = []
-    with ExitStack() as stack:
-        for state in autocast:
-            if state.enabled:
-                stack.enter_context(state.context(cache=state.cache and torch.is_grad_enabled()))
+    with restored_autocast(autocast, cache=torch.is_grad_enabled()):  # no cache for weights without history
         yield result
     drew = before is not None and RandomState.now(devices) != before
+    moved = _find_moving(function, slots, copies, versions, name) if slots else []
+    result.append(Surroundings(autocast, before if drew else None, tuple((slots[i], copies[i]) for i in moved)))
+
+
+def _find_moving(
+    function: Callable[..., Any],
+    slots: list[Slot],
+    copies: dict[int, torch.Tensor],
+    versions: list[int],
+    name: str,
+) -> list[int]:
+    """The positions of the buffers to put back before another run, after a forward; they are remembered."""
+    assert isinstance(function, nn.Module)
     changed = [i for i, (slot, version) in enumerate(zip(slots, versions, strict=True)) if _moved(slot, version)]
-    if slots:
-        assert isinstance(function, nn.Module)
-        if function not in _moving:
-            # Some kernels write without raising the version; once, and only once, the values are compared.
-            changed = [i for i in copies if i in changed or not _equal(copies[i], slots[i])]
-        else:
-            changed = sorted({*changed, *copies})
-        _moving[function] = _moving.get(function, frozenset()) | frozenset(changed)
-        if surprise := [slots[i][1] for i in changed if i not in copies]:
-            raise RuntimeError(
-                f"buffer {surprise[0]!r} of stage {name!r} was changed by a forward pass for the first time, so the "
-                "stage cannot be run again exactly in this step; run the step once more, it is now known to change"
-            )
-    result.append(
-        Surroundings(autocast, before if drew else None, tuple((slots[i], copies[i]) for i in sorted(changed)))
-    )
+    if function not in _moving:
+        # Some kernels write without raising the version. Values are compared once, when there is a copy of each; in
+        # every step it would cost as much as the copies.
+        changed = [i for i in copies if i in changed or not _equal(copies[i], slots[i])]
+    else:
+        changed = sorted({*changed, *copies})
+    _moving[function] = _moving.get(function, frozenset()) | frozenset(changed)
+    if surprise := [slots[i][1] for i in changed if i not in copies]:
+        raise RuntimeError(
+            f"buffer {surprise[0]!r} of stage {name!r} was changed by a forward pass for the first time, so the "
+            "stage cannot be run again exactly in this step; run the step once more, it is now known to change"
+        )
+    return sorted(changed)
 
 
 def _let_copies_track(module: nn.Module, stack: ExitStack) -> None:
+    """Let a batch norm move copies of its statistics until `stack` is left."""
     for name, buffer in list(module._buffers.items()):
         if buffer is not None:
             stack.callback(module._buffers.__setitem__, name, buffer)
@@ -128,7 +120,7 @@ def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> 
     slots = _own_buffers(function)
     copies = _copies(function, slots)
     return Surroundings(
-        tuple(Autocast.now(kind) for kind in sorted({"cpu", *(device.type for device in devices)})),
+        autocast_now(devices),
         RandomState.now(devices),
         tuple((slots[i], copy) for i, copy in copies.items()),
     )
@@ -166,6 +158,6 @@ def _equal(copy: torch.Tensor, slot: Slot) -> bool:
 
 
 def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
-    """The buffers of which a copy is kept while `function` may be run again, as far as its runs so far have shown."""
+    """The buffers of which a copy is kept while `function` may be run again, as far as its runs have shown."""
     known = _moving.get(function, frozenset()) if isinstance(function, nn.Module) else frozenset()
     return [slot[2] for i, slot in enumerate(_own_buffers(function)) if i in known]

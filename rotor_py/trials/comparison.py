@@ -10,7 +10,6 @@ from torch import nn
 from rotor_py.by_hand.by_level import ByLevel
 from rotor_py.by_hand.levels import LEVELS
 from rotor_py.measure.budget import Budget
-from rotor_py.measure.measurement import Progress
 from rotor_py.report.facts import ReportFacts
 from rotor_py.trials.verification import Verification
 from rotor_solver import (
@@ -27,6 +26,7 @@ from rotor_solver import (
     Sqrt,
     StoreAll,
 )
+from rotor_solver.progress import Progress
 
 OPTIMAL, EVERY = "optimal", "every n layers"
 

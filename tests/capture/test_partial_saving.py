@@ -20,12 +20,11 @@ from torch.nn import functional as F
 
 from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.memory import memory_meter
-from rotor_profiling.stage import leaves_of
+from rotor_profiling.stage.gradients import leaves_of
 from rotor_py import Checkpointable
 from rotor_py.capture.graph_stage import GraphStage
 from rotor_py.capture.min_cut import _CHEAP, _cut, _memory_read, _size, find_saved_part
 from rotor_py.capture.saved_values import find_saved_values
-from rotor_py.stage.partial_saving import partial_forward
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence, min_bytes, simulate, solve, store_all
 from tests.capture.steps import adamw, compare, limits
@@ -101,8 +100,8 @@ def captured(*layers: nn.Module, rows: int = 64) -> tuple[Checkpointable, torch.
 
 
 def stages(planned: Checkpointable) -> list[GraphStage]:
-    assert planned.captured
-    found = planned.functions
+    assert planned._cut is not None
+    found = [stage for _, stage in planned._cut.stages]
     assert all(isinstance(stage, GraphStage) for stage in found)
     return found  # type: ignore[return-value]
 
@@ -134,7 +133,7 @@ def test_a_run_that_is_stored_in_part_has_the_same_bits_and_holds_less(
         planned, batch = captured(nn.Linear(WIDTH, WIDTH), layer(), layer())
         found, value = 0, (batch,)
         for stage in stages(planned):
-            forward = partial_forward(stage, skip_output=skip_output)
+            forward = stage.partial_forward(skip_output=skip_output)
             if forward is not None:
                 outputs, expected, whole = run(stage, stage, value)
                 found_outputs, numbers, less = run(forward, stage, value)
@@ -149,9 +148,9 @@ def test_a_run_that_is_stored_in_part_has_the_same_bits_and_holds_less(
 
 def test_what_is_dropped_is_what_cheap_operators_made() -> None:
     stage, _, _ = lean_run()
-    assert stage._saved_part is not None
-    choice = stage._saved_part[0]
-    assert choice is not None
+    found = stage._find_saved_part()
+    assert found is not None
+    choice = found.part
     nodes = list(stage.body.graph.nodes)
     dropped = {nodes[number].target for number in choice.dropped}
     assert F.silu in dropped
@@ -266,7 +265,7 @@ def lean_run(rows: int = 64) -> tuple[GraphStage, Any, torch.Tensor]:
     planned, batch = captured(nn.Linear(WIDTH, WIDTH), Gated(), Gated(), rows=rows)
     value: Any = (batch,)
     for stage in stages(planned):
-        forward = partial_forward(stage)
+        forward = stage.partial_forward()
         if forward is not None and len(list(stage.parameters())) >= 4:
             return stage, value, total(forward(value))
         value = leaves_of(stage(value))
@@ -306,7 +305,7 @@ def test_nothing_is_held_once_the_output_is_gone_without_the_collector() -> None
         stage, value, output = lean_run()
         for backward in (True, False):
             with memory_meter(torch.device("cpu")) as meter:
-                forward = partial_forward(stage)
+                forward = stage.partial_forward()
                 assert forward is not None
                 output = total(forward(value))
                 if backward:
@@ -327,7 +326,7 @@ def test_a_stage_that_writes_over_what_it_reads_has_no_other_option() -> None:
     planned, _ = captured(Inplace(), Inplace())
     writing = [stage for stage in stages(planned) if any(node.target is torch.relu_ for node in stage.body.graph.nodes)]
     assert writing
-    assert all(partial_forward(stage) is None for stage in writing)
+    assert all(stage.partial_forward() is None for stage in writing)
 
 
 def test_an_option_that_a_stage_does_not_have_is_refused_by_name() -> None:

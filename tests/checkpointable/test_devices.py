@@ -9,7 +9,7 @@ from torch import nn
 from rotor_profiling.optimizer import _on_meta
 from rotor_profiling.storage import allocated
 from rotor_py import Checkpointable, UnsupportedModelError
-from rotor_py.measure import budget
+from rotor_py.measure import budget, fixed_memory
 from rotor_py.measure.cut import refuse_random_state_of_its_own
 from tests.checkpointable.steps import square
 
@@ -27,7 +27,7 @@ def test_an_optimizer_that_counts_its_steps_on_the_device_needs_a_block_for_each
 
 def test_buckets_that_are_there_when_it_is_measured_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     held, sent = 10**6, 3 * 10**5
-    monkeypatch.setattr(budget, "allocated_bytes", lambda device: held)
+    monkeypatch.setattr(fixed_memory, "allocated_bytes", lambda device: held)
     planned = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8), loss=square)
     assert planned.inspection_values is not None
     fixed = [

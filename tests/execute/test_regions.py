@@ -24,7 +24,7 @@ def test_checkpoints_become_regions() -> None:
 
 
 def test_a_sequence_that_drops_checkpoints_early_is_refused() -> None:
-    with pytest.raises(ValueError, match="no nesting of regions"):
+    with pytest.raises(ValueError, match="not a nesting of regions"):
         regions(Sequence.parse("CF_0, CF_1, Fn_2, L, Fn_1, Fe_2, B_2, CF_0, Fe_1, B_1, Fe_0, B_0"))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import nn
 
-from rotor_profiling import stage_kind
+from rotor_profiling import stage_kind, value_kind
+from rotor_profiling.stage.kind import HasKind
 
 
 def kind(stage: nn.Module, value: object = None):
@@ -50,3 +53,35 @@ def test_inputs_matter_by_shape_strides_type_and_need_of_gradient() -> None:
 def test_functions_are_kinds_of_their_own() -> None:
     assert stage_kind(torch.relu, torch.zeros(1)) == stage_kind(torch.relu, torch.zeros(1))
     assert stage_kind(lambda x: x, torch.zeros(1)) != stage_kind(lambda x: x, torch.zeros(1))
+
+
+class Generated(nn.Module, HasKind):
+    """Code that no two objects share, and that says what it does and what of its input it reads."""
+
+    def __init__(self, does: str, reads: int = 0, width: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.code = object()
+        self._does, self._reads = does, reads
+
+    def kind(self, value: tuple[torch.Tensor, ...]) -> Hashable:
+        return self._does, value_kind(value[self._reads])
+
+
+def test_modules_that_say_their_kind_are_compared_by_that_and_by_their_parameters() -> None:
+    value = (torch.zeros(2), torch.zeros(3))
+    assert kind(Generated("exp"), value) == kind(Generated("exp"), value)
+    assert kind(Generated("exp"), value) == kind(Generated("exp"), (torch.zeros(2), torch.zeros(9)))
+    others = [Generated("log"), Generated("exp", reads=1), Generated("exp", width=9), nn.Sequential(Generated("exp"))]
+    assert all(kind(other, value) != kind(Generated("exp"), value) for other in others)
+
+
+def test_joined_modules_that_say_their_kind_are_of_one_kind_if_each_of_them_is() -> None:
+    value = (torch.zeros(2), torch.zeros(3))
+
+    def pair(second: str) -> nn.Module:
+        return nn.Sequential(Generated("exp"), Generated(second, reads=1))
+
+    assert kind(pair("log"), value) == kind(pair("log"), value)
+    assert kind(pair("log"), value) != kind(pair("sin"), value)
+    assert kind(pair("log"), value) != kind(pair("log"), (torch.zeros(2), torch.zeros(4)))

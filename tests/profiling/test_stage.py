@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import StageCost, storages
+from rotor_py.stage.protocol import StageOffers
 from tests.profiling.costs import BIAS, START, UNIT, WEIGHT, cost, square, unit
 
 
@@ -27,7 +28,7 @@ class Scratch(nn.Module):
         return value.exp()
 
 
-class Slow(nn.Module):
+class Slow(nn.Module, StageOffers):
     """Takes ten milliseconds, all of them for its output's values."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:

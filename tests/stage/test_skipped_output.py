@@ -60,7 +60,7 @@ def alone() -> tuple[nn.Module, torch.Tensor]:
     return nn.Linear(6, 5), torch.randn(4, 6)
 
 
-LEFT_OUT: list[Callable[[], tuple[nn.Module, torch.Tensor]]] = [
+SKIPPING: list[Callable[[], tuple[nn.Module, torch.Tensor]]] = [
     linear,
     without_bias,
     dropped,
@@ -71,7 +71,7 @@ LEFT_OUT: list[Callable[[], tuple[nn.Module, torch.Tensor]]] = [
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", LEFT_OUT)
+@pytest.mark.parametrize("make", SKIPPING)
 def test_numbers_are_those_of_plain_training_without_the_last_product(
     make: Callable[[], tuple[nn.Module, torch.Tensor]], autocast: torch.dtype | None
 ) -> None:
@@ -93,7 +93,7 @@ def test_numbers_are_those_of_plain_training_without_the_last_product(
         assert torch.equal(value, right), name
 
 
-@pytest.mark.parametrize("make", LEFT_OUT)
+@pytest.mark.parametrize("make", SKIPPING)
 def test_the_last_product_is_not_computed(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
     stage, sample = make()
     run = forward_skipping_output(stage)
@@ -131,7 +131,7 @@ def hooked() -> nn.Module:
     ],
     ids=lambda stage: type(stage).__name__,
 )
-def test_nothing_is_left_out_where_somebody_may_look_at_it(stage: Any) -> None:
+def test_nothing_is_skipped_where_somebody_may_look_at_it(stage: Any) -> None:
     assert forward_skipping_output(stage) is None
 
 
@@ -192,17 +192,17 @@ def mean_square(output: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("ending", "left_out"),
+    ("ending", "skips"),
     [("sum", True), ("dropout", True), ("matmul", True), ("in place", False), ("square", False), ("gate", False)],
 )
-def test_captured_stages_leave_out_what_goes_into_their_output_alone(ending: str, left_out: bool) -> None:
+def test_captured_stages_skip_what_goes_into_their_output_alone(ending: str, skips: bool) -> None:
     torch.manual_seed(0)
     plain = Blocks(ending)
     planned = Checkpointable(copy.deepcopy(plain), loss=mean_square, granularity=4)
     batch = torch.randn(64, 8, requires_grad=True)
     planned.measure(batch)
     stages = planned.functions[1:]  # the first may end inside a block
-    assert [forward_skipping_output(function) is not None for function in stages] == [left_out] * len(stages)
+    assert [forward_skipping_output(function) is not None for function in stages] == [skips] * len(stages)
     assert planned.budget is not None
     planned.compute_sequence(planned.budget.least_bytes())
     found = []

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rotor_profiling import memory_meter
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.capture.run_graph import run_graph
-from rotor_py.stage.faults import note
+from rotor_py.stage.activity import add_note
 from tests.checkpointable.steps import square
 from tests.training import tripping
 from tests.training.loop import differences, planned, rows
@@ -321,7 +321,7 @@ def test_before_python_3_11_the_note_is_kept_and_logged(caplog: pytest.LogCaptur
 
     error = OldError()
     for _ in range(2):
-        note(error, "in the forward of stage '4'")
+        add_note(error, "in the forward of stage '4'")
     assert error.__notes__ == ["in the forward of stage '4'"]
     assert caplog.messages == ["OldError: in the forward of stage '4'"]
 

@@ -13,7 +13,7 @@ from rotor_py.measure.cut import Cut, Layer, joined, layers
 from rotor_py.plan.saved import plan_file
 from rotor_py.plan.saved.fingerprint import refuse_difference, refuse_other_input
 from rotor_py.plan.saved.plan_costs import PlanCosts
-from rotor_py.stage.traits import StageTraits, remember
+from rotor_py.stage.graph_effects import GraphEffects, remember_effects
 from rotor_solver import Sequence
 
 
@@ -30,7 +30,7 @@ class Plan:
     input: dict[str, Any]
     prefix: list[str]
     stages: list[list[str]]
-    traits: list[StageTraits]
+    traits: list[GraphEffects]
     sequence: Sequence
     mem_limit: int
     peak_bytes: int
@@ -59,7 +59,7 @@ class Plan:
             raise PlanMismatchError("the order of layers", ", ".join(planned), ", ".join(found))
         stages = tuple(joined([(name, found[name]) for name in group]) for group in self.stages)
         for (_, function), traits in zip(stages, self.traits, strict=True):
-            remember(function, traits)
+            remember_effects(function, traits)
         return Cut(tuple((name, found[name]) for name in self.prefix), stages)
 
     def refuse_other(self, *, model: dict[str, Any] | None = None, value: dict[str, Any] | None = None) -> None:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from rotor_profiling import LossCost, StageCost
-from rotor_py.measure.budget import Budget, FixedMemory
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Carried, Measurement, PrefixCost
 from rotor_solver.chain import LARGEST_SIZE
 

@@ -32,7 +32,7 @@ from rotor_py.errors import shortened
 from rotor_py.execute.program import program
 from rotor_py.measure.cut import JOINT
 from rotor_py.plan.saved.plan_costs import PlanCosts
-from rotor_py.stage.traits import StageTraits
+from rotor_py.stage.graph_effects import GraphEffects
 from rotor_solver import Sequence
 
 SCHEMA = 4
@@ -122,14 +122,14 @@ def _refuse_odd_fingerprints(model: dict[str, Any], given: dict[str, Any]) -> No
         raise ValueError("every tensor of the input has to have a shape")
 
 
-def _traits(entries: list[Any]) -> list[StageTraits]:
+def _traits(entries: list[Any]) -> list[GraphEffects]:
     found = []
     for entry in entries:
         match entry:
             case {"graph_dependent": bool(dependent), "without_gradient": [*positions]} if all(
                 type(position) is int for position in positions
             ):
-                found.append(StageTraits(dependent, tuple(positions)))
+                found.append(GraphEffects(dependent, tuple(positions)))
             case _:
                 raise ValueError(f"the traits of a stage are {reprlib.repr(entry)}")
     return found

@@ -3,6 +3,8 @@
 Some operators take another kernel where no graph is needed, with other last digits: the recurrent layers on the CPU do.
 To get the numbers of plain training, such a stage has to run with a graph every time, even if nobody wants the graph.
 And without a graph, no output tells whether it would have a gradient.
+
+Both are found out once, when the stage is measured, and remembered as long as the stage lives.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from rotor_profiling import isolated, leaves_of, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
-class StageTraits:
+class GraphEffects:
     """`graph_dependent`: the outputs have other numbers with a graph than without one.
 
     `without_gradient`: the outputs that need no gradient in training, by position among the output's tensors.
@@ -30,36 +32,37 @@ class StageTraits:
     without_gradient: tuple[int, ...] = ()
 
 
-_known: WeakKeyDictionary[nn.Module, StageTraits] = WeakKeyDictionary()
+_remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()
 
 
-def traits_of(function: Callable[..., Any]) -> StageTraits:
-    """The traits of a stage: as was found out, and else by its kind."""
+def recall_effects(function: Callable[..., Any]) -> GraphEffects:
+    """What is remembered of a stage. Of one that was never measured, what the types of its layers suggest."""
     if not isinstance(function, nn.Module):
-        return StageTraits()
-    if function not in _known:
-        return StageTraits(any(isinstance(module, nn.RNNBase) for module in function.modules()))
-    return _known[function]
+        return GraphEffects()
+    if function not in _remembered:
+        # A plan made by hand, without measuring: those that are known to differ are taken to do so on every device.
+        return GraphEffects(any(isinstance(module, nn.RNNBase) for module in function.modules()))
+    return _remembered[function]
 
 
-def remember(function: nn.Module, traits: StageTraits) -> None:
-    """What `traits_of` is to say of a stage: what was found out of one like it."""
-    _known[function] = traits
+def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
+    """Have `recall_effects` say this of a stage: it was found out of a stage like it."""
+    _remembered[function] = effects
 
 
-def find_out(function: nn.Module, value: Any, device: torch.device) -> StageTraits:
-    """Run a stage on `value` with a graph and without one, and compare.
+def find_effects(function: nn.Module, value: Any, device: torch.device) -> GraphEffects:
+    """Run a stage on `value` with a graph and without one, and compare. Nothing of the stage is changed.
 
-    A stage that never does the same thing twice does not count as dependent on the graph.
+    A stage that never does the same thing twice does not count as dependent on the graph: a graph would not help.
     """
     plain = _outputs(function, value, device, graph=False)
-    recorded = _outputs(function, value, device, graph=True)
-    differs = not _equal(plain, recorded) and _equal(recorded, _outputs(function, value, device, graph=True))
-    return StageTraits(differs, tuple(i for i, tensor in enumerate(recorded) if not tensor.requires_grad))
+    attached = _outputs(function, value, device, graph=True)
+    differs = not _equal(plain, attached) and _equal(attached, _outputs(function, value, device, graph=True))
+    return GraphEffects(differs, tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad))
 
 
-def without_history(function: Callable[..., Any], value: Any) -> Any:
-    """Run `function` with a graph, and return its output without it."""
+def run_with_graph(function: Callable[..., Any], value: Any) -> Any:
+    """Run `function` with a graph although none is wanted, and return its output without it."""
     with torch.enable_grad():
         output = function(leaves_of(value))
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
@@ -73,6 +76,7 @@ def _outputs(function: nn.Module, value: Any, device: torch.device, *, graph: bo
 
 
 def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Bit for bit, but that one NaN is like another."""
     return len(found) == len(expected) and all(
         torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)
     )

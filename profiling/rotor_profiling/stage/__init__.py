@@ -1,0 +1,1 @@
+"""What one stage costs, and which stages cost the same."""

@@ -1,0 +1,181 @@
+"""The bytes of one stage: what it holds, and what it needs while it runs, in each way in which an executor runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
+from rotor_profiling.stage.gradients import leaves_of, scalar_after
+from rotor_profiling.stage.runner import Runner
+from rotor_profiling.storage import storage_bytes, storages, tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a chain a stage is, for its bytes; `measure_options` says what each word means."""
+
+    device: torch.device
+    input_bytes: int
+    owned: Sequence[int] = ()
+    fresh_gradients: bool = False
+    output_held: bool = False
+    carried: Sequence[int] = ()
+    silent: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Measured bytes of a stage, as in `StageCost`."""
+
+    activation_bytes: int
+    saved_bytes: int
+    forward_temp_bytes: int
+    nograd_temp_bytes: int
+    backward_temp_bytes: int
+    replay_temp_bytes: int
+    input_released_bytes: int
+    output_released_bytes: int
+    gradient_storage_bytes: tuple[int, ...]
+
+
+def measure_bytes(runner: Runner, value: Any, parameters: list[torch.Tensor], place: Place) -> StageBytes:
+    """Measure what a stage holds and needs, by running it once in every way; `parameters` are those it trains."""
+    _run_unmeasured(runner, value)
+    _forget_if_fresh(parameters, place)
+    with memory_meter(place.device) as meter:
+        surroundings, activation, beside = _run_without_graph(runner, value, place, meter)
+        _run_in_graph(runner, value, place, meter)
+        _forget_if_fresh(parameters, place)
+        gradient_sizes = _run_with_own_graph(runner, value, surroundings, place, meter)
+    end = meter.phases["forward"].end
+    phases = {"backward": Phase(end, end, end), **meter.phases}  # where nothing has a graph, there was none
+    gradient = phases["gradient"].kept
+    input_released, output_released = _released_bytes(runner, value, place)
+    saved = max(0, max(phases["forward"].kept, phases["attach"].kept) - beside)
+    both = activation + place.input_bytes
+    return StageBytes(
+        activation_bytes=activation,
+        saved_bytes=saved,
+        forward_temp_bytes=max(phases["forward"].rise, phases["attach"].rise) - saved,
+        nograd_temp_bytes=max(0, phases["first"].rise - activation, phases["again"].rise - activation),
+        # From the end of the forward on: an output that the stage's own backward does not need may be gone. What the
+        # solver adds by itself is taken off: the gradients of output and input, as large as these are.
+        backward_temp_bytes=max(-place.input_bytes, phases["backward"].peak - phases["forward"].end - both),
+        replay_temp_bytes=max(-place.input_bytes, phases["replay"].rise + gradient - both),
+        input_released_bytes=input_released,
+        output_released_bytes=min(output_released, activation, saved),
+        gradient_storage_bytes=gradient_sizes,
+    )
+
+
+def _run_unmeasured(runner: Runner, value: Any) -> None:
+    """Run the stage once before measuring: libraries choose their algorithms and allocate what they keep for good."""
+    source = scalar_after(runner.forward(leaves_of(value)))
+    if source is not None:
+        source.backward()
+
+
+# In the runs below, a phase begins at each mark. "between" takes what should not count: objects that are let go of, and
+# what measuring makes for itself.
+
+
+def _run_without_graph(runner: Runner, value: Any, place: Place, meter: MemoryMeter) -> tuple[Any, int, int]:
+    """Phases "first" and "again". Returns the surroundings of the first run, |a_{i+1}|, and the bytes that are carried
+    and were made here.
+    """
+    meter.mark("first")
+    with torch.no_grad():
+        output, surroundings = runner.first(value)
+    carried = storages(tensors_in(output)[position] for position in place.carried)
+    activation = storage_bytes(tensors_in(output), [*place.owned, *carried])
+    made_here = sum(size for address, size in carried.items() if address not in place.owned)
+    meter.mark("between")
+    del output
+    meter.mark("again")
+    with torch.no_grad():
+        output = runner.again(value, surroundings)
+    del output
+    meter.mark("between")
+    return surroundings, activation, made_here
+
+
+def _run_in_graph(runner: Runner, value: Any, place: Place, meter: MemoryMeter) -> None:
+    """Phases "forward" and, if there is one, "backward", as in plain training."""
+    leaf = leaves_of(value)
+    torch.clear_autocast_cache()  # else weights that were cast before would not count
+    meter.mark("forward")
+    output = runner.forward(leaf)
+    meter.mark("between")
+    source = scalar_after(output, place.silent)
+    if not place.output_held:
+        output = None
+    if source is not None:
+        one = torch.ones_like(source)
+        meter.mark("backward")
+        source.backward(one)
+        del one
+    meter.mark("between")
+
+
+def _run_with_own_graph(
+    runner: Runner, value: Any, surroundings: Any, place: Place, meter: MemoryMeter
+) -> tuple[int, ...]:
+    """Phases "attach" and "replay", as when a stage is run again, and "gradient" for those that the replay is given.
+
+    Returns the bytes behind the gradient of every tensor of the input.
+    """
+    torch.clear_autocast_cache()
+    meter.mark("attach")
+    attached, output = runner.attach(value, surroundings)
+    meter.mark("gradient")
+    gradients = [
+        torch.ones_like(tensor) if tensor.requires_grad and position not in place.silent else None
+        for position, tensor in enumerate(tensors_in(output))
+    ]
+    meter.mark("replay")
+    del output
+    kept = attached.backward(gradients)
+    meter.mark("between")
+    inputs = kept[: len(tensors_in(value))]
+    return tuple(0 if each is None else each.untyped_storage().nbytes() for each in inputs)
+
+
+def _released_bytes(runner: Runner, value: Any, place: Place) -> tuple[int, int]:
+    """Bytes of the input, and of the output, that a run with a graph does not hold on to."""
+    leaf = leaves_of(value)
+    whole_input = storage_bytes(tensors_in(value)) == place.input_bytes
+    owned = frozenset() if whole_input else frozenset(place.owned)
+    with memory_meter(place.device) as meter:
+        meter.mark("copy")
+        # As from another layer: nothing but the graph holds it.
+        copy = tree_map_only(torch.Tensor, partial(_copied, owned), leaf)
+        meter.mark("run")
+        output = runner.forward(copy)
+        source = scalar_after(output)
+        meter.mark("input")
+        del copy
+        meter.mark("output")
+        del output
+        meter.mark("end")
+        del source
+    phases = meter.phases
+    # Where the copy has another size than the input in the chain, nothing can be said, and nothing is promised.
+    whole = phases["copy"].kept == place.input_bytes
+    return max(0, -phases["input"].kept) if whole else 0, max(0, -phases["output"].kept)
+
+
+def _copied(owned: frozenset[int], tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.untyped_storage().data_ptr() in owned else tensor.clone()
+
+
+def _forget_if_fresh(parameters: list[torch.Tensor], place: Place) -> None:
+    """Let go of gradients where training makes them anew in every step."""
+    if place.fresh_gradients:
+        for parameter in parameters:
+            parameter.grad = None

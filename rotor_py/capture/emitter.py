@@ -1,0 +1,118 @@
+"""Nodes of a captured graph, copied into a graph of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from rotor_py.capture.fsdp_marks import Table
+from rotor_py.capture.graph_facts import GraphFacts, Modes
+from rotor_py.capture.graph_nodes import attribute_of
+from rotor_py.capture.mark_nodes import MARKS
+from rotor_py.distributed.shard_groups import ShardGroup
+
+_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+
+
+class Emitter:
+    """Copies nodes of a captured graph into a new one, and switches on the modes that each of them was in.
+
+    `inputs` become the new graph's placeholders. What else the nodes read (parameters, buffers, bodies of operators)
+    becomes its attributes. `signature` is equal for two emitters that were given nodes that do the same.
+    """
+
+    def __init__(self, facts: GraphFacts, inputs: Iterable[fx.Node]) -> None:
+        self.facts = facts
+        self.graph = fx.Graph()
+        self.attributes: dict[str, Any] = {}
+        self.copies: dict[fx.Node, fx.Node] = {node: self._input(node) for node in inputs}
+        self.signature: list[Hashable] = []
+        self.groups: dict[ShardGroup, None] = {}
+        self.begun: dict[ShardGroup, None] = {}
+        self._entered: set[ShardGroup] = set()
+        self._tables: dict[str, Table] = {}
+        self._numbers: dict[fx.Node, int] = {node: number for number, node in enumerate(self.copies)}
+        self._open: list[tuple[fx.Node, fx.Node]] = []
+        self._gradients_off: fx.Node | None = None
+
+    def add(self, node: fx.Node) -> None:
+        """Copy a node. Those that it reads have to be inputs, or copied before."""
+        self._switch(self.facts.modes[node])
+        self.copies[node] = self.graph.node_copy(node, self._copied)
+        if node.op in ("get_attr", "call_module"):
+            self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
+        target = node.target if node.op in ("call_function", "call_method") else id(node)
+        args = node.args
+        if node.target in MARKS:
+            self.copies[node].target = getattr(self.facts.marks, MARKS[node.target])
+            args = args[1:]  # without its place: the same module at another place does the same
+            if self.facts.marks is not None:
+                self._entered.add(self.facts.marks.group_at(str(node.args[0]))[0])
+        self.signature.append((node.op, target, self._plain(args), self._plain(node.kwargs)))
+        self._numbers[node] = len(self._numbers)
+
+    def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
+        """The new graph as a module that returns `outputs`, nodes or constants, as a tuple."""
+        self._switch(Modes())  # leaves every autocast region that is open
+        made = tuple(self._copied(each) if isinstance(each, fx.Node) else each for each in outputs)
+        self.graph.output(made)
+        self.signature.append(("output", self._plain(tuple(outputs))))
+        module = fx.GraphModule(self.attributes, self.graph, "GraphStage")
+        for holder, table in self._tables.items():
+            getattr(module, holder).__dict__["_parameters"] = table
+        return module
+
+    def _input(self, node: fx.Node) -> fx.Node:
+        made = self.graph.placeholder(node.name)
+        made.meta = dict(node.meta)
+        return made
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        if node not in self.copies:  # a parameter, a buffer, or the body of an operator
+            name = node.name
+            if node in self.facts.sharded:
+                # Not the parameter itself, but its place in the module's table: gathering puts another one there.
+                (self._tables[name], key), group = self.facts.sharded[node]
+                self.groups[group] = None
+                if group not in self._entered:
+                    self.begun[group] = None
+                name = f"{name}.{key}"
+            self.attributes[name] = self.facts.modules.get(node, self.facts.owned.get(node))
+            self.copies[node] = self.graph.get_attr(name)
+            self.copies[node].meta = dict(node.meta)
+        return self.copies[node]
+
+    def _switch(self, modes: Modes) -> None:
+        """Leave and enter autocast regions, and switch gradients, until the modes are `modes`."""
+        kept = 0  # regions that both have in common, from the outermost on
+        while kept < min(len(self._open), len(modes.autocast)) and self._open[kept][0] is modes.autocast[kept]:
+            kept += 1
+        while len(self._open) > kept:
+            self.graph.call_function(_EXIT, (self._open.pop()[1],))
+        for node in modes.autocast[kept:]:
+            self._open.append((node, self.graph.call_function(_ENTER, node.args, node.kwargs)))
+            self.signature.append(("autocast", node.args))
+        if modes.gradients and self._gradients_off is not None:
+            self.graph.call_function(torch._C._set_grad_enabled, (self._gradients_off,))
+            self._gradients_off = None
+        elif not modes.gradients and self._gradients_off is None:
+            self._gradients_off = self.graph.call_function(torch.is_grad_enabled)
+            self.graph.call_function(torch._C._set_grad_enabled, (False,))
+            self.signature.append("no gradients")
+
+    def _plain(self, value: Any) -> Hashable:
+        """An argument for the signature, with nodes by number: their names differ from piece to piece."""
+        if isinstance(value, fx.Node):
+            if value not in self._numbers:
+                self._numbers[value] = len(self._numbers)
+            return "node", self._numbers[value]
+        if isinstance(value, tuple | list):
+            return tuple(map(self._plain, value))
+        if isinstance(value, dict):
+            return tuple((key, self._plain(each)) for key, each in value.items())
+        if isinstance(value, slice):
+            return "slice", self._plain(value.start), self._plain(value.stop), self._plain(value.step)
+        return (type(value).__name__, value) if isinstance(value, Hashable) else id(value)

@@ -1,0 +1,43 @@
+"""Names for the pieces of a graph, after the modules of the model that they come from."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx
+
+from rotor_py.capture.graph_nodes import module_path, new_bytes
+
+
+def name_pieces(pieces: list[list[fx.Node]]) -> list[str]:
+    """A name for each piece: the path of the module in which it does most, by the bytes that it makes there.
+
+    The path ends one level below what all of the piece has in common. Names that occur more than once are numbered.
+    """
+    found = []
+    for piece in pieces:
+        weights: Counter[str] = Counter()
+        for node in piece:
+            weights[module_path(node)] += new_bytes(node) + 1  # a piece of nothing but views has a name, too
+        found.append(_name(weights))
+    repeated = {name for name, count in Counter(found).items() if count > 1}
+    seen: Counter[str] = Counter()
+    for number, name in enumerate(found):
+        if name in repeated:
+            seen[name] += 1
+            found[number] = f"{name}#{seen[name]}"
+    return found
+
+
+def _name(weights: Counter[str]) -> str:
+    paths = [path.split(".") for path in weights if path]
+    if not paths:
+        return "(top)"
+    common = 0
+    while all(len(path) > common and path[common] == paths[0][common] for path in paths):
+        common += 1
+    below: Counter[str] = Counter()
+    for path, weight in weights.items():
+        if path:
+            below[".".join(path.split(".")[: common + 1])] += weight
+    return max(below, key=lambda path: below[path])

@@ -1,0 +1,85 @@
+"""The node that a stage without a graph has in the caller's graph (Rule 2 of the Note in `rotor_py.execute.tape`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from rotor_profiling.storage import tensors_in
+from rotor_py.stage.runner import StageRunner
+
+_TENSOR = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A value without its tensors: autograd follows only those that it is given one by one."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> tuple[Frame, list[torch.Tensor]]:
+        """The frame of `value`, and the tensors in it, in order."""
+        flat, spec = tree_flatten(value)
+        leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
+        return cls(spec, leaves), [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+
+    def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """The value with these tensors in it."""
+        remaining = iter(tensors)
+        return tree_unflatten([next(remaining) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
+
+
+class Owner(Protocol):
+    """The tape that a node belongs to."""
+
+    runners: list[StageRunner]
+
+    def run_first(self, stage: int, value: Any) -> Any:
+        """Run a stage for the first time, so that it can be run again; return its output."""
+
+    def leave_frame(self, stage: int, frame: Frame) -> None:
+        """Take the frame of a stage's output: a node can return nothing but tensors."""
+
+    def backward(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of the stage's input and parameters, for those of its output."""
+
+
+class StageNode(torch.autograd.Function):
+    """One stage, run without a graph in the forward, and by its tape in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: Owner, stage: int, frame: Frame, *tensors: torch.Tensor) -> Any:
+        """`tensors` are those of the input, and then the parameters, so that the engine knows of both."""
+        ctx.owner, ctx.stage = owner, stage
+        ctx.set_materialize_grads(False)  # a gradient that does not exist is not made, as in plain training
+        value = frame.filled(tensors)
+        output = owner.run_first(stage, value)
+        ctx.mark_non_differentiable(*_without_gradient(owner.runners[stage], value, output))
+        output_frame, made = Frame.of(output)
+        owner.leave_frame(stage, output_frame)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True cannot go through stage {ctx.owner.runners[ctx.stage].name!r}, which is recomputed "
+                "in the backward; raise the memory limit until it is stored, or train this loss without Checkpointable"
+            )
+        return None, None, None, *ctx.owner.backward(ctx.stage, gradients)
+
+
+def _without_gradient(runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:
+    """The tensors of `output` that have no gradient in plain training either.
+
+    Those that the stage passes on as they came, and those that are known for it.
+    """
+    passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
+    known = runner.effects.without_gradient
+    return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]

@@ -1,0 +1,110 @@
+"""What of a step's memory is there whatever the plan: parameters, gradients, optimizer state, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+
+from rotor_profiling import OptimizerCost, bytes_like, storage_bytes, storages, tensors_in
+from rotor_py.measure.device import allocated_bytes
+from rotor_py.measure.measurement import Measurement
+from rotor_py.units import format_bytes
+
+_WORDS = {"optimizer": "optimizer state"}
+"""Parts whose name in texts is not that of their field."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedMemory:
+    """Bytes on the device that every plan has to live with, from the beginning of the step to its end.
+
+    `communication` is what gradients are sent in, and sharded parameters gathered. `batch` counts what the caller
+    passes in where layers run before the chain; otherwise it is the chain's a_0. `other` is what else this process
+    holds on the device, and what the step makes for the caller and keeps to its end.
+    """
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    communication: int = 0
+    batch: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def in_words(self) -> str:
+        """The parts that are not zero, with their sizes; empty if all are."""
+        sizes = {_WORDS.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
+        return ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size)
+
+
+def count_fixed_memory(
+    model: nn.Module,
+    sample: object,
+    measurement: Measurement,
+    device: torch.device,
+    *,
+    fresh_gradients: bool,
+    optimizer: OptimizerCost | None,
+    communication: int,
+    buckets: bool,
+) -> FixedMemory:
+    """Count what is fixed in a step of `model` on `sample`; `optimizer` is None where nothing is known about it.
+
+    Of `communication`, DistributedDataParallel has its `buckets` on the device from the beginning.
+    """
+    parameters = list(model.parameters())
+    sizes = storages(_on(device, parameters))
+    buffers = storage_bytes(_on(device, model.buffers()), owned_elsewhere=sizes)  # some are views of parameters
+    batch = storage_bytes(_on(device, tensors_in(sample)))
+    accounted = sum(sizes.values()) + buffers + batch + (communication if buckets else 0)
+    return FixedMemory(
+        parameters=sum(sizes.values()),
+        buffers=buffers,
+        gradients=kept_gradient_bytes(model, device, fresh=fresh_gradients),
+        optimizer=optimizer.state_bytes if optimizer else 0,
+        communication=communication,
+        batch=batch if measurement.prefix else 0,
+        other=measurement.loss.kept_bytes
+        + measurement.returned_bytes
+        + _unaccounted(device, parameters, accounted, optimizer),
+    )
+
+
+def kept_gradient_bytes(model: nn.Module, device: torch.device, *, fresh: bool) -> int:
+    """Bytes of gradients that are there throughout the step: those left over of frozen parameters, and unless `fresh`,
+    those of all trained ones.
+    """
+    # zero_grad of an optimizer clears the gradients of its parameters, so those of frozen ones may stay for good.
+    frozen = [p.grad for p in model.parameters() if p.grad is not None and not p.requires_grad]
+    return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device))
+
+
+def trained_bytes(model: nn.Module, device: torch.device) -> int:
+    """Bytes of a gradient for every parameter that is trained on `device`."""
+    return bytes_like(p for p in model.parameters() if p.requires_grad and p.device == device)
+
+
+def _on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor.device == device]
+
+
+def _unaccounted(
+    device: torch.device, parameters: list[nn.Parameter], accounted: int, optimizer: OptimizerCost | None
+) -> int:
+    """What the process holds on the device beyond what is `accounted` for; unknown, and so nothing, on the CPU.
+
+    Gradients and optimizer state that are there already are not counted here: the whole of them is.
+    """
+    allocated = allocated_bytes(device)
+    if allocated is None:
+        return 0
+    present = storage_bytes(_on(device, [p.grad for p in parameters if p.grad is not None]))
+    state = optimizer.present_bytes if optimizer else 0
+    return max(0, allocated - accounted - present - state)

@@ -1,0 +1,37 @@
+"""The layers before the chain, which have nothing to train and get no gradient: no plan changes how they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from rotor_profiling import isolated, memory_meter, storage_bytes, tensors_in
+from rotor_profiling.timing import median_seconds
+from rotor_py.distributed.whole_parameters import gathered
+from rotor_py.measure.cut import Cut
+from rotor_py.measure.measurement import PrefixCost
+from rotor_py.stage.protocol import offers_of
+
+
+def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixCost | None]:
+    """The input of the chain, and the cost of the layers before it."""
+    if not cut.prefix:
+        return value, None
+    modules = nn.Sequential(*(module for _, module in cut.prefix))
+    value = tree_map_only(torch.Tensor, torch.clone, value)  # a layer may write into it
+    with gathered(modules, offers_of(modules).gathered_dtypes), isolated(modules, device), torch.no_grad():
+        modules(value)  # libraries allocate at the first call what they keep for good
+        with memory_meter(device) as meter:
+            output = modules(value)
+
+        def run(lap: Callable[[], None]) -> None:
+            modules(value)
+            lap()
+
+        (seconds,) = median_seconds(run, device, laps=1)
+    (phase,) = meter.phases.values()
+    return output, PrefixCost(seconds, max(0, phase.rise - storage_bytes(tensors_in(output))))

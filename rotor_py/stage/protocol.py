@@ -1,0 +1,85 @@
+"""What a stage may offer beside its forward: other ways to run it, and what has to be known to run it by itself.
+
+A layer of the user's offers nothing; it is run, and that is all. A stage that was generated from a captured graph knows
+more about itself, and says so by deriving from `StageOffers`. Everybody who makes use of an offer asks `offers_of`, so
+that this file is the whole list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+Run = Callable[[Any], Any]
+"""A way to run a stage: from its input to its output."""
+
+
+class StageOffers:
+    """What a stage offers. Every default offers nothing, so that a stage defines only what it has."""
+
+    carried: Mapping[str, int] = MappingProxyType({})
+    """The tensors of the output that are handed on beside the chain: name, and position among the output's tensors."""
+
+    @property
+    def gathered_dtypes(self) -> Mapping[int, torch.dtype]:
+        """The dtypes in which sharded parameters of the stage are gathered, by the `id` of what a process has of them.
+
+        A layer that `fully_shard` was applied to gathers by its hooks, and needs no such offer.
+        """
+        return {}
+
+    def gather_begun(self) -> None:
+        """Gather the sharded parameters of modules that have begun before this stage.
+
+        The stage gathers the others when their modules begin in it, and lets go of all where their modules end.
+        """
+
+    def forward_skipping_output(self) -> Run | None:
+        """How to run the stage right before its backward, when nobody reads its output; None if that saves nothing.
+
+        What the run returns has the graph, the shapes and the types of the usual output, but not its values.
+        """
+        return None
+
+    def partial_forward(self, *, skip_output: bool = False) -> Run | None:
+        """How to run the stage so that it is stored in part; None if it has no such way.
+
+        With `skip_output`, the output has no values, as in `forward_skipping_output`.
+        """
+        return None
+
+
+class _Joined(StageOffers):
+    """What stages offer that are run one after the other as one.
+
+    No other way to run them is offered: each way belongs to one of them, and its neighbours would have to follow.
+    """
+
+    def __init__(self, parts: Iterable[StageOffers]) -> None:
+        self._parts = list(parts)
+        if self._parts:
+            self.carried = self._parts[-1].carried  # the output is that of the last one
+
+    @property
+    def gathered_dtypes(self) -> Mapping[int, torch.dtype]:
+        return {key: dtype for part in self._parts for key, dtype in part.gathered_dtypes.items()}
+
+    def gather_begun(self) -> None:
+        for part in self._parts:
+            part.gather_begun()
+
+
+_NOTHING = StageOffers()
+
+
+def offers_of(function: Callable[..., Any]) -> StageOffers:
+    """What a stage offers: a module, several joined in an `nn.Sequential`, or any function."""
+    if isinstance(function, StageOffers):
+        return function
+    if isinstance(function, nn.Sequential):
+        return _Joined(offers_of(part) for part in function)
+    return _NOTHING

@@ -1,0 +1,83 @@
+"""What stages offer, alone and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from rotor_py.measure.cut import joined
+from rotor_py.stage.protocol import Run, StageOffers, offers_of
+from rotor_py.stage.runner import StageRunner
+
+
+class Offering(nn.Module, StageOffers):
+    """A stage that hands on tensors and has two more ways to run."""
+
+    def __init__(self, number: int, **carried: int) -> None:
+        super().__init__()
+        self.carried = carried
+        self.number = number
+        self.gathered = 0
+
+    @property
+    def gathered_dtypes(self) -> Mapping[int, torch.dtype]:
+        return {self.number: torch.bfloat16}
+
+    def gather_begun(self) -> None:
+        self.gathered += 1
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value.exp()
+
+    def forward_skipping_output(self) -> Run | None:
+        return torch.zeros_like
+
+    def partial_forward(self, *, skip_output: bool = False) -> Run | None:
+        return torch.zeros_like if skip_output else torch.exp
+
+
+class Pretending(nn.Module):
+    """A layer of the user's with attributes that happen to have the names of offers."""
+
+    carried = gathered_dtypes = gather_begun = ("mine",)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def partial_forward(self) -> str:
+        return "mine"
+
+    def forward_skipping_output(self) -> str:
+        return "mine"
+
+
+def test_layers_and_functions_offer_nothing_whatever_their_attributes_are_called() -> None:
+    for function in (torch.exp, nn.Linear(2, 2), Pretending(), nn.Sequential(), nn.Sequential(nn.ReLU(), Pretending())):
+        offers = offers_of(function)
+        offers.gather_begun()
+        assert dict(offers.carried) == offers.gathered_dtypes == {}
+        assert offers.forward_skipping_output() is offers.partial_forward() is None
+        assert not StageRunner(function, "stage").can_be_partial
+
+
+def test_a_stage_offers_what_it_says() -> None:
+    stage = Offering(1, skip=1)
+    assert offers_of(stage) is stage
+    runner = StageRunner(stage, "stage")
+    assert runner.can_be_partial
+    assert runner.can_skip_output
+
+
+def test_joined_stages_carry_what_the_last_one_carries_and_gather_what_all_need() -> None:
+    parts = [Offering(1, lost=0), Offering(2, kept=2), Offering(1, kept=1)]
+    name, stage = joined(list(zip("abc", parts, strict=True)))
+    offers = offers_of(stage)
+    assert name == "a+b+c"
+    assert dict(offers.carried) == {"kept": 1}
+    assert offers.gathered_dtypes == {1: torch.bfloat16, 2: torch.bfloat16}
+    offers.gather_begun()
+    assert [part.gathered for part in parts] == [1, 1, 1]
+    assert not StageRunner(stage, name).can_be_partial
+    assert not StageRunner(stage, name).can_skip_output
