@@ -12,7 +12,7 @@ from torch import fx, nn
 from rotor_profiling import tensors_in
 from rotor_profiling.devices import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.graph_stage import in_context
+from rotor_py.capture.graph.graph_stage import in_context
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.budget import make_budget

@@ -24,7 +24,7 @@ FLOORS = (
     {"errors", "units", "transparent", "models"},
 )
 """The rooms of rotor_py, from the top to the bottom: a room imports from lower floors alone."""
-MOST_FILES = 13
+MOST_FILES = 14
 """Files side by side in a folder, `__init__.py` not counted: with more, a folder is missing."""
 
 
@@ -117,7 +117,7 @@ def test_the_page_and_its_picture_name_every_folder_and_files_that_are_there() -
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
     folders = {path.parent.relative_to(ROOT) for path in MODULES.values()}
-    roots = {Path(), Path("rotor_py"), Path("cli"), *folders}
+    roots = {Path(), *(path.parent for path in folders), *folders}
     for name in re.findall(r"`([\w/]+\.py)`", page):
         assert any((ROOT / root / name).exists() for root in roots), name
     for folder in folders:

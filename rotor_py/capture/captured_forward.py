@@ -16,7 +16,7 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.compiled_models import TracedGraph, compile_forward, handing_graphs_to
 from rotor_py.capture.fsdp_marks import FSDPMarks
-from rotor_py.capture.run_graph import raise_own_error
+from rotor_py.capture.graph.run_graph import raise_own_error
 from rotor_py.errors import UnsupportedModelError
 
 _log = logging.getLogger("rotor_py")

@@ -13,13 +13,13 @@ import torch
 from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
-from rotor_py.capture.cut_points import find_cut_points
 from rotor_py.capture.fsdp_marks import FSDPMarks
-from rotor_py.capture.graph_facts import GraphFacts, read_graph, written_input
-from rotor_py.capture.graph_nodes import carries_gradient, tensors_of
-from rotor_py.capture.graph_stage import context_of, stages_of
-from rotor_py.capture.mark_nodes import enter, leave
-from rotor_py.capture.run_graph import line_of, run_graph
+from rotor_py.capture.graph.cut_points import find_cut_points
+from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_input
+from rotor_py.capture.graph.graph_nodes import carries_gradient, tensors_of
+from rotor_py.capture.graph.graph_stage import context_of, stages_of
+from rotor_py.capture.graph.mark_nodes import enter, leave
+from rotor_py.capture.graph.run_graph import line_of, run_graph
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Layer
 from rotor_py.measure.measurement import PrefixCost

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from rotor_py.capture.graph_stage import in_context
+from rotor_py.capture.graph.graph_stage import in_context
 from rotor_py.capture.session import CaptureSession
 from rotor_py.distributed.whole_parameters import as_entered, is_sharded
 from rotor_py.execute import regions

@@ -62,10 +62,10 @@ class StepPlan:
     """the sequence to go on with, beyond the limit, where an optimizer that came late leaves no room for any plan"""
     solved_with: tuple[int | str | None, int] | None = None
     """`Settings.solved_with` when the sequence was found"""
-    _traits: tuple[GraphEffects, ...] = field(init=False, repr=False)
+    _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._traits = tuple(recall_effects(function) for function in self.functions)
+        self._effects = tuple(recall_effects(function) for function in self.functions)
 
     @classmethod
     def adopted(cls, file: Plan, source: Source) -> StepPlan:
@@ -117,10 +117,10 @@ class StepPlan:
         """Whether it was measured for such steps. What a plan from a file is for, its file says."""
         return self.file is None and self.spec is not None and self.spec.same_step(spec)
 
-    def remember_traits(self) -> None:
+    def restore_effects(self) -> None:
         """Layers are shared by the plans for several kinds of steps, and what was found out of them may differ."""
-        for function, traits in zip(self.functions, self._traits, strict=True):
-            remember_effects(function, traits)
+        for function, effects in zip(self.functions, self._effects, strict=True):
+            remember_effects(function, effects)
 
     def count_optimizer(self, cost: OptimizerCost) -> None:
         """Count an optimizer that nothing was known about."""
@@ -159,7 +159,7 @@ class StepPlans:
             return False
         self._forget(spec)
         self._put_aside(spec.model)
-        found.remember_traits()
+        found.restore_effects()
         self.in_use = found
         revived(found)
         return True

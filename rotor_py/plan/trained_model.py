@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from rotor_profiling import OptimizerCost, optimizer_cost
+from rotor_profiling.devices import accelerators
 from rotor_py.distributed.processes import around, communication_bytes, processes, size_of
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.distributed.whole_parameters import is_sharded, keeps_gradients
@@ -53,12 +54,12 @@ class TrainedModel:
         devices = ModelState.of(self.core).devices | {
             leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)
         }
-        accelerators = sorted({device for device in devices if device.type != "cpu"}, key=str)
-        if len(accelerators) > 1:
+        found = accelerators(devices)
+        if len(found) > 1:
             raise UnsupportedModelError(
-                f"the model is spread over {', '.join(map(str, accelerators))}; a plan is for one device"
+                f"the model is spread over {', '.join(map(str, found))}; a plan is for one device"
             )
-        return accelerators[0] if accelerators else torch.device("cpu")
+        return found[0] if found else torch.device("cpu")
 
     def limit_bytes(self, device: torch.device) -> int:
         """The limit of the whole step, in bytes. ValueError if it is not one."""

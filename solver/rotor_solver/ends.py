@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from rotor_solver.arrays import Costs, Ints, costs_of
-from rotor_solver.backtrack import operations_of
+from rotor_solver.arrays.choices import operations_of
+from rotor_solver.arrays.costs import Costs, Ints, costs_of
 from rotor_solver.chain import Chain
-from rotor_solver.errors import InfeasibleError
+from rotor_solver.limits import InfeasibleError
 from rotor_solver.segments import fastest_forwards, recompute_segments
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
@@ -24,7 +24,7 @@ def store_all(chain: Chain) -> Sequence:
 
 def recompute_all(chain: Chain) -> Sequence:
     """A sequence with the least peak of all memory-persistent ones."""
-    from rotor_solver import least_memory
+    from rotor_solver.arrays import least_memory
 
     costs = costs_of(chain)
     return least_sequence(chain, costs, least_memory.least_memory(costs))
@@ -32,7 +32,7 @@ def recompute_all(chain: Chain) -> Sequence:
 
 def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
     """`recompute_all(chain)`, where `costs` and the table [2, L+1, L+1] of `least_memory` are known."""
-    from rotor_solver import least_memory
+    from rotor_solver.arrays import least_memory
 
     choose = partial(least_memory.least_choice, costs, least)
     return Sequence(operations_of(len(chain), choose), "recompute-all")
@@ -40,7 +40,7 @@ def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
 
 def min_bytes(chain: Chain) -> int:
     """The least limit in bytes for which there is a memory-persistent sequence, a_0 counted. It is exact."""
-    from rotor_solver import least_memory
+    from rotor_solver.arrays import least_memory
 
     return chain.input_bytes + int(least_memory.least_memory(costs_of(chain))[0, 0, len(chain)])
 

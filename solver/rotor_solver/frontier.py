@@ -17,8 +17,7 @@ import numpy as np
 
 from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
-from rotor_solver.errors import InfeasibleError
-from rotor_solver.limits import bytes_of_limit, check_slots
+from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
 from rotor_solver.persistent.program import (
     BRIEF,
     THOROUGH,

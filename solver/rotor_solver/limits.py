@@ -1,4 +1,4 @@
-"""What people give to the solver besides a chain, checked: memory limits, and numbers of slots."""
+"""Memory limits and numbers of slots as people give them, checked; and the error for a limit that no plan keeps."""
 
 from __future__ import annotations
 
@@ -21,3 +21,25 @@ def check_slots(slots: Any) -> None:
     """ValueError unless memory can be divided into `slots`: a whole number, one or more."""
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise ValueError(f"slots is {slots!r}; memory has to be divided into at least one slot")
+
+
+class InfeasibleError(ValueError):
+    """No plan of the algorithm fits in `mem_limit` bytes; `min_bytes` is the least limit for which it has one.
+
+    `stage` is the number of the stage whose own backward needs the most memory; None where no single one is to blame.
+    """
+
+    def __init__(self, message: str, *, min_bytes: int, mem_limit: int, stage: int | None = None) -> None:
+        super().__init__(message)
+        self.min_bytes = min_bytes
+        self.mem_limit = mem_limit
+        self.stage = stage
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is pickled with its positional arguments only; the keywords would be missing.
+        state = {"min_bytes": self.min_bytes, "mem_limit": self.mem_limit, "stage": self.stage}
+        return _restored, (str(self), state)
+
+
+def _restored(message: str, state: dict[str, Any]) -> InfeasibleError:
+    return InfeasibleError(message, **state)

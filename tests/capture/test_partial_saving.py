@@ -22,9 +22,9 @@ from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.memory import memory_meter
 from rotor_profiling.stage.gradients import leaves_of
 from rotor_py import Checkpointable
-from rotor_py.capture.graph_stage import GraphStage
-from rotor_py.capture.min_cut import _CHEAP, _cut, _memory_read, _size, find_saved_part
-from rotor_py.capture.saved_values import find_saved_values
+from rotor_py.capture.graph.graph_stage import GraphStage
+from rotor_py.capture.graph.min_cut import _CHEAP, _cut, _memory_read, _size, find_saved_part
+from rotor_py.capture.graph.saved_values import find_saved_values
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence, min_bytes, simulate, solve, store_all
 from tests.capture.steps import adamw, compare, limits

@@ -6,7 +6,7 @@ What a field means:
     model                  `fingerprint.model_fingerprint`: types of layers and shapes of parameters, by name
     input                  `fingerprint.input_fingerprint`: device, autocast, and shape, dtype and gradient by tensor
     prefix, stages         names of the layers that run before the chain, and of the layers of each stage
-    traits                 for each stage, what a run without a graph does not show (`stage.traits`)
+    traits                 for each stage, what a run without a graph does not show (`stage.graph_effects`)
     sequence, solver       the sequence in its notation; the algorithm that found it, and its lower bound in seconds
     mem_limit, limited     the limit in bytes, and whether somebody has set it; a strategy by hand may have none
     peak_bytes             the predicted peak of the whole step

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rotor_solver.backtrack import operations_of
+from rotor_solver.arrays.choices import operations_of
 from rotor_solver.chain import Chain
-from rotor_solver.errors import InfeasibleError
+from rotor_solver.limits import InfeasibleError
 from rotor_solver.sequence import Sequence
 
 

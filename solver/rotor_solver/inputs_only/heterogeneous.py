@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rotor_solver.arrays import Costs, Floats, Ints, costs_of
+from rotor_solver.arrays.costs import Costs, Floats, Ints, costs_of
 from rotor_solver.chain import Chain
 from rotor_solver.inputs_only.checkpoints import fastest_fitting, input_sequence, with_fastest_options
 from rotor_solver.limits import check_slots

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-from rotor_solver.arrays import Costs, Ints, costs_of
+from rotor_solver.arrays.costs import Costs, Ints, costs_of
 from rotor_solver.chain import Chain
 from rotor_solver.inputs_only.checkpoints import checked_count, fastest_fitting, with_fastest_options
 from rotor_solver.segments import even_segments, fastest_forwards, recompute_segments, segments_from

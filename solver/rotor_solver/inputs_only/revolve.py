@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import comb
 
-from rotor_solver.arrays import costs_of
+from rotor_solver.arrays.costs import costs_of
 from rotor_solver.chain import Chain
 from rotor_solver.inputs_only.checkpoints import checked_count, fastest_fitting, input_sequence, with_fastest_options
 from rotor_solver.sequence import Sequence

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rotor_solver.arrays import Costs, Floats, Ints
+from rotor_solver.arrays.costs import Costs, Floats, Ints
 from rotor_solver.persistent.spacing import Spacing, stops_of
 
 ANYTHING = 2**62

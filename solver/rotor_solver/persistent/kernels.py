@@ -80,8 +80,8 @@ CHUNK = 32
 """Slots to a mark; a chunk begins at a multiple of it. Measured like BLOCK, with as many LANES: 0.24 and 0.90 seconds
 with 16, 0.24 and 0.83 with 32, 0.23 and 0.87 with 64."""
 LANES = 32
-"""Inner loops run a multiple of so many times, so that vector instructions leave nothing over. With 64, and chunks of 32,
-0.27 and 1.10 seconds. A multiple of CHUNK, or rows would not begin at the beginning of a chunk."""
+"""Inner loops run a multiple of so many times, so that vector instructions leave nothing over. With 64, and chunks of
+32, 0.27 and 1.10 seconds. A multiple of CHUNK, or rows would not begin at the beginning of a chunk."""
 BEYOND = CHUNK + LANES
 """Copies of `final` after the last chunk of a row, in which inner loops may run past its end. What they read there is
 true. What they write there is overwritten before it is read: `continue_row` completes the row."""

@@ -20,11 +20,10 @@ from functools import partial
 
 import numpy as np
 
-from rotor_solver.arrays import Costs, Floats, Ints
+from rotor_solver.arrays.costs import Costs, Floats, Ints
 from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
-from rotor_solver.errors import InfeasibleError
-from rotor_solver.limits import check_slots
+from rotor_solver.limits import InfeasibleError, check_slots
 from rotor_solver.persistent.coarse import coarse_chain, fine_sequence
 from rotor_solver.persistent.spacing import Spacing
 from rotor_solver.persistent.table import Problem, Table

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from rotor_solver.arrays import costs_of
+from rotor_solver.arrays.costs import costs_of
 from rotor_solver.chain import Chain
 from rotor_solver.ends import store_all
 from rotor_solver.simulate import simulate

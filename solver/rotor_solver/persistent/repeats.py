@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rotor_solver.arrays import Costs, Ints
+from rotor_solver.arrays.costs import Costs, Ints
 from rotor_solver.chain import Chain
 from rotor_solver.persistent.grid import Grid
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rotor_solver.arrays import Ints
+from rotor_solver.arrays.costs import Ints
 
 
 class Spacing(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rotor_solver.arrays import Costs, Floats, Ints, costs_of
-from rotor_solver.backtrack import operations_of
+from rotor_solver.arrays.choices import operations_of
+from rotor_solver.arrays.costs import Costs, Floats, Ints, costs_of
 from rotor_solver.chain import Chain
 from rotor_solver.ends import least_sequence, store_all
 from rotor_solver.persistent.grid import ANYTHING, Grid, Rows, Windows, fastest_options, grid_of, nodes_of, rows_of
@@ -60,7 +60,7 @@ class Problem:
 
     @classmethod
     def of(cls, chain: Chain) -> Problem:
-        from rotor_solver import least_memory
+        from rotor_solver.arrays import least_memory
         from rotor_solver.persistent import layout
 
         stored = store_all(chain).lower_bound

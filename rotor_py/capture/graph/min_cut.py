@@ -18,8 +18,8 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from rotor_py.capture.graph_nodes import overwrites, size_of, tensors_of
-from rotor_py.capture.saved_values import find_saved_values
+from rotor_py.capture.graph.graph_nodes import overwrites, size_of, tensors_of
+from rotor_py.capture.graph.saved_values import find_saved_values
 from rotor_py.stage.partial_saving import Call, Recipe, Value
 
 _log = logging.getLogger("rotor_py")

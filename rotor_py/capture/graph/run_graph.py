@@ -15,7 +15,7 @@ from rotor_profiling import isolated
 from rotor_py.stage.activity import add_note
 
 _FRAME = r"(?m)^(?=  File )"
-_OWN = Path(__file__).parent
+_OWN = Path(__file__).parent.parent
 
 
 def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphModule | None = None) -> Any:

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from rotor_py.capture.fsdp_marks import Table
-from rotor_py.capture.graph_facts import GraphFacts, Modes
-from rotor_py.capture.graph_nodes import attribute_of
-from rotor_py.capture.mark_nodes import MARKS
+from rotor_py.capture.graph.graph_facts import GraphFacts, Modes
+from rotor_py.capture.graph.graph_nodes import attribute_of
+from rotor_py.capture.graph.mark_nodes import MARKS
 from rotor_py.distributed.shard_groups import ShardGroup
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast

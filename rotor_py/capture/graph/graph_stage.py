@@ -14,14 +14,14 @@ from torch import fx, nn
 from rotor_profiling import tensors_in, value_kind
 from rotor_profiling.devices import accelerators
 from rotor_profiling.stage.kind import HasKind
-from rotor_py.capture.cut_points import CutPoints
-from rotor_py.capture.emitter import Emitter
-from rotor_py.capture.graph_facts import GraphFacts
-from rotor_py.capture.graph_nodes import tensors_of
-from rotor_py.capture.min_cut import SavedPart, find_saved_part
-from rotor_py.capture.run_graph import run_graph
-from rotor_py.capture.skipped_output import skipping_output
-from rotor_py.capture.stage_names import name_pieces
+from rotor_py.capture.graph.cut_points import CutPoints
+from rotor_py.capture.graph.emitter import Emitter
+from rotor_py.capture.graph.graph_facts import GraphFacts
+from rotor_py.capture.graph.graph_nodes import tensors_of
+from rotor_py.capture.graph.min_cut import SavedPart, find_saved_part
+from rotor_py.capture.graph.run_graph import run_graph
+from rotor_py.capture.graph.skipped_output import skipping_output
+from rotor_py.capture.graph.stage_names import name_pieces
 from rotor_py.distributed.shard_groups import ShardGroup
 from rotor_py.stage.partial_saving import PartialSaving
 from rotor_py.stage.protocol import Run, StageOffers

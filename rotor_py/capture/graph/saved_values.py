@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from rotor_py.capture.graph_nodes import attribute_of
+from rotor_py.capture.graph.graph_nodes import attribute_of
 
 
 def find_saved_values(body: fx.GraphModule) -> tuple[set[fx.Node], dict[fx.Node, fx.Node]]:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from torch import fx
 
-from rotor_py.capture.graph_nodes import module_path, new_bytes
+from rotor_py.capture.graph.graph_nodes import module_path, new_bytes
 
 
 def name_pieces(pieces: list[list[fx.Node]]) -> list[str]:

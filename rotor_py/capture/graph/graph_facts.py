@@ -16,8 +16,15 @@ import torch
 from torch import fx, nn
 
 from rotor_py.capture.fsdp_marks import FSDPMarks, Place
-from rotor_py.capture.graph_nodes import attribute_of, carries_gradient, is_random, memory_root, name_of, overwrites
-from rotor_py.capture.mark_nodes import MARKS
+from rotor_py.capture.graph.graph_nodes import (
+    attribute_of,
+    carries_gradient,
+    is_random,
+    memory_root,
+    name_of,
+    overwrites,
+)
+from rotor_py.capture.graph.mark_nodes import MARKS
 from rotor_py.distributed.shard_groups import ShardGroup
 
 _GRAD_MODE = torch._C._set_grad_enabled

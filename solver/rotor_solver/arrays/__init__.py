@@ -1,0 +1,1 @@
+"""What the programs share: a chain as arrays, the least memory by interval, and choices back as operations."""
