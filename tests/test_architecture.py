@@ -117,7 +117,7 @@ def test_the_page_and_its_picture_name_every_folder_and_files_that_are_there() -
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
     folders = {path.parent.relative_to(ROOT) for path in MODULES.values()}
-    roots = {Path(), *(path.parent for path in folders), *folders}
+    roots = {Path(), Path("tests"), *(path.parent for path in folders), *folders}
     for name in re.findall(r"`([\w/]+\.py)`", page):
         assert any((ROOT / root / name).exists() for root in roots), name
     for folder in folders:
