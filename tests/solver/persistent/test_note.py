@@ -77,6 +77,8 @@ def test_rule_3_where_their_numbers_lie() -> None:
     assert table.rows.position[row] == 96
     assert (table.values[112:116] * SCALE).tolist() == [1] * 4
     assert table.size == 21 * (CHUNK + BEYOND) == 21 * (32 + 64)
+    assert BEYOND % CHUNK == 0
+    assert (table.rows.position % CHUNK == 0).all()
 
 
 def test_rule_4_chunks_that_are_skipped() -> None:

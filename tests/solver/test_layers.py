@@ -1,0 +1,40 @@
+"""Which files of the solver import which: no circles, and only three files at the top know the algorithms' folders."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import rotor_solver
+
+ROOT = Path(rotor_solver.__file__).parent
+FOLDERS = {"persistent", "floating", "inputs_only"}
+
+
+def imports() -> dict[str, set[str]]:
+    """By module, the modules of the solver that it imports, also inside functions; `rotor_solver.` is left away."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rotor_solver":
+                base = (node.module or "").partition(".")[2]
+                for each in node.names:
+                    inside = f"{base}.{each.name}".lstrip(".")
+                    found[name].add(inside if inside in names else base if base in names else f"{base}.__init__")
+    return found
+
+
+def test_imports_have_no_circles() -> None:
+    TopologicalSorter(imports()).prepare()
+
+
+def test_only_three_files_at_the_top_know_the_algorithms() -> None:
+    knowing = {
+        name
+        for name, modules in imports().items()
+        if "." not in name and any(module.split(".")[0] in FOLDERS for module in modules)
+    }
+    assert knowing == {"__init__", "frontier", "solve"}
