@@ -75,13 +75,14 @@ from rotor_solver.compiled import compiled
 
 BLOCK = 24
 """Stages of a tile. Seconds of one core, for 500 different stages a tenth of the way from the least limit to storing
-all, and for 1000 a twentieth of the way: 0.25 and 0.87 with 16, 0.24 and 0.83 with 24, 0.25 and 0.87 with 32."""
+all, and for 1000 a twentieth of the way: 0.25 and 0.87 with 16, 0.24 and 0.83 with 24, 0.25 and 0.87 with 32. These are
+the least of several runs on a busy machine: differences of a few percent mean nothing."""
 CHUNK = 32
 """Slots to a mark; a chunk begins at a multiple of it. Measured like BLOCK, with as many LANES: 0.24 and 0.90 seconds
-with 16, 0.24 and 0.83 with 32, 0.23 and 0.87 with 64."""
+with 16, 0.24 and 0.83 with 32, 0.23 and 0.87 with 64: it hardly matters."""
 LANES = 32
-"""Inner loops run a multiple of so many times, so that vector instructions leave nothing over. With 64, and chunks of
-32, 0.27 and 1.10 seconds. A multiple of CHUNK, or rows would not begin at the beginning of a chunk."""
+"""Inner loops run a multiple of this many times, so that vector instructions leave nothing over. It has to be a
+multiple of CHUNK, or rows would not begin where chunks do. With 64, and chunks of 32: 0.24 and 0.86 seconds."""
 BEYOND = CHUNK + LANES
 """Copies of `final` after the last chunk of a row, in which inner loops may run past its end. What they read there is
 true. What they write there is overwritten before it is read: `continue_row` completes the row."""
