@@ -56,6 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
+def stages_timed_three_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tests depend on a time, and say so. For all others a small stage is timed three times, not twenty."""
+    if request.node.get_closest_marker("timed") is None:
+        monkeypatch.setattr("rotor_profiling.timing.ENOUGH_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
 def without_cuda_unless_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the test nor a process that it starts finds a CUDA device."""
     if request.node.get_closest_marker("gpu") is None:

@@ -100,8 +100,8 @@ def captured(*layers: nn.Module, rows: int = 64) -> tuple[Checkpointable, torch.
 
 
 def stages(planned: Checkpointable) -> list[GraphStage]:
-    assert planned._cut is not None
-    found = [stage for _, stage in planned._cut.stages]
+    assert planned.captured
+    found = planned.functions
     assert all(isinstance(stage, GraphStage) for stage in found)
     return found  # type: ignore[return-value]
 
@@ -126,7 +126,7 @@ def run(
 @pytest.mark.parametrize("layer", [Gated, NewGelu, Attention])
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("skip_output", [False, True], ids=["", "skipped"])
-def test_a_run_that_is_stored_in_part_has_the_same_bits_and_holds_less(
+def test_a_stage_stored_in_part_has_the_same_bits_and_holds_less(
     layer: Any, autocast: bool, skip_output: bool
 ) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -31,6 +31,7 @@ def test_numbers_are_those_of_plain_training_and_all_ranks_follow_one_sequence(
     assert "Fn_" in sequence or "CF_" in sequence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_four_processes_train_together(four_processes: Processes, kind: str) -> None:
     limit = limit_of(four_processes, kind)

@@ -20,6 +20,7 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(processes: Process
         assert measured <= predicted <= limit
 
 
+@pytest.mark.slow
 def test_four_processes(four_processes: Processes) -> None:
     found = four_processes.run(fsdp.same_as_plain, {})
     assert len({sequence for sequence, *_ in found}) == 1

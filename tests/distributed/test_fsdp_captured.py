@@ -33,6 +33,7 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(
         assert measured <= predicted <= limit
 
 
+@pytest.mark.slow
 def test_four_processes(four_processes: Processes) -> None:
     found = four_processes.run(fsdp_captured.same_as_plain, "skips", "plain")
     assert len({sequence for sequence, *_ in found}) == 1

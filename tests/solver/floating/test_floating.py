@@ -127,7 +127,7 @@ def test_plans_are_as_fast_as_the_recurrence_says(chain: Chain, data: st.DataObj
 
 
 # Of 3606 random chains, with limits between the least and that of storing everything, 3604 were equal.
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(plain_chains(), st.data())
 def test_plans_are_between_the_best_of_all_sequences_and_the_best_persistent_one(
     chain: Chain, data: st.DataObject
