@@ -44,7 +44,7 @@ from rotor_solver import (
     solve,
     store_all,
 )
-from rotor_solver.kept import PlanMemory, StageMemory
+from rotor_solver.kept_at_loss import PlanMemory, StageMemory
 
 __all__ = [
     "ActivationCheckpointer",

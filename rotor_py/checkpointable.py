@@ -23,7 +23,7 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.report import Report
 from rotor_py.transparent import ModelsSignature, Transparent, core_of, in_training, instead_of_forward
 from rotor_solver import Algorithm, Chain, Sequence
-from rotor_solver.kept import PlanMemory
+from rotor_solver.kept_at_loss import PlanMemory
 from rotor_solver.progress import Progress
 
 T = TypeVar("T")

@@ -1,1 +1,1 @@
-"""Strategies that nobody solves for: levels, every n layers, segments."""
+"""Checkpoints that the user chooses: levels, every n layers, segments. Nothing is solved."""

@@ -36,8 +36,8 @@ from typing import Any
 import torch
 
 from rotor_profiling.storage import tensors_in
+from rotor_py.execute.in_flight import Held, Pass, Passes
 from rotor_py.execute.node import Frame, StageNode
-from rotor_py.execute.passes import Held, Pass, Passes
 from rotor_py.execute.program import Program, Step, program
 from rotor_py.execute.store import ActivationStore
 from rotor_py.stage.runner import StageRunner

@@ -26,7 +26,7 @@ from rotor_profiling import (
 )
 from rotor_profiling.isolate import trained_parameters
 from rotor_py.distributed.whole_parameters import gathered
-from rotor_py.measure.carried import CarriedTensors
+from rotor_py.measure.carried_tensors import CarriedTensors
 from rotor_py.measure.cut import Cut, Layer
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.prefix import run_prefix

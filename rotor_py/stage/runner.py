@@ -18,7 +18,7 @@ from rotor_profiling.devices import accelerators
 from rotor_profiling.isolate import alias, parameter_slots, substituted, trained_parameters
 from rotor_profiling.storage import tensors_in
 from rotor_py.stage.activity import During, tell_of_backward
-from rotor_py.stage.attached import AttachedStage, edges_of, enter_graph, owners_of
+from rotor_py.stage.attached_stage import AttachedStage, edges_of, enter_graph, owners_of
 from rotor_py.stage.graph_effects import recall_effects, run_with_graph
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.skipped_output import forward_skipping_output

@@ -15,7 +15,7 @@ from rotor_py.by_hand.strategy import ByHand
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError
 from rotor_py.measure.device import limit_bytes
-from rotor_py.trials.left_alone import left_alone
+from rotor_py.trials.restore import left_alone
 from rotor_py.trials.step import TrainingStep
 from rotor_py.units import format_bytes
 from rotor_solver import Sequence, simulate

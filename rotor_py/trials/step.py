@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import RandomState, leaves_of, measured_peak, tensors_in
-from rotor_py.trials.left_alone import put_back
 from rotor_py.trials.operations import TimedOperation, measured_operations
+from rotor_py.trials.restore import put_back
 from rotor_solver import Sequence
 
 TIMED_STEPS = 3

@@ -11,8 +11,8 @@ import torch
 
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.trials.default_loss import default_loss
-from rotor_py.trials.left_alone import left_alone
 from rotor_py.trials.operations import TimedOperation
+from rotor_py.trials.restore import left_alone
 from rotor_py.trials.step import Network, TrainingStep
 from rotor_solver import Sequence
 from rotor_solver.progress import Progress

@@ -12,11 +12,11 @@ HAL hal-02352969):
 """
 
 from rotor_solver.chain import Chain, Option, Stage
-from rotor_solver.ends import RecomputeAll, StoreAll, min_bytes, recompute_all, store_all
+from rotor_solver.extremes import RecomputeAll, StoreAll, min_bytes, recompute_all, store_all
 from rotor_solver.floating import Floating
 from rotor_solver.frontier import Frontier, frontier, limit_for
 from rotor_solver.inputs_only import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
-from rotor_solver.kept import PlanMemory, StageMemory
+from rotor_solver.kept_at_loss import PlanMemory, StageMemory
 from rotor_solver.limits import InfeasibleError
 from rotor_solver.moments import Moment, moments
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation

@@ -16,7 +16,7 @@ from os import PathLike
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.ends import store_all
+from rotor_solver.extremes import store_all
 from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
 from rotor_solver.persistent.program import (
     BRIEF,

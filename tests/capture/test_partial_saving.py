@@ -126,9 +126,7 @@ def run(
 @pytest.mark.parametrize("layer", [Gated, NewGelu, Attention])
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("skip_output", [False, True], ids=["", "skipped"])
-def test_a_stage_stored_in_part_has_the_same_bits_and_holds_less(
-    layer: Any, autocast: bool, skip_output: bool
-) -> None:
+def test_a_stage_stored_in_part_has_the_same_bits_and_holds_less(layer: Any, autocast: bool, skip_output: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         planned, batch = captured(nn.Linear(WIDTH, WIDTH), layer(), layer())
         found, value = 0, (batch,)

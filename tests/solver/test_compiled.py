@@ -42,7 +42,7 @@ def test_these_are_all_the_files_with_kernels() -> None:
         "persistent.equal_rows",
         "persistent.kernels",
         "persistent.layout",
-        "persistent.reading",
+        "persistent.descend",
         "persistent.windows",
     }
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from rotor_solver.arrays.costs import Costs, Ints, costs_of
 from rotor_solver.chain import Chain
-from rotor_solver.ends import store_all
+from rotor_solver.extremes import store_all
 from rotor_solver.limits import InfeasibleError, check_slots
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 from rotor_solver.persistent.program import Persistent

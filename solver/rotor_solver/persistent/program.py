@@ -5,7 +5,7 @@ at once; Note [Rows, chunks and windows] there explains how. Slots would cost ti
 
 * sizes are rounded down: the table is a lower bound for all persistent sequences, the certificate;
 * slots are laid out so that only checkpoints are rounded at all (`grid`), and needs are compared in bytes;
-* sequences are read off with memory counted in bytes (`reading.descend`): they fit, whatever the slots are;
+* sequences are read off with memory counted in bytes (`descend.descend`): they fit, whatever the slots are;
 * what is slower than the best sequence known so far is never computed: a plan for groups of stages makes the first
   table cheap, and the windows of a table the next, finer one;
 * the first tables have rows for only some of the intervals, which stand for the others too (`spacing`).
@@ -22,7 +22,7 @@ import numpy as np
 
 from rotor_solver.arrays.costs import Costs, Floats, Ints
 from rotor_solver.chain import Chain
-from rotor_solver.ends import store_all
+from rotor_solver.extremes import store_all
 from rotor_solver.limits import InfeasibleError, check_slots
 from rotor_solver.persistent.coarse import coarse_chain, fine_sequence
 from rotor_solver.persistent.spacing import Spacing

@@ -20,7 +20,7 @@ from functools import cache
 
 from rotor_solver.arrays.costs import costs_of
 from rotor_solver.chain import Chain
-from rotor_solver.ends import store_all
+from rotor_solver.extremes import store_all
 from rotor_solver.simulate import simulate
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from rotor_solver.arrays.choices import operations_of
 from rotor_solver.arrays.costs import Costs, Floats, Ints, costs_of
 from rotor_solver.chain import Chain
-from rotor_solver.ends import least_sequence, store_all
+from rotor_solver.extremes import least_sequence, store_all
 from rotor_solver.persistent.grid import ANYTHING, Grid, Rows, Windows, fastest_options, grid_of, nodes_of, rows_of
 from rotor_solver.persistent.repeats import fitting_unit, kinds_of, owners, period_of
 from rotor_solver.persistent.spacing import Spacing
@@ -31,7 +31,7 @@ _SERIAL = 2e7
 """Pairs of slots up to which one core does it, a hundredth of a second; a guess. Cores wait for each other, and long,
 where others are busy."""
 _BLENDS = (0.5, 0.0, 1.0)
-"""Ways to read between slots (`reading.estimate`) when looking for a sequence, the best on average first; a guess."""
+"""Ways to read between slots (`descend.estimate`) when looking for a sequence, the best on average first; a guess."""
 _FEW = 0.25
 """Rows are shared where at most this part of them is different; a guess. Sharing gives up tiles and cores."""
 _PORTIONS = 32
@@ -206,12 +206,12 @@ class Table:
         return np.array([self._read(node, self.grid.width - 1) for node in self.grid.node[0].tolist()])
 
     def _read(self, node: int, slot: int) -> float:
-        from rotor_solver.persistent import reading
+        from rotor_solver.persistent import descend
 
         row = self.grid.tail + node
         if slot < self.rows.begin[row]:
             return self.scale
-        found = float(reading.value_of(self.values, self.rows, row, slot))
+        found = float(descend.value_of(self.values, self.rows, row, slot))
         # Sums in another order differ in their last digits; the bound has to hold for all of them.
         epsilon = 2.0**-52 if self.values.dtype == np.float64 else 2.0**-23
         length = len(self.grid.band)
@@ -237,12 +237,12 @@ class Table:
 
         None, and `enough`, if it would not take less than `enough` seconds longer.
         """
-        from rotor_solver.persistent import reading
+        from rotor_solver.persistent import descend
 
         best, found = enough / self.scale, None
         tables = (self.values, self.rows, self.problem.least, self.problem.full, self.costs, self.grid)
         for blend in _BLENDS:
-            choices, seconds = reading.descend(*tables, _CUT, room, blend, best)
+            choices, seconds = descend.descend(*tables, _CUT, room, blend, best)
             if seconds < best:
                 best, found = seconds, choices
         if found is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rotor_py.execute.store import ActivationStore
-from rotor_py.stage.attached import AttachedStage
+from rotor_py.stage.attached_stage import AttachedStage
 
 
 @dataclass(slots=True)

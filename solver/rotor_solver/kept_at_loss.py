@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rotor_solver.chain import Chain
-from rotor_solver.ends import store_all
+from rotor_solver.extremes import store_all
 from rotor_solver.moments import moments
 from rotor_solver.operations import Loss
 from rotor_solver.sequence import Sequence

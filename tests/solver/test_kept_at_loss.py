@@ -20,7 +20,7 @@ from rotor_solver import (
     solve,
     store_all,
 )
-from rotor_solver.kept import plan_memory
+from rotor_solver.kept_at_loss import plan_memory
 from tests.solver.strategies import rich_chains
 
 FORWARDS = (ForwardEnable, ForwardCheck, ForwardNograd)
