@@ -15,6 +15,7 @@ from rotor_py.by_hand.strategy import ByHand
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.description import file_of, memory_of, report_of, summary_of
 from rotor_py.plan.planner import Planner
 from rotor_py.plan.saved.plan import Plan
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """An attribute that is one of the settings, as it was given or set since."""
+    """An attribute of a `Checkpointable` that is one of its settings, as it was given or set since."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -61,8 +62,8 @@ class Checkpointable(Transparent):
         preserve_rng_state: whether what is computed again draws the same random numbers.
         loss_tmp_memory_usage: bytes that the loss needs beyond its gradient, where `loss` is not given.
         loss: the loss as a function of the output, to be measured.
-        optimizer: the optimizer, whose state counts. One that is not given is noticed when it takes its first step, and
-            counts from then on: a trainer may make it.
+        optimizer: the optimizer, whose state counts. If none is given, because a trainer makes it for example, it is
+            noticed when it takes its first step, and counts from then on.
         fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`, its default), so that their
             memory is there for activations. If they are kept, to accumulate, leave it False.
         progress: called with (stages done, all stages, name of the next) while measuring. Without it, a bar is shown on
@@ -76,8 +77,8 @@ class Checkpointable(Transparent):
         every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
         max_checkpoints: with `every_n_layers`, the most inputs that are kept.
 
-    With `level` or `every_n_layers` nothing is solved: the strategy takes the memory that it takes. If `mem_limit` is
-    given as well, a strategy that takes more is refused.
+    With `level` or `every_n_layers` nothing is solved: the strategy takes whatever memory it needs. If `mem_limit` is
+    given as well, a strategy that needs more is refused.
 
     UnsupportedModelError for a model that cannot be trained from a plan, TypeError for an optimizer that is none,
     ValueError for a limit that is none or for strategies that exclude each other; with `plan`, PlanMismatchError for
@@ -162,7 +163,8 @@ class Checkpointable(Transparent):
         Parameters, gradients, buffers, random state and mode are afterwards what they were. Stages are measured in
         training mode. UnsupportedModelError if the model cannot be cut into stages.
         """
-        with in_training(self):
+        # The lock first: a thread that waits for it must not see the mode that another has set only to measure.
+        with planning, in_training(self):
             self._planner.measure(*arguments_of(custom_input))
 
     def build_chain(self, mem_limit: int | str | None = None) -> Chain:
@@ -204,7 +206,7 @@ class Checkpointable(Transparent):
         self.plan().save(path)
 
     def memory(self) -> PlanMemory:
-        """What the plan in use keeps for the backward, and what it does not, stage by stage, when the loss runs.
+        """What the plan in use keeps for the backward while the loss runs, and what it does not, stage by stage.
 
         ValueError before anything has been measured.
         """
@@ -226,13 +228,15 @@ class Checkpointable(Transparent):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         make, arguments, state = super().__reduce_ex__(protocol)
+        # In the state, so that the planner and the model are copied together, and the copies refer to each other.
         return make, arguments, {**state, "_planner": self._planner.copied()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it so
+        # Who waits is told by weak references, which are not copied.
         self._planner.wait_for_optimizers()
 
-    # What is known about the plan in use; None or nothing before anything has been measured
+    # What is known about the plan in use; None, or an empty list, before anything has been measured.
 
     @property
     def _plan_in_use(self) -> StepPlan | None:
@@ -240,7 +244,11 @@ class Checkpointable(Transparent):
 
     @property
     def sequence(self) -> Sequence | None:
-        """The sequence in use. Another one may be set, and is followed whatever it needs."""
+        """The sequence in use. Another one may be set, and is followed whatever memory it takes.
+
+        Setting it raises ValueError before anything has been measured. Where several processes train the model, they
+        have to agree, so the next forward solves again.
+        """
         return None if (plan := self._plan_in_use) is None else plan.sequence
 
     @sequence.setter

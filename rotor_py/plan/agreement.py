@@ -22,7 +22,7 @@ from rotor_solver import Algorithm, InfeasibleError, Sequence
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one process brings along: its limit, and what of that is not for the chain."""
+    """What one process brings along: its stages, its limit, and the bytes of the limit that are not for the chain."""
 
     stages: tuple[str, ...]
     mem_limit: int
@@ -39,21 +39,25 @@ def agreed_sequence(
     InfeasibleError, in all processes, if it does not fit one of them; PlanMismatchError if their stages are different.
     """
     names = tuple(stage.name for stage in budget.chain.stages)
+    # Compared before anything is solved: rank 0's sequence is valid only for as many stages.
     parts = _gathered(_Part(names, mem_limit, budget.fixed.total + budget.snapshot_bytes), group, device)
     _refuse_other_stages(parts)
     room = min(part.mem_limit - part.fixed_bytes for part in parts)
     found: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
+            # The least room, as a limit of this process: `solve` takes its own fixed part off again.
             found = [budget.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
         except InfeasibleError as error:
-            found = [error]
+            found = [error]  # sent like a sequence: the others wait, and have to hear of it
     with _sending_from(device):
         dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     sequence: Sequence | InfeasibleError = found[0]
     if isinstance(sequence, InfeasibleError):
         raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
+    # Room is not all: with larger batches, a process may need more for the same sequence.
     peaks = _gathered((budget.peak_bytes(sequence), mem_limit), group, device)
+    # All processes look at all peaks, so that all raise, and none is left waiting in a collective.
     rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])
     if peak > limit:
         raise InfeasibleError(

@@ -1,4 +1,4 @@
-"""What is said about a step plan that is solved: a file of it, a report, a line, and what it keeps."""
+"""What there is to say about a solved step plan: a file of it, a report, a line, and what it keeps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from rotor_solver.kept_at_loss import PlanMemory, plan_memory
 
 
 def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
-    """The plan, for a file. ValueError if the model has been changed for another kind of step since."""
+    """The plan, for a file. ValueError if the model has been changed for another kind of step since.
+
+    The model has to be in training mode, as it was when the plan was made.
+    """
     sequence = _sequence(plan)
     budget, costs = plan.budget, PlanCosts(plan.measurement, plan.budget)
     unlimited = plan.unlimited(model.settings)
     if plan.file is not None:
+        # Fingerprint, cut and traits are those of the file, which may be all there is: no step may have come yet.
         if sequence == plan.file.sequence and budget == plan.file.costs.budget:
             return plan.file
         return replace(
@@ -94,7 +98,10 @@ def _limit_bytes(plan: StepPlan, model: TrainedModel) -> int:
 
 
 def _refuse_another_step(plan: StepPlan, model: TrainedModel) -> None:
-    """ValueError if the model is not as it was when the plan in use was made: the file would say it is for this."""
+    """ValueError if the model is not as it was when the plan in use was made.
+
+    The file takes its fingerprint from the model as it is now, so it would name a step that it was not made for.
+    """
     if plan.spec is not None and not ModelState.of(model.core).looks_like(plan.spec.model):
         raise ValueError(
             "the plan in use is for a step in which other parameters were trained, or modes or dtypes were others; "

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What memory depends on in an input tensor."""
+    """What of an input tensor decides how much memory a step takes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class TensorSpec:
         """Whether `other` is the same but for a first dimension that may be smaller: a batch with fewer samples."""
         if replace(other, shape=self.shape) != self or len(other.shape) != len(self.shape):
             return False
-        return other.shape[1:] == self.shape[1:] and other.shape[:1] <= self.shape[:1]
+        return other.shape[1:] == self.shape[1:] and other.shape[:1] <= self.shape[:1]  # of scalars, all are empty
 
     def reaches(self, other: TensorSpec) -> bool:
         """Whether `other` is the same but for dimensions that may be smaller."""
@@ -57,8 +57,10 @@ def reaches(planned: Any, value: Any) -> bool:
 
 
 def same_kind(planned: Any, spec: Any) -> bool:
-    """Whether a step on `spec` has the same graph as one on `planned`, as far as it shows: tensors that get gradients
-    in the same places, and between them the same values. Shapes, dtypes and devices are not looked at.
+    """Whether a step on `spec` has the same graph as one on `planned`, as far as the input tells.
+
+    It does if gradients are wanted in the same places, and if all that is not a tensor is equal. Shapes, dtypes and
+    devices are not compared.
     """
     return _agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad)
 
@@ -82,7 +84,7 @@ def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], 
 def _equal(before: Any, after: Any) -> bool:
     """Whether two values that are no tensors are equal; NumPy's arrays, if all of their elements are."""
     try:
-        return bool(before == after)
+        return bool(before == after)  # an array compares each element, and has no truth value of its own: ValueError
     except ValueError:
         return bool(np.array_equal(before, after))
 

@@ -1,4 +1,4 @@
-"""Optimizers that a model was not told of, because a trainer makes them: they are noticed when they step."""
+"""Optimizers that nobody named, because a trainer makes them: they are noticed when they step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ class Noticing(Protocol):
     def optimizer_noticed(self) -> None: ...
 
 
+# Weak on both sides: neither a model nor an optimizer is to live longer because it was noticed.
 _seen: WeakKeyDictionary[Noticing, WeakKeyDictionary[torch.optim.Optimizer, OptimizerCost | None]] = WeakKeyDictionary()
 """The models that wait, and the optimizers that have stepped since; None for those that cost them nothing."""
 _hooks: list[Any] = []
+"""The one hook on all optimizers. It is registered once a model waits: importing this library changes no optimizer."""
 
 
 def wait_for_optimizers(model: Noticing) -> None:
-    """Have `model.optimizer_noticed()` called before the first step of every optimizer that trains it."""
+    """Have `model.optimizer_noticed()` called before the first step of every optimizer that trains it.
+
+    Before it, because the first step makes the optimizer's state, which takes memory.
+    """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_about_to_step))
     _seen[model] = WeakKeyDictionary()
@@ -47,7 +52,7 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
         return
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model, seen in waiting:
-        seen[optimizer] = None
+        seen[optimizer] = None  # before anything is found out: each is looked at in its first step only
         if not any(id(parameter) in trained for parameter in model.parameters()):
             continue
         try:

@@ -6,21 +6,28 @@
 # plan in use; without one, the planner is unmeasured. These are the events:
 #
 #  1. Measure. The planner forgets what it knew about steps of this kind, and cuts and measures the stages. Plans for
-#     other kinds of steps wait. A plan from a file is given up. → measured
+#     other kinds of steps wait. A plan from a file is given up. → measured; unmeasured after an error
 #  2. Solve. The planner finds a sequence for the limit. Where several processes train the model, they find it together,
-#     and all of them have to come to this point. → agreed, or solved where the process is alone
-#  3. Another sequence is given. The planner follows it, whatever memory it takes. → solved
-#  4. A limit is set. It counts when the next sequence is found: the plan in use stays. A plan that waits is solved
-#     again when its turn comes.
+#     and all of them have to come to this point; a strategy by hand is the same in each. → agreed, or solved where the
+#     process is alone
+#  3. Another sequence is given. The planner follows it, whatever memory it takes. → solved. Where several processes
+#     train the model, it does not last: they have not agreed on it, so they solve together at the next forward.
+#  4. A limit is set. It counts when the next sequence is found: the plan in use stays.
 #  5. A forward arrives. If the plan in use was made for such steps, and for an input at least as large, the forward
-#     follows it. If a plan that waits was, that one is put in use. Otherwise the planner measures (event 1); only an
-#     input that is too large for a chain of layers is refused. A plan without a sequence is solved (event 2) before
-#     anything runs.
+#     follows it. If a plan that waits was made for such steps, that one is put in use; it is solved again if the limit
+#     has changed, or if gradients of other steps are left over. If there is no plan for such steps, or the input is
+#     larger, the planner measures (event 1). A plan without a sequence is solved (event 2) before anything runs. A
+#     captured model may then run another graph than the one that was measured; it is measured and run once more.
+#     Three things are refused. A chain of layers takes no input that is larger or of another structure or dtype, unless
+#     gradients are wanted in other places of it. Several processes take no input that none of their plans covers. And a
+#     captured model is not measured for larger and larger inputs without end.
 #  6. An optimizer is noticed. It counts in every budget. A sequence that leaves no room for it is given up, and another
 #     one is found. If there is none, training goes on with the old one, beyond the limit, and a warning says so. Where
 #     several processes train the model, each notices its own optimizer, so they solve together at the next forward.
-#  7. A plan file is adopted. Costs and sequence are those of the file. → solved. The first forward compares model and
-#     input with the file, as does a forward after a change of the model; processes compare their sequences.
+#     Sequences by hand stay, and so do those from a file.
+#  7. A plan file is adopted, if it was made for such a model. Costs and sequence are those of the file. → solved. The
+#     first forward compares model and input with the file, as does a forward after a change of the model or on a larger
+#     input; processes compare their sequences. → agreed
 #  8. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
 #
 # The model is in training mode in events 1 and 5, and when a file is made of a plan: the caller sees to it. In all
@@ -39,6 +46,7 @@ from torch import nn
 
 from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
+from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.input_spec import describe
 from rotor_py.plan.optimizers import noticed_cost, wait_for_optimizers
@@ -111,9 +119,10 @@ class Planner:
 
     def _measure(self, value: Any) -> None:
         spec = self.model.step_on(value)
-        source = self._blank if self.plans.in_use is None else self.plans.in_use.source
-        if self.plans.make_room(spec):
-            source = self._blank.renewed()
+        present = self.plans.in_use
+        other_kind = self.plans.make_room(spec)
+        # Another kind of step gets a source of its own: the present one waits with its plan, whose graphs it has.
+        source = self._blank.renewed() if other_kind or present is None else present.source
         device = self.model.device_of(spec.input)
         given = self.settings.progress
         with planning, torch.enable_grad(), nullcontext(given) if given else progress_bar() as progress:
@@ -141,12 +150,8 @@ class Planner:
 
     def set_limit(self, limit: int | str) -> None:
         """Event 4: look for sequences within this limit from now on. ValueError if it is not one."""
-        before, self.settings.mem_limit = self.settings.mem_limit, limit
-        try:
-            self.model.limit_bytes(self.device)
-        except ValueError:
-            self.settings.mem_limit = before
-            raise
+        limit_bytes(limit, self.device)  # before it is set: one that is refused is not to count
+        self.settings.mem_limit = limit
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Event 5: run the model forward, so that its backward follows the plan; as it is where nothing trains.
@@ -164,8 +169,9 @@ class Planner:
         except PlanMismatchError:
             if self.in_use.file is not None or not self.captured:
                 raise
-        # The model takes another way than the one that was measured, for another shape for example.
-        self._measure_again(spec, value)
+        # The model takes another way than the one that was measured, for another shape for example. Not in the
+        # `except`: there, the error's traceback would keep what the first attempt has made.
+        self._measure_again(self.model.step_on(value), value)
         agree(self.in_use, self.model)
         return self._run_planned(value)
 
@@ -194,10 +200,11 @@ class Planner:
         agree(self.in_use, self.model)
 
     def _may_measure(self, spec: StepSpec) -> bool:
-        """Whether the layers of a chain are to be measured for such steps, of which nothing is known.
+        """Whether to measure the layers of a chain for steps that have no plan.
 
-        Not if the input alone differs, other than in its gradients: it was meant to be what it was. And where several
-        processes train the model, one that measured alone would wait for the others for ever.
+        Not if only the input differs, and not just in its gradients: a user who gives another input by mistake wants to
+        be told. And where several processes train the model, one that measured alone would wait for the others for
+        ever.
         """
         known = None if self.plans.in_use is None else self.plans.in_use.spec
         if known is None or known.model != spec.model:
@@ -208,6 +215,7 @@ class Planner:
         """Plan for a first or larger input, or another kind of step; UnsupportedModelError if there is no end to it."""
         plan = self.plans.in_use
         known = None if plan is None else plan.spec
+        # Another state of the model is another kind of step, of which there may be many: only inputs are counted.
         self._grown += known is None or known.model == spec.model
         if self._grown > _MOST_PLANS:
             raise UnsupportedModelError(
@@ -225,7 +233,7 @@ class Planner:
         self._measure(value)
 
     def _revive(self, plan: StepPlan) -> None:
-        """A plan is in use again that waited: it is solved again if anything has changed that it depends on."""
+        """A plan that waited is in use again: it is solved again if anything has changed that it depends on."""
         grown = self.model.with_gradients_left_over(plan.budget, self.model.device_of(plan.input_spec))
         if plan.solved_with != self.settings.solved_with or grown != plan.budget:
             plan.budget, plan.sequence = grown, None

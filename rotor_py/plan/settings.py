@@ -17,7 +17,7 @@ from rotor_solver.progress import Progress
 class Settings:
     """The arguments of `Checkpointable`, which describes them. They may be changed at any time.
 
-    A change counts from the next plan on: the plan in use was right for what was asked then.
+    A change counts from the next plan on: the plan in use is right for what was asked when it was made.
     """
 
     mem_limit: int | str | None = None

@@ -31,13 +31,13 @@ def solve(
     Without an `algorithm`, it is that of the strategy set by hand, or else the best sequence. A limit that is given and
     works becomes the limit that is set.
 
-    InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits. ValueError for what is
-    no limit.
+    InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits. ValueError for what is no limit.
     """
     settings, group, device = model.settings, model.group, model.device_of(plan.input_spec)
     given = settings.mem_limit if limit is None else limit
     with planning:
         if algorithm is None and settings.by_hand is not None:
+            # Not set, the limit does not exist here; to a solver, it is what the device can give.
             most = None if given is None else limit_bytes(given, device)
             sequence = settings.by_hand.sequence(model.core, plan.budget, most)
         else:
@@ -48,7 +48,7 @@ def solve(
             else:
                 sequence = plan.budget.solve(most, algorithm)
     plan.sequence, plan.agreed = sequence, sequence if size_of(group) > 1 else None
-    settings.mem_limit = given
+    settings.mem_limit = given  # only now: one that does not work is not to count
     plan.solved_with = settings.solved_with
     if settings.verbosity:
         _log.warning("%s", summary_of(plan, model))
@@ -61,6 +61,7 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
     InfeasibleError if nothing fits, PlanMismatchError if a process has another plan.
     """
     group = model.group
+    # As objects: a sequence that was set since is not agreed upon, though it may say the same.
     open_question = size_of(group) > 1 and plan.agreed is not plan.sequence
     if plan.file is not None:
         if group is not None and open_question:
@@ -77,6 +78,7 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
             if plan.last_resort is None:
                 raise
             _warn_beyond_the_limit(error)
+            # With several processes, the error came in all of them (`agreed_sequence`), so all go on together.
             plan.sequence = plan.agreed = plan.last_resort
         plan.last_resort = None
 
@@ -89,8 +91,7 @@ def make_room_for_optimizer(plans: StepPlans, model: TrainedModel, cost: Optimiz
     """
     by_hand = model.settings.by_hand is not None
     plan = plans.in_use
-    device = model.device_of(None if plan is None else plan.input_spec)
-    limit = None if by_hand else model.limit_bytes(device)
+    limit = None if by_hand else model.limit_bytes(model.device_of(None if plan is None else plan.input_spec))
     plans.count_optimizer(cost, limit)
     if plan is None:  # it counts as soon as there is a plan
         return
@@ -112,7 +113,10 @@ def make_room_for_optimizer(plans: StepPlans, model: TrainedModel, cost: Optimiz
 
 
 def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel, cost: OptimizerCost) -> None:
-    """Count an optimizer in a plan from a file. A warning is logged where that has less room for it than it needs."""
+    """Count an optimizer in a plan from a file. A warning is logged where that has less room for it than it needs.
+
+    Nothing is solved: whoever gave the file wants its sequence.
+    """
     assert plan.file is not None
     before = plan.budget
     plan.count_optimizer(cost)

@@ -38,9 +38,10 @@ class Source(Protocol):
 
     @property
     def captured(self) -> bool:
-        """Whether TorchDynamo captures the stages. Graphs fit one kind of step, and are captured anew for a larger one.
+        """Whether TorchDynamo captures the stages. Graphs are made for an input, and made anew for a larger one.
 
-        Layers are what they are: an input that is larger than planned for is refused, since nobody asked for it.
+        Layers are there whatever comes. A larger input for them is refused, so that no step takes more memory than the
+        user was told.
         """
 
     def renewed(self) -> Source:
@@ -89,7 +90,7 @@ class LayerSource:
         return value
 
     def covers(self, planned: Any, value: Any) -> bool:
-        """Layers may do anything with a size; they are only known to need less for fewer samples."""
+        """Whether `value` is a batch with no more samples. Of other sizes nothing is known: a layer may do anything."""
         return covers(planned, value)
 
     def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
@@ -127,7 +128,9 @@ class GraphSource:
         return as_entered(self._model, (arguments, keywords))
 
     def covers(self, planned: Any, value: Any) -> bool:
-        """A graph of smaller shapes has the operators of the one that was measured, or is another graph."""
+        """Whether no tensor of `value` is larger in any dimension. Where other sizes change what the model does, Dynamo
+        captures another graph, which is noticed.
+        """
         return reaches(planned, value)
 
     def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
@@ -142,11 +145,12 @@ class GraphSource:
 
     def run(self, cut: Cut | None, sequence: Sequence, value: Any, *, preserve_rng_state: bool) -> Any:
         arguments, keywords = value
+        # Dynamo calls `_run_stages` in the course of the forward, and hands over nothing of ours.
         self._following = sequence, preserve_rng_state
         return self._session.run(arguments, keywords)
 
     def _run_stages(self, cut: Cut, value: Any) -> Any:
-        """Run the stages of the main graph. Its cut is that of the shapes which TorchDynamo found this time."""
+        """Run the stages of the main graph, for the shapes that TorchDynamo found this time: `cut` is theirs."""
         assert self._following is not None
         sequence, preserve_rng_state = self._following
         for _, layer in cut.prefix:

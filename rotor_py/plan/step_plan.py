@@ -45,8 +45,8 @@ class PlanState(Enum):
 class StepPlan:
     """What is known about one kind of step. Its costs are there from the beginning, its sequence once it was solved.
 
-    A plan from a file does not say for which objects it is: `spec` and `cut` follow when the first step comes. Of a
-    captured graph it never has a cut, since TorchDynamo captures the graph in the course of that step.
+    A plan from a file has no `spec` until its first step comes: a file cannot name objects. For a captured model it
+    never has a `cut`, since TorchDynamo captures the graph only while that step runs.
     """
 
     source: Source
@@ -118,7 +118,8 @@ class StepPlan:
         return self.file is None and self.spec is not None and self.spec.same_step(spec)
 
     def restore_effects(self) -> None:
-        """Layers are shared by the plans for several kinds of steps, and what was found out of them may differ."""
+        """Have remembered of each layer what was found out for this plan."""
+        # Plans share layers, and another kind of step may have shown something else of them.
         for function, effects in zip(self.functions, self._effects, strict=True):
             remember_effects(function, effects)
 
@@ -128,7 +129,9 @@ class StepPlan:
 
     def solve_again(self) -> None:
         """Give the sequence up, but go on with it if no other is found."""
-        self.last_resort, self.sequence = self.sequence, None
+        # Two optimizers may come before the next forward: the second finds no sequence, and the first's is to stay.
+        if self.sequence is not None:
+            self.last_resort, self.sequence = self.sequence, None
 
 
 class StepPlans:
@@ -139,7 +142,10 @@ class StepPlans:
         self._waiting: list[StepPlan] = []
 
     def make_room(self, spec: StepSpec) -> bool:
-        """Have no plan in use, and none for steps like `spec`; whether the plan in use was for other steps, or none."""
+        """Have no plan in use, and none for steps like `spec`; whether the plan in use was for other steps, or none.
+
+        A plan from a file counts as one for these steps: it is for whatever its file says, and is given up.
+        """
         another = self.in_use is None or (self.in_use.file is None and not self.in_use.is_for(spec))
         if another:
             self._put_aside(spec.model)
@@ -157,7 +163,7 @@ class StepPlans:
         found = next((each for each in self._waiting if each.is_for(spec)), None)
         if found is None:
             return False
-        self._forget(spec)
+        self._forget(spec)  # first, so that it takes no place from those that wait
         self._put_aside(spec.model)
         found.restore_effects()
         self.in_use = found
@@ -173,6 +179,7 @@ class StepPlans:
             each.count_optimizer(cost)
             if each.sequence is None or limit_bytes is None:
                 continue
+            # Agreed plans even where there is room: other processes may have none, and all have to solve together.
             if each.agreed is not None or each.budget.peak_bytes(each.sequence) > limit_bytes:
                 each.solve_again()
 
@@ -182,6 +189,8 @@ class StepPlans:
         Graphs are bound to the parameters that they were captured with. A copy captures its own, at its first step.
         """
         twin = StepPlans()
+        # Layers are copied along with the plan. Its `spec` names those of the original, so the copy's first step is
+        # compared with the file again, or measured; until then the plan can be looked at.
         if self.in_use is not None and not source.captured:
             twin.in_use = replace(self.in_use, source=source)
         elif self.in_use is not None and self.in_use.file is not None:

@@ -16,9 +16,14 @@ from rotor_py.plan.input_spec import gradients_of, same_kind
 class ModelState:
     """Layers and their modes, parameters and what they are, autocast. Two states are equal if a plan serves both."""
 
+    # Objects by their `id`: `==` of two parameters would compare their elements.
     modules: tuple[object, ...]
+    """the id and the mode of every module, in turn"""
     parameters: tuple[tuple[int, bool, torch.device, torch.dtype], ...]
+    """the id of every parameter, and whether it is trained, its device and dtype"""
     autocast: tuple[torch.dtype | None, ...]
+    """its dtype on the CPU and on CUDA; None where it is off"""
+    # Both follow from the parameters.
     devices: frozenset[torch.device] = field(compare=False)
     trains: bool = field(compare=False)
 
@@ -28,7 +33,7 @@ class ModelState:
         return self.modules[::2] == other.modules[::2] and mine == theirs
 
     def looks_like(self, other: ModelState) -> bool:
-        """Whether modes, dtypes and what is trained are the same, though in a copy maybe."""
+        """Whether modes, dtypes and what is trained are the same, in a copy of the layers too."""
         mine, theirs = ([entry[1:] for entry in state.parameters] for state in (self, other))
         return self.modules[1::2] == other.modules[1::2] and mine == theirs
 
@@ -41,6 +46,8 @@ class ModelState:
     def _of(cls, model: nn.Module) -> ModelState:
         modules: list[object] = []
         found: list[tuple[int, bool, torch.device, torch.dtype]] = []
+        # Not by `modules()` and `parameters()`, which take longer, since they leave out what comes twice: this runs in
+        # every step.
         pending = [model]
         while pending:
             module = pending.pop()

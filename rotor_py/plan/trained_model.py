@@ -82,7 +82,7 @@ class TrainedModel:
             )
 
     def with_gradients_left_over(self, budget: Budget, device: torch.device) -> Budget:
-        """The budget with room for gradients that other kinds of steps have left."""
+        """The budget with room for gradients that other kinds of steps have left in `grad`."""
         return budget.with_gradients_of(self.core, device, fresh=self.settings.fresh_grads)
 
     def with_communication(self, budget: Budget) -> Budget:

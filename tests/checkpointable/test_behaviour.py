@@ -7,6 +7,7 @@ import io
 import pickle
 import random
 from collections.abc import Callable
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
+from rotor_py.measure.planning_lock import planning
 from rotor_solver import Backward, Loss, recompute_all, store_all
 from tests.checkpointable.steps import between, blocks, images, square, step_peak
 from tests.execute.sequences import everything_again
@@ -131,6 +133,18 @@ def test_measuring_changes_nothing() -> None:
     assert [module.training for module in network.modules()] == modes
     assert not calls
     assert not planned._planner.settings.optimizer.state
+
+
+def test_measuring_waits_for_its_turn_before_it_sets_the_mode() -> None:
+    network = Checkpointable(blocks(2, 8)).eval()
+    measuring = Thread(target=network.measure, args=(images(),))
+    with planning:
+        measuring.start()
+        measuring.join(timeout=0.2)
+        assert not network.training
+    measuring.join()
+    assert network.budget is not None
+    assert not network.training
 
 
 def test_equal_blocks_are_measured_once() -> None:

@@ -144,6 +144,16 @@ def test_a_copy_notices_its_own_optimizer() -> None:
     assert whole.parameters < twin.budget.fixed.optimizer + 1 < whole.optimizer
 
 
+def test_a_second_optimizer_before_the_next_forward_leaves_the_agreed_sequence_to_fall_back_on() -> None:
+    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
+    plan = planned._planner.in_use
+    sequence = plan.agreed = plan.sequence  # as if several processes had agreed on it
+    square(planned(batch())).backward()
+    for layers in (planned[:2], planned[2:]):
+        adamw(layers).step()
+    assert (plan.sequence, plan.last_resort) == (None, sequence)
+
+
 def test_an_optimizer_that_is_gone_counts_no_more() -> None:
     planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
     for _ in range(2):
