@@ -72,7 +72,8 @@ class ByHand:
         if mem_limit is not None and peak > mem_limit:
             raise InfeasibleError(
                 f"a training step with {self} needs {format_bytes(peak)} ({peak} bytes), of which {budget.split()}; "
-                f"the limit is {format_bytes(mem_limit)} ({mem_limit} bytes). Try {limit_text(peak)}, or leave "
+                f"the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so it would run out of memory. Try "
+                f"{limit_text(peak)}, or leave "
                 f"{self} out for the best plan, which needs {format_bytes(budget.least_bytes())} at least.",
                 min_bytes=peak,
                 mem_limit=mem_limit,

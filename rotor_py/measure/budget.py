@@ -91,7 +91,10 @@ class Budget:
         return sequence
 
     def refuse(self, mem_limit: int) -> InfeasibleError:
-        """The error for a limit that is too small, in bytes of the whole step."""
+        """The error for a limit that is too small, in bytes of the whole step.
+
+        Its words are those by which accelerate's `find_executable_batch_size` knows that a batch was too large.
+        """
         least = self.least_bytes()
         largest = max(range(len(self.chain.stages)), key=lambda i: self.chain.stages[i].options[0].saved, default=None)
         needs = ""
@@ -102,8 +105,8 @@ class Budget:
             needs += " If gradients are freed between steps, say so: fresh_grads=True (--fresh-grads)."
         message = (
             f"a training step needs at least {format_bytes(least)} ({least} bytes), of which {self.split()}; the limit "
-            f"is {format_bytes(mem_limit)} ({mem_limit} bytes).{needs} Try a smaller batch, or a limit of "
-            f"{limit_text(least)}."
+            f"is {format_bytes(mem_limit)} ({mem_limit} bytes), so it would run out of memory.{needs} Try a smaller "
+            f"batch, or a limit of {limit_text(least)}."
         )
         return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, stage=largest)
 

@@ -62,8 +62,8 @@ def agreed_sequence(
     if peak > limit:
         raise InfeasibleError(
             f"the plan of rank 0 would need {format_bytes(peak)} ({peak} bytes) on rank {rank}, whose limit is "
-            f"{format_bytes(limit)} ({limit} bytes); give all processes batches of the same shape, or rank {rank} a "
-            "larger limit",
+            f"{format_bytes(limit)} ({limit} bytes), so it would run out of memory. Give all processes batches of the "
+            f"same shape, or rank {rank} a larger limit.",
             min_bytes=peak,
             mem_limit=limit,
         )

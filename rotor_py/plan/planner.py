@@ -6,7 +6,7 @@
 # plan in use; without one, the planner is unmeasured. These are the events:
 #
 #  1. Measure. The planner forgets what it knew about steps of this kind, and cuts and measures the stages. Plans for
-#     other kinds of steps wait. A plan from a file is given up. → measured; unmeasured after an error
+#     other kinds of steps wait. A plan from a file is given up. → measured. After an error, all is as it was.
 #  2. Solve. The planner finds a sequence for the limit. Where several processes train the model, they find it together,
 #     and all of them have to come to this point; a strategy by hand is the same in each. → agreed, or solved where the
 #     process is alone
@@ -16,11 +16,11 @@
 #  5. A forward arrives. If the plan in use was made for such steps, and for an input at least as large, the forward
 #     follows it. If a plan that waits was made for such steps, that one is put in use; it is solved again if the limit
 #     has changed, or if gradients of other steps are left over. If there is no plan for such steps, or the input is
-#     larger, the planner measures (event 1). A plan without a sequence is solved (event 2) before anything runs. A
-#     captured model may then run another graph than the one that was measured; it is measured and run once more.
-#     Three things are refused. A chain of layers takes no input that is larger or of another structure or dtype, unless
-#     gradients are wanted in other places of it. Several processes take no input that none of their plans covers. And a
-#     captured model is not measured for larger and larger inputs without end.
+#     larger, the planner measures (event 1) and solves (event 2). A captured model may then run another graph than the
+#     one that was measured; it is measured and run once more. If no plan fits, or anything else goes wrong on the way,
+#     the plans that there were stay: one batch that is too large costs nothing. It is remembered, and a batch as large
+#     is refused at once. Two things are refused. Several processes take no input that none of their plans covers: each
+#     would plan for itself. And a model is not measured for larger and larger inputs without end.
 #  6. An optimizer is noticed. It counts in every budget. A sequence that leaves no room for it is given up, and another
 #     one is found. If there is none, training goes on with the old one, beyond the limit, and a warning says so. Where
 #     several processes train the model, each notices its own optimizer, so they solve together at the next forward.
@@ -50,6 +50,7 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.input_spec import describe
 from rotor_py.plan.optimizers import noticed_cost, wait_for_optimizers
+from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.saved.fingerprint import model_fingerprint
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
@@ -59,7 +60,7 @@ from rotor_py.plan.step_plan import PlanState, StepPlan, StepPlans
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar
-from rotor_solver import Algorithm, Sequence
+from rotor_solver import Algorithm, InfeasibleError, Sequence
 
 _log = logging.getLogger("rotor_py")
 _MOST_PLANS = 16
@@ -74,8 +75,9 @@ class Planner:
         self.model = TrainedModel(whole, core, settings)
         self.plans = StepPlans()
         self._blank = source_of(core, settings.granularity)
+        self._refusals = Refusals()
         self._grown = 0
-        """how often a captured model was planned again for a larger input"""
+        """how often a plan was made for an input that no plan covered"""
         self.wait_for_optimizers()
 
     def wait_for_optimizers(self) -> None:
@@ -115,14 +117,14 @@ class Planner:
         Parameters, gradients, buffers, random state and mode are afterwards what they were. UnsupportedModelError if
         the model cannot be cut.
         """
-        self._measure(self._blank.input_of(args, kwargs))
+        with self.plans.kept_on_error():
+            self._measure(self._blank.input_of(args, kwargs))
 
     def _measure(self, value: Any) -> None:
         spec = self.model.step_on(value)
-        present = self.plans.in_use
-        other_kind = self.plans.make_room(spec)
-        # Another kind of step gets a source of its own: the present one waits with its plan, whose graphs it has.
-        source = self._blank.renewed() if other_kind or present is None else present.source
+        self.plans.make_room(spec)
+        # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
+        source = self._blank.renewed()
         device = self.model.device_of(spec.input)
         given = self.settings.progress
         with planning, torch.enable_grad(), nullcontext(given) if given else progress_bar() as progress:
@@ -171,8 +173,7 @@ class Planner:
                 raise
         # The model takes another way than the one that was measured, for another shape for example. Not in the
         # `except`: there, the error's traceback would keep what the first attempt has made.
-        self._measure_again(self.model.step_on(value), value)
-        agree(self.in_use, self.model)
+        self._plan_for(self.model.step_on(value), value)
         return self._run_planned(value)
 
     def _run_planned(self, value: Any) -> Any:
@@ -185,39 +186,44 @@ class Planner:
         plan = self.plans.in_use
         if plan is not None and plan.file is not None:
             plan.compare_with_file(spec, value, self.model)
+            agree(plan, self.model)
+            return
+        known = self.plans.turn_to(spec, self._revive)
+        if not known or not self._blank.covers(self.in_use.input_spec, value):
+            self._plan_for(spec, value)
+            return
+        plan = self.in_use
+        try:
+            agree(plan, self.model)
+        except InfeasibleError as error:
+            # It was measured on a larger input, with `measure()` for example. What this one needs may fit.
+            assert plan.spec is not None
+            self._refusals.remember(plan.spec, error)
+            if not self.model.alone or self._blank.covers(spec.input, plan.input_spec):
+                raise
         else:
-            known = self.plans.turn_to(spec, self._revive)
-            covered = known and self._blank.covers(self.in_use.input_spec, value)
-            if not covered and self.captured:
-                self._measure_again(spec, value)
-            elif not covered and not known and self._may_measure(spec):
-                self._measure(value)
-            elif not covered:
-                raise UnsupportedModelError(
-                    f"the input is {describe(spec.input)}, and the plan was made for "
-                    f"{describe(self.in_use.input_spec)}; call measure() with the largest input there will be"
-                )
-        agree(self.in_use, self.model)
+            return
+        self._plan_for(spec, value)
 
-    def _may_measure(self, spec: StepSpec) -> bool:
-        """Whether to measure the layers of a chain for steps that have no plan.
-
-        Not if only the input differs, and not just in its gradients: a user who gives another input by mistake wants to
-        be told. And where several processes train the model, one that measured alone would wait for the others for
-        ever.
-        """
+    def _plan_for(self, spec: StepSpec, value: Any) -> None:
+        """Measure and solve for a step on `value`. If that fails, the plans that there are stay."""
         known = None if self.plans.in_use is None else self.plans.in_use.spec
-        if known is None or known.model != spec.model:
-            return True
-        return self.model.alone and not known.same_gradients(spec)
+        with self.plans.kept_on_error():
+            self._measure_again(spec, value)
+            try:
+                agree(self.in_use, self.model)
+            except InfeasibleError as error:
+                self._refusals.remember(spec, error)
+                raise
+        self._grown += known is None or known.model == spec.model
 
     def _measure_again(self, spec: StepSpec, value: Any) -> None:
         """Plan for a first or larger input, or another kind of step; UnsupportedModelError if there is no end to it."""
+        self._refusals.raise_if_refused(spec, self.model.limit_bytes(self.model.device_of(spec.input)), self._blank)
         plan = self.plans.in_use
         known = None if plan is None else plan.spec
         # Another state of the model is another kind of step, of which there may be many: only inputs are counted.
-        self._grown += known is None or known.model == spec.model
-        if self._grown > _MOST_PLANS:
+        if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
             raise UnsupportedModelError(
                 f"the model has been planned {_MOST_PLANS} times, and its input has changed again; call measure() once "
                 "with the largest input there will be"

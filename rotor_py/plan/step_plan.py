@@ -7,7 +7,8 @@ for the first time, and kept while others train.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -141,17 +142,27 @@ class StepPlans:
         self.in_use: StepPlan | None = None
         self._waiting: list[StepPlan] = []
 
-    def make_room(self, spec: StepSpec) -> bool:
-        """Have no plan in use, and none for steps like `spec`; whether the plan in use was for other steps, or none.
+    def make_room(self, spec: StepSpec) -> None:
+        """Have no plan in use, and none for steps like `spec`. A plan in use for other steps waits from now on.
 
-        A plan from a file counts as one for these steps: it is for whatever its file says, and is given up.
+        A plan from a file does not: it is for whatever its file says, and is given up.
         """
-        another = self.in_use is None or (self.in_use.file is None and not self.in_use.is_for(spec))
-        if another:
+        if self.in_use is not None and self.in_use.file is None and not self.in_use.is_for(spec):
             self._put_aside(spec.model)
         self.in_use = None
         self._forget(spec)
-        return another
+
+    @contextmanager
+    def kept_on_error(self) -> Iterator[None]:
+        """Have the plans that there are now again after an error: it is about one step, and they are about others."""
+        in_use, waiting = self.in_use, list(self._waiting)
+        try:
+            yield
+        except BaseException:
+            self.in_use, self._waiting = in_use, waiting
+            if in_use is not None:
+                in_use.restore_effects()
+            raise
 
     def turn_to(self, spec: StepSpec, revived: Callable[[StepPlan], None]) -> bool:
         """Have the plan for steps like `spec` in use; False if there is none. `revived` is called with one that waited.

@@ -23,8 +23,10 @@ def check_slots(slots: Any) -> None:
         raise ValueError(f"slots is {slots!r}; memory has to be divided into at least one slot")
 
 
-class InfeasibleError(ValueError):
+class InfeasibleError(ValueError, RuntimeError):
     """No plan of the algorithm fits in `mem_limit` bytes; `min_bytes` is the least limit for which it has one.
+
+    A RuntimeError as well, as an out-of-memory error of torch is: what retries with smaller batches looks for these.
 
     `stage` is the number of the stage whose own backward needs the most memory; None where no single one is to blame.
     """
