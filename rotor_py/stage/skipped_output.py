@@ -29,7 +29,7 @@ _PRODUCTS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-"""Layers that take long, and of which autograd saves the input and the weight, but not the output."""
+"""Layers that take long. Autograd saves their input and weight, but not their output."""
 _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
 """Layers that may come after: their backward does not depend on the values that go into them."""
 
@@ -52,7 +52,7 @@ def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
 
 
 def skip_output(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an operator with a graph, and do not compute an output that its backward never reads."""
+    """Call an operator with a graph, and do not compute its output, which its backward never reads."""
     with _SkippedOutputs():  # type: ignore[no-untyped-call]  # torch leaves it so
         return function(*args, **kwargs)
 
@@ -96,6 +96,7 @@ class _SkippedOutputs(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         make = _MAKERS.get(func)
+        # `types` are subclasses of tensors: the memory of a DTensor, or of a sparse tensor, is not what its shape says.
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
         if make is None or types or any(each.layout is not torch.strided for each in tensors):
             return func(*args, **(kwargs or {}))
@@ -111,6 +112,7 @@ def _sum_with_product(_: Any, __: torch.Tensor, a: torch.Tensor, b: torch.Tensor
 
 
 def _sum(func: Any, a: torch.Tensor, b: Any, **kwargs: Any) -> torch.Tensor:
+    # Otherwise it may broadcast or promote, which `add` knows best.
     alike = isinstance(b, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     found: torch.Tensor = torch.empty_like(a) if alike else func(a, b, **kwargs)
     return found
