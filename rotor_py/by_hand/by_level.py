@@ -84,7 +84,7 @@ class ByLevel:
             for prefix in inside:
                 if self.levels.get(prefix) == level:
                     return prefix
-            # The stage is a larger module that was not cut: there is no single layer to run again.
+            # The stage is a larger module that was not cut: there is no single layer to run again, so all of it is.
             if level == 1 and len(parts) > 0 and self.levels.get(path, 0) > 1:
                 return stage
         return None

@@ -42,7 +42,8 @@ def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
     found: dict[str, AssignedLevel] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     parents = Counter(name.rpartition(".")[0] for name in modules if name)
-    # The deepest first: the level of a module follows from those of the modules in it.
+    # The deepest first: the level of a module follows from those of the modules in it. The model itself, "", and its
+    # children have no dot both, so `bool` puts it after them.
     for name in sorted(modules, key=lambda name: -name.count(".") - bool(name)):
         children = [(key, child) for key, child in modules[name].named_children()] if parents[name] else []
         inner = [(child, found[f"{name}.{key}" if name else key].level) for key, child in children]
