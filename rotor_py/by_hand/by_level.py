@@ -36,6 +36,7 @@ class ByLevel:
     @classmethod
     def of(cls, model: nn.Module, level: int) -> ByLevel:
         """The algorithm for the stages of `model`. Raises ValueError if `level` is no whole number from 0 to 5."""
+        # Under all of its names, where a module is shared: a stage has one of them.
         named = model.named_modules(remove_duplicate=False)
         weightless = frozenset(name for name, module in named if not any(True for _ in module.parameters()))
         levels = {name: assigned.level for name, assigned in assign_levels(model).items()}

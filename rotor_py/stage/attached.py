@@ -64,6 +64,7 @@ class AttachedStage:
         known = {id(tensor) for tensor in (origin, *self.parameters)}
         pending = [edge.node for edge in self.outputs if edge is not None]
         seen = set()
+        # A loop and no recursion: a graph can be deeper than Python's stack.
         while pending:
             node = pending.pop()
             if node in seen:

@@ -126,6 +126,7 @@ class StageRunner:
 
     def _function(self, skip_output: bool = False) -> Callable[[Any], Any]:
         run = (forward_skipping_output(self.function) if skip_output else None) or self.function
+        # Without a graph nothing is stored, so all options are the same.
         if self.option and torch.is_grad_enabled():
             run = offers_of(self.function).partial_forward(skip_output=skip_output) or run
         return partial(self._in_context, run) if self.context else run

@@ -74,13 +74,12 @@ def _flat(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_one_of(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Exactly one of them: a derived class may do anything, a hook may look at the output, and dropout may write over
-    its input.
-    """
+    """Exactly one of them, and nothing more: a derived class may do anything, and dropout may overwrite its input."""
     return type(layer) in kinds and not _watched(layer) and not getattr(layer, "inplace", False)
 
 
 def _watched(module: nn.Module) -> bool:
+    # Whoever hooks, compiles or replaces a forward may look at what comes out of it.
     tables = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(tables) or module._compiled_call_impl is not None or "forward" in vars(module)
 

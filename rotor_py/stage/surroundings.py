@@ -43,6 +43,7 @@ class Surroundings:
         many tensors as the first time, where otherwise it may save fewer: `torch.utils.checkpoint` counts them.
         """
         with ExitStack() as stack:
+            # What puts a change back is registered before the change: an interrupt between the two does no harm.
             stack.enter_context(restored_autocast(self.autocast, cache=graph))
             if self.random is not None:
                 # The stream goes on afterwards as if this run had not been.
