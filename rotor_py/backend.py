@@ -56,7 +56,10 @@ def rotor(
 
 
 class GraphPlanner:
-    """One graph, which is planned at its first call, and again where an input is larger than before."""
+    """One graph, which is planned at its first call, and again when an input is larger than any before.
+
+    A call raises InfeasibleError if no plan fits, and UnsupportedModelError if the graph cannot be cut.
+    """
 
     def __init__(self, graph: CapturedGraph, options: dict[str, Any]) -> None:
         self.graph = graph
@@ -64,7 +67,7 @@ class GraphPlanner:
         self.cut: Cut | None = None
         self.program: Program | None = None
         self.reach: Any = None
-        """The input that the plan is for, described; the plan does for all that are no larger."""
+        """The spec of the input that the plan is for; it serves all inputs that are no larger."""
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
         """Run the graph on its inputs, and return its outputs: by the plan if gradients are on."""
@@ -90,6 +93,7 @@ class GraphPlanner:
         tensors = tensors_in(arguments)
         device = next(iter(accelerators(t.device for t in tensors)), torch.device("cpu"))
         fresh = bool(self.options["fresh_grads"])
+        # The caller of the graph holds its inputs throughout, so no plan can free them.
         self.cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
         measurement = measure(
             self.cut,

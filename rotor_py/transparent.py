@@ -1,4 +1,4 @@
-"""A module that stands in for another one, and looks like it from outside.
+"""A module that stands in for another one, and looks like it from the outside.
 
 Trainers, optimizers and checkpoint files know the model by its class, its signature, its names and its attributes. If
 one of them differed, code that works with the model would need to know that it is wrapped.
@@ -19,6 +19,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
 _log = logging.getLogger("rotor_py")
+# Read from an empty module, because torch has added tables from one release to the next.
 _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
 """The dictionaries in which a module has its parameters, buffers, children and hooks."""
 
@@ -56,8 +57,8 @@ class ModelsSignature:
 class Transparent(nn.Module):
     """Shares the parameters, buffers, children and hooks of `model`.
 
-    State dicts and names are those of the model, without a prefix. So are attributes, but for private ones and those
-    that the class defines. `isinstance` gives the answer that it gives for the model, since `__class__` is the model's.
+    State dicts and names are those of the model, without a prefix. So are attributes, except private ones and those
+    that the class defines. `isinstance` answers as it does for the model, since `__class__` is the model's.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,7 +95,7 @@ class Transparent(nn.Module):
         else:
             setattr(model, name, value)
 
-    # Python looks these up on the class, where `__getattr__` is not asked. An nn.Sequential has them.
+    # Python looks these up on the class, and does not ask `__getattr__`. An nn.Sequential has them.
 
     def __getitem__(self, index: Any) -> Any:
         return self.model[index]

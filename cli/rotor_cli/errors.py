@@ -27,7 +27,7 @@ class Failure(click.ClickException):
 
 
 def usage(message: str) -> Failure:
-    """Wrong use of the command, or a model file that cannot be used."""
+    """The failure for wrong use of the command, or for a model file that cannot be used."""
     return Failure(message, USAGE)
 
 
@@ -38,7 +38,7 @@ def model_code(file: str) -> Iterator[None]:
         yield
     except (Failure, KeyboardInterrupt):
         raise
-    except BaseException as error:
+    except BaseException as error:  # a file may call sys.exit(), which would end the command without a word
         raise raised_by_model(error, file) from error
 
 

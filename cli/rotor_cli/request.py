@@ -80,6 +80,7 @@ def _share(text: str) -> float:
     return share
 
 
+# Before the model is loaded: a typing error in a file's name must not cost a run of minutes.
 def _refuse_unwritable(path: str | None, *, stdout: bool = False) -> None:
     if path is None or (stdout and path == "-"):
         return

@@ -36,6 +36,7 @@ class ByLevel:
     @classmethod
     def of(cls, model: nn.Module, level: int) -> ByLevel:
         """The algorithm for the stages of `model`. Raises ValueError if `level` is no whole number from 0 to 5."""
+        # Under all of its names, where a module is shared: a stage has one of them.
         named = model.named_modules(remove_duplicate=False)
         weightless = frozenset(name for name, module in named if not any(True for _ in module.parameters()))
         levels = {name: assigned.level for name, assigned in assign_levels(model).items()}
@@ -84,7 +85,7 @@ class ByLevel:
             for prefix in inside:
                 if self.levels.get(prefix) == level:
                     return prefix
-            # The stage is a larger module that was not cut: there is no single layer to run again.
+            # The stage is a larger module that was not cut: there is no single layer to run again, so all of it is.
             if level == 1 and len(parts) > 0 and self.levels.get(path, 0) > 1:
                 return stage
         return None

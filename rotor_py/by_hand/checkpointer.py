@@ -84,6 +84,7 @@ class ActivationCheckpointer:
         if layer_idx not in self._store:
             return None
         self._store.refuse_overwritten(layer_idx)
+        # Another object each time, so that `requires_grad_` on it does not reach what is kept.
         return tree_map_only(torch.Tensor, torch.Tensor.detach, self._store[layer_idx])
 
     def clear(self) -> None:
@@ -105,6 +106,7 @@ class ActivationCheckpointer:
     @property
     def memory_saved_bytes(self) -> int:
         """Bytes of the layer outputs that were seen, less those that are kept, as they are kept."""
+        # Not below zero: a kept view counts with the whole of the memory behind it.
         return max(0, sum(self._seen.values()) - self.memory_stored_bytes)
 
     def checkpointed_forward(self, input: Any, layers: Sequence[Any], forward_fn: Forward = _call) -> Any:
@@ -149,7 +151,7 @@ class ActivationCheckpointer:
         value = self._input[INPUT] if start == INPUT else self.get(start)
         for index in range(start + 1, target_layer + 1):
             found = self._surroundings.get(index)
-            if found is None:  # its checkpoint was saved by hand: nothing is known of its first run
+            if found is None:  # the caller ran it and saved checkpoints: nothing is known of its first run
                 value = forward_fn(layers[index], value)
                 continue
             with found.restored(layers[index], graph=torch.is_grad_enabled()):
@@ -159,7 +161,8 @@ class ActivationCheckpointer:
     def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
         """Run the layers in the caller's graph, so that the backward starts from the checkpoints."""
         starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
-        # The executor keeps the inputs of all segments but the last, which runs once: that one is kept here.
+        # The executor keeps the inputs of all segments but the last. That one is stored as it runs, since it would be
+        # run again at once; its input is noted here as other outputs are.
         shared = [start - 1 for start in starts[1:-1]]
         self._wanted -= {*shared}
         store = ActivationStore(self.config.kept_dtype)
@@ -174,7 +177,7 @@ class ActivationCheckpointer:
     def _note(self, layer_idx: int, value: Any, output: Any, surroundings: Surroundings) -> None:
         """A layer has run for the first time."""
         self._surroundings[layer_idx] = surroundings
-        # A view of the input, or the input itself written over, is no memory of the layer's own.
+        # A view of the input, or the input itself overwritten, is no memory of the layer's own.
         new = storages(tensors_in(output)).keys() - storages(tensors_in(value)).keys()
         self._seen[layer_idx] = sum(size for at, size in storages(tensors_in(output)).items() if at in new)
         if layer_idx in self._wanted:
@@ -182,7 +185,10 @@ class ActivationCheckpointer:
 
 
 class _Layer(nn.Module):
-    """A layer together with the function that calls it; the checkpointer notes its first run."""
+    """A layer together with the function that calls it; the checkpointer notes its first run.
+
+    A module, so that a `StageRunner` finds the layer's parameters in it.
+    """
 
     def __init__(self, layer: Any, forward_fn: Forward, checkpointer: ActivationCheckpointer, index: int) -> None:
         super().__init__()

@@ -40,11 +40,12 @@ def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
     layers in a row are a group (4), and what holds groups is an encoder or decoder (5). Anything larger is level 0.
     """
     found: dict[str, AssignedLevel] = {}
+    # Under all of its names, where a module is shared: whoever asks has one of them.
     modules = dict(model.named_modules(remove_duplicate=False))
-    parents = Counter(name.rpartition(".")[0] for name in modules if name)
-    # The deepest first: the level of a module follows from those of the modules in it.
+    # The deepest first: the level of a module follows from those of the modules in it. The model itself, "", and its
+    # children have no dot both, so `bool` puts it after them.
     for name in sorted(modules, key=lambda name: -name.count(".") - bool(name)):
-        children = [(key, child) for key, child in modules[name].named_children()] if parents[name] else []
+        children = modules[name].named_children()
         inner = [(child, found[f"{name}.{key}" if name else key].level) for key, child in children]
         found[name] = _assigned(name, modules[name], inner)
     return {name: found[name] for name in modules}

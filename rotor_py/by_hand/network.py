@@ -1,4 +1,4 @@
-"""Networks of segments, of which only the inputs are kept; all else is computed again in the backward."""
+"""Networks of segments: only the input of each is kept, and all else is computed again in the backward."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class CheckpointedNetwork(nn.Module):
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         super().__init__()
-        found = list(segments)
+        found = list(segments)  # an iterator can be read only once
         if not found:
             raise ValueError("a CheckpointedNetwork needs at least one segment, and got none")
         for number, segment in enumerate(found):
@@ -124,7 +124,7 @@ class CheckpointedNetwork(nn.Module):
 class _Memory:
     """Bytes of the memory behind tensors, each storage once.
 
-    A storage that was freed still counts, and one that later gets its address is another: so no addresses are compared.
+    Storages are not told apart by address: one that was freed still counts, and another may get its address later.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class _Memory:
 
     def add(self, value: Any) -> None:
         for tensor in tensors_in(value):
-            # Python has one weak reference for an object, and keeping the reference keeps its id from being used again.
+            # Python has only one plain weak reference for an object, and while it is kept, its id is not used again.
             reference = weakref.ref(tensor.untyped_storage())
             self._sizes[id(reference)] = reference, storage_bytes([tensor])
 

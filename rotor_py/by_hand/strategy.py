@@ -14,7 +14,7 @@ from rotor_py.units import format_bytes, limit_text
 from rotor_solver import Algorithm, InfeasibleError, Periodic, Sequence, StoreAll
 
 _NO_LIMIT = 2**62
-"""Bytes that no strategy needs. The strategy is what it is; whether it fits is told afterwards, with both numbers."""
+"""More bytes than any strategy needs. Whether it fits is checked afterwards, so that the error can say both numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ByHand:
             return ByLevel.of(model, self.level)
         if self.every_n_layers and self.max_checkpoints != 0:
             return Periodic(every=self.every_n_layers, max_checkpoints=self.max_checkpoints)
-        return StoreAll()  # without checkpoints there is one segment up to the loss, which is stored as it runs
+        return StoreAll()  # without checkpoints all is one segment, which would be run again at once: so it is stored
 
     def sequence(self, model: nn.Module, budget: Budget, mem_limit: int | None) -> Sequence:
         """The sequence of the strategy for a measured model.

@@ -88,7 +88,7 @@ class Passes:
             retain = torch._C._autograd._get_current_graph_task_keep_graph()
             held = self._held
             if retain:
-                held = held.copy()
+                held = held.copy()  # a pass lets go of inputs as it goes, and another one is to find them
             else:
                 self._held = None
             self._current = Pass(task, held, retain)

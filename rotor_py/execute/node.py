@@ -1,4 +1,4 @@
-"""The node that a stage without a graph has in the caller's graph (Rule 2 of the Note in `rotor_py.execute.tape`)."""
+"""The node that stands in the caller's graph for a stage without one of its own (Rule 2 of the Note in `tape`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rotor_profiling.storage import tensors_in
 from rotor_py.stage.runner import StageRunner
 
 _TENSOR = object()
+"""Stands in a frame where a tensor belongs. None would not do: a value may have that, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class StageNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # a gradient that does not exist is not made, as in plain training
         value = frame.filled(tensors)
         output = owner.run_first(stage, value)
+        # Otherwise autograd gives a gradient to every floating output of a node, if any of its inputs has one.
         ctx.mark_non_differentiable(*_without_gradient(owner.runners[stage], value, output))
         output_frame, made = Frame.of(output)
         owner.leave_frame(stage, output_frame)
@@ -67,6 +69,8 @@ class StageNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        # The engine has gradients on here only for create_graph=True. The graph of a stage that is run again is not
+        # part of the caller's, so second derivatives would be wrong without a word.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"create_graph=True cannot go through stage {ctx.owner.runners[ctx.stage].name!r}, which is recomputed "
@@ -78,7 +82,7 @@ class StageNode(torch.autograd.Function):
 def _without_gradient(runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:
     """The tensors of `output` that have no gradient in plain training either.
 
-    Those that the stage passes on as they came, and those that are known for it.
+    These are the tensors that the stage passes on as they came, and those that measuring has found.
     """
     passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
     known = runner.effects.without_gradient

@@ -50,6 +50,8 @@ class Program:
     backward_at: dict[int, int]
 
 
+# Who trains by hand has no place to keep a program, and asks for it in every step. 64 is a guess: more sequences than a
+# process follows in turn.
 @lru_cache(maxsize=64)
 def program(stages: int, sequence: Sequence) -> Program:
     """Read `sequence` for a chain of `stages` stages. ValueError if it is not valid for such a chain."""
@@ -67,6 +69,7 @@ def program(stages: int, sequence: Sequence) -> Program:
     loss = operations.index(Loss())
     replay = operations[loss + 1 :]
     backward_at = {each.stage: position for position, each in enumerate(replay) if isinstance(each, Backward)}
+    # Where the backward of a stage is the first operation after the loss (`at` is 0), there is nothing to await.
     awaited = {i for i in in_graph if (at := backward_at[i]) and not isinstance(replay[at - 1], Backward)}
     forwards = Counter(each.stage for each in operations if not isinstance(each, Loss | Backward))
     runs_again = frozenset(stage for stage, runs in forwards.items() if runs > 1)
@@ -110,7 +113,7 @@ def _liveness(operations: Operations[Operation]) -> list[frozenset[int]]:
             case ForwardEnable(stage) | ForwardCheck(stage) | ForwardNograd(stage):
                 if first[stage] == position:
                     live = live if stage in saved[position] else live - {stage}
-                else:
+                else:  # it reads its input from the tape, and makes its output anew
                     live = (live if stage + 1 in saved[position] else live - {stage + 1}) | {stage}
     return result[::-1]
 

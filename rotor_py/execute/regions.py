@@ -1,9 +1,9 @@
-"""A sequence as regions of `torch.utils.checkpoint`, one inside the other.
+"""A sequence as regions of `torch.utils.checkpoint`, nested in each other.
 
 A memory-persistent sequence is such a nesting: `CF_i, Fn_{i+1}, …, Fn_{j-1}` opens the region of stages i … j-1, which
 is run again just before its backward, when part of it may again be a region. The engine sees the operators themselves
 and no node of ours, so what hooks modules and parameters goes on working: `fully_shard` gathers parameters before a
-stage runs, and again before it goes backward. That is why these models are not replayed by a tape.
+stage runs, and again before its backward. That is why such models are not replayed by a tape.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
         at += 1
     rest = operations[at + 1 :] if operations[at : at + 1] == [Loss()] else operations[at:]
     items: list[int | Region] = []
+    # From the last: its backward comes first, and what a region runs stands right before the backwards of the region.
     for first, stop, attached in reversed(found):
         if attached:
             if not rest or rest[0] != Backward(first):
@@ -78,7 +79,10 @@ def _stages(items: tuple[int | Region, ...]) -> list[int]:
 
 
 def run(runners: list[StageRunner], items: tuple[int | Region, ...], value: Any) -> Any:
-    """Run a chain forward; what it returns is part of the caller's graph, and regions are run again in the backward."""
+    """Run a chain forward; what it returns is part of the caller's graph, and regions are run again in the backward.
+
+    `items` are those of `regions`, for as many stages as there are runners.
+    """
     again = {stage for item in items if isinstance(item, Region) for stage in _stages(item.items)}
     return _run(runners, items, {}, again, value)
 
@@ -92,7 +96,8 @@ def _run(
 ) -> Any:
     for item in items:
         if isinstance(item, Region):
-            # What surrounds a stage is restored for each by itself: buffers move once, randomness is the same.
+            # Every stage restores what surrounded it, so `checkpoint` has no random state to keep. Not reentrant: only
+            # then does the engine see the operators of the first run, whose saved tensors are made again when asked.
             inside = partial(_run, runners, item.items, known, again)
             value = checkpoint(inside, value, use_reentrant=False, preserve_rng_state=False)
         elif item not in again:
@@ -103,6 +108,7 @@ def _run(
             function = runners[item].function
             restored = known[item].restored(function, graph=torch.is_grad_enabled(), alike=True)
             with restored, gathered_again(function):
+                # A module may have begun in an earlier stage, which is not always run again right before this one.
                 offers_of(function).gather_begun()
                 value = runners[item].forward(value)
     return value

@@ -55,7 +55,10 @@ class ActivationStore:
         self._held[index] = value if self.storage_dtype is None else tree_map_only(torch.Tensor, self._packed, value)
 
     def keep_first(self, index: int, value: Any) -> None:
-        """Keep `value` at `index` if nothing is there."""
+        """Keep `value` at `index` if nothing is there.
+
+        What is there may be in memory anyway, held by a graph. The same value, computed again, would come on top.
+        """
         if index not in self._held:
             self.keep(index, value)
 
@@ -98,7 +101,7 @@ class ActivationStore:
         if not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
             return tensor
         small = tensor.to(dtype)
-        # Compared, not just looked for: an infinity that was there before is kept as it is.
+        # Compared, not just looked for: an infinity that was there before is no overflow.
         overflown = bool((small.isinf() != tensor.isinf()).any())
         return tensor if overflown else _Packed(small, tensor.dtype)
 

@@ -99,7 +99,7 @@ class Tape:
             if stage not in self.program.in_graph:
                 value = self._add_node(stage, value)  # Rule 2
             elif stage in self.program.runs_again:
-                # What the tape keeps must not be overwritten. Where it does not keep the input, the stage may write.
+                # The stage must not write into what the tape keeps. Where its input is not kept, it may.
                 value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
             else:
                 value = self._runner(step).forward(value)  # Rule 1
@@ -112,8 +112,7 @@ class Tape:
     def _add_node(self, stage: int, value: Any) -> Any:
         """Run a stage as a node of the caller's graph."""
         frame, tensors = Frame.of(value)
-        del value
-        # `CheckpointOptim.apply` takes a whole chain; this is the one that adds a node.
+        # `CheckpointOptim.apply` takes a whole chain, so this is autograd's own, which adds a node.
         apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined] # a classmethod
         made = apply(CheckpointOptim, self, stage, frame, *tensors, *self.runners[stage].parameters())
         return self._frames.pop(stage).filled(made)
@@ -144,6 +143,7 @@ class Tape:
         """Run the operations before `B` of a stage in the graph when its backward is about to begin (Rule 9)."""
         for tensor in tensors_in(value):
             if tensor.requires_grad:
+                # Called once for each of them: after the first, `position` says that there is nothing left to run.
                 tensor.register_hook(lambda _: self._arrived(stage))
 
     def _arrived(self, stage: int) -> None:
@@ -154,6 +154,7 @@ class Tape:
         """Run the operations before `B` of `stage`."""
         for step in self.program.replay[current.position : self.program.backward_at[stage]]:
             if isinstance(step.operation, Backward):
+                # Either the engine ran it, or no gradient reached the stage, and nobody has taken what it holds.
                 current.held.attached.pop(step.operation.stage, None)
                 current.held.release(step.live)
             else:
@@ -165,8 +166,9 @@ class Tape:
         runner, value, surroundings = self.runners[stage], held.inputs[stage], self.surroundings[stage]  # Rule 4
         before = self._versions(stage, value)
         if isinstance(step.operation, ForwardEnable):
+            # What the tape keeps is detached, and has forgotten which gradients are wanted.
             for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
-                tensor.requires_grad_(needed)  # what the tape keeps is detached, and has forgotten it
+                tensor.requires_grad_(needed)
             held.attached[stage], output = self._runner(step).attach(value, surroundings, skip_output=step.skips_output)
         else:
             output = runner.again(value, surroundings)
@@ -195,7 +197,8 @@ class Tape:
 def replay(runners: list[StageRunner], instructions: Program, value: Any, store: ActivationStore | None = None) -> Any:
     """Run a chain forward on `value`; what it returns is part of the caller's graph.
 
-    Inputs of stages are kept in `store`, if one is given: an empty one, of which the backward makes use.
+    Inputs of stages are kept in `store` for the backward, if one is given; it has to be empty. RuntimeError if a stage
+    overwrites its own input and has to be run again from it.
     """
     tape = Tape(runners, instructions, store)
     return tape.forward(value)

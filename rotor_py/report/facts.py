@@ -101,7 +101,7 @@ class ReportFacts:
     def gap(self) -> float | None:
         """How far the plan can be from the best memory-persistent one, as a share of time; None if there is no bound.
 
-        It is certified: the solver proved that no such plan is faster than `sequence.lower_bound` seconds.
+        The solver has proved that no such plan is faster than `sequence.lower_bound` seconds.
         """
         bound = self.sequence.lower_bound
         if bound is None:
@@ -130,6 +130,7 @@ class ReportFacts:
                         kept[stage] = f"stored in part: {size}" if option else "stored"
                 case ForwardCheck(stage):
                     runs[stage] += 1
+                    # A sequence may run a stage again before the loss, and store it then: that is what counts.
                     if before_loss:
                         kept.setdefault(stage, "checkpointed")
                 case ForwardNograd(stage):

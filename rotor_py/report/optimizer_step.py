@@ -1,4 +1,4 @@
-"""What is in memory while the optimizer steps, by owner: after the last operation, and often above all of them."""
+"""What is in memory while the optimizer steps, by owner. It comes after the last operation, and is often the peak."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def optimizer_step(facts: ReportFacts) -> OptimizerStep | None:
     budget, measurement = facts.budget, facts.measurement
     if budget.step_bytes is None:
         return None
+    # A training loop holds the whole output to the end of its step, tensors without a gradient included.
     output = measurement.stages[-1].activation_bytes + measurement.held_bytes
     return OptimizerStep(
         fixed=budget.fixed.total,

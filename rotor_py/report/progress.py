@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 PATIENCE_SECONDS = 1.0
-"""Work that takes less shows nothing."""
+"""Work that takes less shows nothing: a line that is gone at once only disturbs. The second is a guess."""
 _REDRAWN_SECONDS = 0.1
+"""The least time between two drawings: some work tells of its progress far more often."""
 _COUNTED = 10_000
 """Work of more parts is shown in percent. The number is a guess: five digits are hard to read while they change."""
 _BAR = 16
@@ -55,7 +56,7 @@ class Activities:
         self._line = ("", "", 0, 0)
         self._bar: Bar | None = None
         self._timer: Timer | None = None
-        self._lock = RLock()
+        self._lock = RLock()  # the timer draws in a thread of its own
 
     def doing(self, verb: str) -> Progress:
         """A function of the parts done, all parts and the name of the next; the line then says `measuring layer.3`."""

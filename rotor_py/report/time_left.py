@@ -26,6 +26,7 @@ class TimeLeft:
         self._done = done
         if done <= self._first:
             return None
+        # From what was done when the work was first told of: it may not have been nothing.
         return (now - self._begin) * (total - done) / (done - self._first)
 
 
@@ -33,6 +34,7 @@ def in_words(seconds: float | None) -> str:
     """`about 12 s left`; an empty text where nothing is known."""
     if seconds is None:
         return ""
+    # Two digits at most: an estimate that shows more would seem to be exact.
     for most, divisor, unit in ((99.5, 1, "s"), (99.5 * 60, 60, "min")):
         if seconds < most:
             return f"about {max(1, round(seconds / divisor))} {unit} left"

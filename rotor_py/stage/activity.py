@@ -1,7 +1,7 @@
 """What a stage is doing now: told to whoever watches, and noted on an error that leaves it.
 
-The error stays the user's own: the same object, with its type, arguments and traceback. It only says in addition which
-stage it came from, and what was being done with that stage.
+The error stays the user's own: the same object, with its type, arguments and traceback. The note adds which stage it
+came from, and what was being done with that stage.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ engine runs it, and calls nobody when it is through.
 _watchers: list[Watcher] = []
 
 
+# Not per thread: the engine runs backwards on CUDA devices in threads of its own.
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
     """Tell `watcher` of everything that stages do in this process."""

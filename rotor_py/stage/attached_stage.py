@@ -64,6 +64,7 @@ class AttachedStage:
         known = {id(tensor) for tensor in (origin, *self.parameters)}
         pending = [edge.node for edge in self.outputs if edge is not None]
         seen = set()
+        # A loop and no recursion: a graph can be deeper than Python's stack.
         while pending:
             node = pending.pop()
             if node in seen:
@@ -96,13 +97,15 @@ def enter_graph(origin: torch.Tensor, value: Any) -> Any:
 
 
 def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
+    # Most stages are run again while a backward runs, where gradients are off.
     with torch.enable_grad():
         return _Entry.apply(origin, tensor.detach()) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 def owners_of(value: Any) -> list[Any]:
     """What keeps the graph behind `value` alive. An edge alone does not, if its node is written in Python."""
-    # The node of a view, which holds the node before it, and no tensor.
+    # The node of a view, which holds the node before it, and no tensor. Newer releases of torch do the same in
+    # `get_gradient_edge`.
     with torch.enable_grad():
         return [tensor.view_as(tensor).grad_fn for tensor in tensors_in(value) if tensor.requires_grad]
 

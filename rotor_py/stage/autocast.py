@@ -43,6 +43,7 @@ def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> Iterator[No
     """A region in `states`. Without `cache`, weights that are cast in it are not kept."""
     with ExitStack() as stack:
         for state in states:
+            # Off then and off now: there is nothing to put back, and this is entered for every run of every stage.
             if state.enabled or torch.is_autocast_enabled(state.device_type):
                 stack.enter_context(state.context(cache=state.cache and cache))
         yield

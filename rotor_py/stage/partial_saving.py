@@ -66,6 +66,7 @@ class PartialSaving:
     def __exit__(self, *error: object) -> None:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
+        # Nothing is saved from here on. Each dropped value has what it is made from; the rest is not to be held.
         self._storages.clear()
         self._kept.clear()
 
@@ -84,6 +85,7 @@ class PartialSaving:
     def _pack(self, tensor: torch.Tensor) -> Any:
         """What autograd is to save in the place of `tensor`."""
         found = self._storages.get(tensor.untyped_storage()._cdata)
+        # A view in another dtype is kept: the parts of a value that is made again are all of the value's own dtype.
         if found is None or found[2] != tensor.dtype:
             return _Kept(tensor.detach(), tensor._version)  # with its history, an output would hold its own node
         _, number, _ = found

@@ -26,10 +26,10 @@ from rotor_py.stage.surroundings import Surroundings, recorded
 
 
 class StageRunner:
-    """Runs `function`, in the graph around it, without a graph, or with a graph of its own; with a graph, by `option`:
-    0 stores all that autograd saves, 1 stores the stage in part.
+    """Runs `function`: in the graph around it, without a graph, or with a graph of its own.
 
-    Value in and value out may be tensors or nested structures of them. An `open` module runs functions of the caller's;
+    With a graph, `option` says what is stored: 0 stores all that autograd saves, 1 stores the stage in part. What goes
+    in and what comes out may be tensors or nested structures of them. An `open` module runs functions of the caller's;
     parameters that it uses and does not own are looked for and refused. What all stages share is their `context`: a
     function gets it after its own values, all in one tuple, and if it `hands_on`, returns it likewise.
     """
@@ -51,7 +51,7 @@ class StageRunner:
         self._shared = tensors_in(context)
         self.function = function
         self.effects = recall_effects(function)
-        self._modes = _modes(function)
+        self._modes = _modes(function)  # those of the forward: a runner is made anew for each
         self.name = name
         self.preserve_rng_state = preserve_rng_state
         self.open = open or not isinstance(function, nn.Module)
@@ -75,7 +75,7 @@ class StageRunner:
 
     @property
     def can_skip_output(self) -> bool:
-        """Whether a run that skips its output differs from others."""
+        """Whether the stage has a run that skips its output."""
         return forward_skipping_output(self.function) is not None
 
     def read(self, value: Any) -> list[torch.Tensor]:
@@ -93,8 +93,8 @@ class StageRunner:
         return output
 
     def first(self, value: Any) -> tuple[Any, Surroundings]:
-        """Run it as it comes, in a graph or without one; return its output and what surrounded it."""
-        # In a graph where the stage is `Fe` at first and made again later, without one inside a node.
+        """Run it for the first time; return its output and what surrounded it."""
+        # Gradients are on where the stage is `Fe` at first and run again later, and off inside a node.
         run = self._function() if torch.is_grad_enabled() else self._without_graph()
         with (
             During("forward", self.name),
@@ -126,6 +126,7 @@ class StageRunner:
 
     def _function(self, skip_output: bool = False) -> Callable[[Any], Any]:
         run = (forward_skipping_output(self.function) if skip_output else None) or self.function
+        # Without a graph nothing is stored, so all options are the same.
         if self.option and torch.is_grad_enabled():
             run = offers_of(self.function).partial_forward(skip_output=skip_output) or run
         return partial(self._in_context, run) if self.context else run
@@ -158,7 +159,7 @@ class StageRunner:
             output = self._function(skip_output)(entered)
         owners += owners_of(output)
         attached = AttachedStage(edges_of(output), inputs, list(aliases.values()), owners, self.name)
-        if self.open:  # a walk through the whole graph, which others are spared
+        if self.open:  # a walk through the whole graph, which a layer that owns all it uses is spared
             attached.refuse_other_leaves(origin)
         return attached, output
 

@@ -29,7 +29,7 @@ _PRODUCTS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-"""Layers that take long, and of which autograd saves the input and the weight, but not the output."""
+"""Layers that take long. Autograd saves their input and weight, but not their output."""
 _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
 """Layers that may come after: their backward does not depend on the values that go into them."""
 
@@ -52,7 +52,7 @@ def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
 
 
 def skip_output(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an operator with a graph, and do not compute an output that its backward never reads."""
+    """Call an operator with a graph, and do not compute its output, which its backward never reads."""
     with _SkippedOutputs():  # type: ignore[no-untyped-call]  # torch leaves it so
         return function(*args, **kwargs)
 
@@ -74,13 +74,12 @@ def _flat(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_one_of(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Exactly one of them: a derived class may do anything, a hook may look at the output, and dropout may write over
-    its input.
-    """
+    """Exactly one of them, and nothing more: a derived class may do anything, and dropout may overwrite its input."""
     return type(layer) in kinds and not _watched(layer) and not getattr(layer, "inplace", False)
 
 
 def _watched(module: nn.Module) -> bool:
+    # Whoever hooks, compiles or replaces a forward may look at what comes out of it.
     tables = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(tables) or module._compiled_call_impl is not None or "forward" in vars(module)
 
@@ -96,6 +95,7 @@ class _SkippedOutputs(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         make = _MAKERS.get(func)
+        # `types` are subclasses of tensors: the memory of a DTensor, or of a sparse tensor, is not what its shape says.
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
         if make is None or types or any(each.layout is not torch.strided for each in tensors):
             return func(*args, **(kwargs or {}))
@@ -111,6 +111,7 @@ def _sum_with_product(_: Any, __: torch.Tensor, a: torch.Tensor, b: torch.Tensor
 
 
 def _sum(func: Any, a: torch.Tensor, b: Any, **kwargs: Any) -> torch.Tensor:
+    # Otherwise it may broadcast or promote, which `add` knows best.
     alike = isinstance(b, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     found: torch.Tensor = torch.empty_like(a) if alike else func(a, b, **kwargs)
     return found

@@ -43,8 +43,10 @@ class Surroundings:
         many tensors as the first time, where otherwise it may save fewer: `torch.utils.checkpoint` counts them.
         """
         with ExitStack() as stack:
+            # What puts a change back is registered before the change: an interrupt between the two does no harm.
             stack.enter_context(restored_autocast(self.autocast, cache=graph))
             if self.random is not None:
+                # The stream goes on afterwards as if this run had not been.
                 stack.callback(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
                 self.random.restore()
             # Another tensor in the module's table and no write into the one there: autograd may have saved that one.
@@ -77,6 +79,7 @@ def recorded(
     result: list[Surroundings] = []
     with restored_autocast(autocast, cache=torch.is_grad_enabled()):  # no cache for weights without history
         yield result
+    # Most stages draw nothing. The state that they need not restore need not be kept either.
     drew = before is not None and RandomState.now(devices) != before
     moved = _find_moving(function, slots, copies, versions, name) if slots else []
     result.append(Surroundings(autocast, before if drew else None, tuple((slots[i], copies[i]) for i in moved)))
@@ -116,12 +119,12 @@ def _let_copies_track(module: nn.Module, stack: ExitStack) -> None:
 
 
 def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> Surroundings:
-    """What surrounds `function` now: a run inside `restored` will be as one that begins at this moment."""
+    """What surrounds `function` now: a run inside `restored` will be like one that begins at this moment."""
     slots = _own_buffers(function)
     copies = _copies(function, slots)
     return Surroundings(
         autocast_now(devices),
-        RandomState.now(devices),
+        RandomState.now(devices),  # whether the run will draw numbers is not known yet
         tuple((slots[i], copy) for i, copy in copies.items()),
     )
 

@@ -97,9 +97,10 @@ def best_level(
         # What is predicted not to fit is not tried: on a device, it could end in an out-of-memory error.
         if peaks[level] > limit:
             continue
-        chosen = _cost(planned, sequence, step)
+        chosen = _measure_cost(planned, sequence, step)
+        # Measured, too: the limit is about real steps, and a prediction may be a little too low.
         if chosen.measured_peak_bytes <= limit:
-            optimal = _cost(planned, planned.compute_sequence(limit), step)
+            optimal = _measure_cost(planned, planned.compute_sequence(limit), step)
             return LevelChoice(level, limit, chosen, optimal, tuple(peaks.values()))
     least = min(peaks.values())
     raise InfeasibleError(
@@ -111,8 +112,8 @@ def best_level(
     )
 
 
-def _cost(planned: Checkpointable, sequence: Sequence, step: TrainingStep) -> StepCost:
-    """Train steps by `sequence`."""
+def _measure_cost(planned: Checkpointable, sequence: Sequence, step: TrainingStep) -> StepCost:
+    """Train steps by `sequence`, which is the plan afterwards."""
     assert planned.budget is not None
     planned.sequence = sequence
     with left_alone(planned):

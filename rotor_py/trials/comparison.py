@@ -35,8 +35,8 @@ OPTIMAL, EVERY = "optimal", "every n layers"
 class ComparedStrategy:
     """A strategy and the predicted cost of a whole step with it, in bytes and seconds.
 
-    A strategy that does not fit into the limit is at its least peak. `overhead` is the ratio of its time to the plain
-    one.
+    A strategy that does not fit into the limit is shown at the least peak that it can have. `overhead` is the ratio of
+    its time to the plain one.
     """
 
     strategy: str
@@ -70,6 +70,7 @@ def compare(
     for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
         sequence = at_limit(facts.budget, algorithm, limit)
         others.append(_compared(facts, limit, name, sequence))
+    # Those that fit are told apart by their time; of the others, by how much memory they are away from fitting.
     others.sort(key=lambda each: (not each.fits, each.step_seconds if each.fits else 0.0, each.peak_bytes))
     return (_compared(facts, limit, OPTIMAL, facts.sequence), *others)
 
@@ -129,7 +130,7 @@ def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
 def leanest(budget: Budget, algorithm: Algorithm) -> Sequence:
     """What `algorithm` plans at the least limit at which it has a plan at all."""
     try:
-        return algorithm.solve(budget.chain, 0)
+        return algorithm.solve(budget.chain, 0)  # to be told in the error what it needs
     except InfeasibleError as error:
         return algorithm.solve(budget.chain, error.min_bytes)
 
@@ -141,6 +142,7 @@ def named(strategy: str, sequence: Sequence) -> str:
     before_loss = sequence[: list(sequence).index(Loss())]
     kept = sum(isinstance(operation, ForwardCheck) for operation in before_loss)
     stored = [operation.stage for operation in before_loss if isinstance(operation, ForwardEnable)]
+    # Only the last segment is stored as it runs. Those before it are as long as the distance, with a checkpoint each.
     distance = stored[0] // kept if kept else len(stored)
     return "every layer" if distance == 1 else f"every {distance} layers"
 
@@ -149,7 +151,7 @@ def _levels(model: nn.Module, names: list[str]) -> dict[str, Algorithm]:
     """The levels that the model has: those that group its stages in another way than the level below does."""
     found: dict[str, Algorithm] = {}
     below: list[str | None] = [None] * len(names)
-    for level in sorted(set(LEVELS) - {0}):
+    for level in sorted(set(LEVELS) - {0}):  # level 0 checkpoints nothing, which "store-all" is
         by_level = ByLevel.of(model, level)
         units = by_level.units(names)
         if units != below:

@@ -53,11 +53,12 @@ def measured_operations(
     times: list[float] = []
 
     def clock() -> None:
+        # CUDA runs behind Python: without waiting, the time of an operation would be that of starting it.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter())
 
-    clock()
+    clock()  # the step begins
     # Not both at once: counting memory makes a step slower.
     events = _events(step, clock)
     clock()

@@ -22,6 +22,7 @@ def left_alone(network: Transparent, optimizer: torch.optim.Optimizer | None = N
     with in_training(network), torch.enable_grad(), ExitStack() as stack:
         if optimizer is not None:
             stack.enter_context(_same_state(optimizer))
+        # The first step would add to them otherwise.
         for parameter, _ in gradients:
             parameter.grad = None
         try:

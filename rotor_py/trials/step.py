@@ -119,6 +119,7 @@ class TrainingStep:
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Put the random state back afterwards, and what a step changes in the model."""
+        # A step without the optimizer's changes no parameter, and copies of all of them to the CPU take time.
         changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
         state = RandomState.now((self.device,))
         try:
@@ -129,6 +130,6 @@ class TrainingStep:
 
 
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """An input with a gradient gets a new leaf at each step, so that no gradient is left in the caller's tensor."""
+    """An input that needs a gradient becomes a new leaf in each step, so that none is left in the caller's tensor."""
     leaf: torch.Tensor = leaves_of(tensor) if tensor.requires_grad else tensor
     return leaf

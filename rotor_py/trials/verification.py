@@ -87,17 +87,17 @@ def verify(
 
     with left_alone(network, optimizer):
         tell(0, "a step with the plan")
-        with_plan = _outcome(step, network)
+        with_plan = _measure_outcome(step, network)
         tell(1, "a plain step")
         plain: _Outcome | None = None
         noise = 0.0
         with suppress(torch.OutOfMemoryError):  # people come here because the plain step may not fit
-            found = _outcome(step, network.model)
+            found = _measure_outcome(step, network.model)
             tell(2, "a plain step again")
             # A captured graph may round in another way than the model's own code. That is no fault of the plan, so
             # the second plain step runs the graph, and the difference counts as noise.
             eager = torch.compile(network.model.forward, backend="eager") if network.captured else network.model
-            noise, plain = _difference(_outcome(step, eager).results, found.results), found
+            noise, plain = _difference(_measure_outcome(step, eager).results, found.results), found
         results = [_compared(with_plan, plain, noise)]
         del with_plan  # its gradients, on the CPU, are as large as the model
         if operations:
@@ -108,20 +108,23 @@ def verify(
             for number, sequence in enumerate(others):
                 tell(3 + number, f"a step with {sequence.algorithm or 'another plan'}")
                 network.sequence = sequence
-                results.append(_compared(_outcome(step, network), plain, noise))
+                results.append(_compared(_measure_outcome(step, network), plain, noise))
     return tuple(results)
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What steps of one network need, and gradients and buffers after one of them, on the CPU."""
+    """What steps of one network need, and gradients and buffers after one of them.
+
+    These are on the CPU: on the device they would take the room of the next network's step.
+    """
 
     peak_bytes: int
     seconds: float
     results: list[torch.Tensor]
 
 
-def _outcome(step: TrainingStep, network: Network) -> _Outcome:
+def _measure_outcome(step: TrainingStep, network: Network) -> _Outcome:
     with step.taken(network) as peak:
         results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]
     return _Outcome(peak, step.seconds(network), results)
@@ -144,7 +147,7 @@ def _same_plan_afterwards(network: Checkpointable) -> Iterator[None]:
 
 
 def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest absolute difference; infinite where tensors are missing or not a number on one side only."""
+    """The largest absolute difference; infinite where a tensor is missing, or NaN on one side only."""
     if len(found) != len(expected):
         return float("inf")
     worst = 0.0
@@ -152,7 +155,7 @@ def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> floa
         if torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and _same(a, b)):
             continue
         distance = (a.double() - b.double()).abs().max().item()
-        worst = max(worst, distance if distance == distance else float("inf"))
+        worst = max(worst, distance if distance == distance else float("inf"))  # NaN: a number on one side only
     return worst
 
 

@@ -28,28 +28,28 @@ def plan(request: Request) -> Facts:
         limit = limit_on(device, request.mem_limit) if request.limited and request.overhead is None else None
         shown.doing("loading")(0, 0, request.model)
         found = load(request.model, device, request.batch, request.shape, request.config)
-        network = _measured(found, limit, request, shown)
+        network = _measure(found, limit, request, shown)
         facts = _stored(found, network, request)
         if request.sweep or request.overhead is not None:
-            facts = _swept(facts, network, request, shown)
+            facts = _sweep(facts, network, request, shown)
         if request.limited:
             with watched(shown.doing("solving")):
-                facts = _planned(facts, network, limit, request)
+                facts = _plan(facts, network, limit, request)
         if request.plan_file is not None:
             network.save_plan(request.plan_file)
         if request.compare:
             compared = compare(facts, network.model, request.slots, shown.doing("comparing"))
             facts = replace(facts, compared=compared)
-        return _verified(facts, network, found, request, shown) if request.verify else facts
+        return _verify(facts, network, found, request, shown) if request.verify else facts
 
 
-def _measured(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
+def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
     with explained(found.file):
         network = Checkpointable(
             found.model,
             mem_limit=limit,
             mem_slots=request.slots,
-            loss=found.loss or default_loss,
+            loss=found.loss or default_loss,  # `verify` takes it, too: what is predicted is what is measured
             optimizer=found.optimizer,
             fresh_grads=request.fresh_grads,
             progress=shown.doing("measuring"),
@@ -79,14 +79,14 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
     )
 
 
-def _swept(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:
+def _sweep(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:
     others = leanest_of_each(facts, network.model, request.slots, shown.doing("sweeping"))
     with watched(shown.doing("sweeping")):
         return replace(facts, sweep=sweep(facts, request.slots, others))
 
 
-def _planned(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:
-    """With the plan for `limit`, or else for the time that is allowed."""
+def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:
+    """With the plan for `limit`, or else for the time that is allowed. Failure if no plan fits."""
     if request.overhead is not None:
         # The sweep has solved for every limit already, so its sequence is taken over and not solved for again.
         assert facts.sweep is not None
@@ -100,7 +100,7 @@ def _planned(facts: Facts, network: Checkpointable, limit: int | None, request: 
         raise Failure(str(error), INFEASIBLE) from error
 
 
-def _verified(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, shown: Activities) -> Facts:
+def _verify(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, shown: Activities) -> Facts:
     """With what real steps showed: of the plan, and of every other strategy that fits."""
     with explained(found.file):
         results = verify(

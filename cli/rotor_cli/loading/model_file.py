@@ -115,6 +115,7 @@ def _import(location: str) -> tuple[ModuleType, str]:
 
 
 def _import_module(location: str) -> tuple[ModuleType, str]:
+    # As `python -m` finds modules: in the folder that it is called in, too.
     sys.path.insert(0, "")
     try:
         found = importlib.util.find_spec(location)

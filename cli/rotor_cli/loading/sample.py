@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from rotor_cli.errors import usage
 
 DEFAULT_BATCH = 8
-"""For a function of the batch size that has no default of its own."""
+"""For a function of the batch size that has no default of its own. A guess."""
 
 
 def made_by(sample: Any, batch: int | None) -> Any:
@@ -25,11 +25,12 @@ def made_by(sample: Any, batch: int | None) -> Any:
 
 
 def with_batch(sample: Any, batch: int) -> Any:
-    """The sample with `batch` rows, its own repeated or cut; Failure if that is no size of a batch."""
+    """The sample with `batch` rows: its own, repeated or cut. Failure if `batch` is below one."""
     if batch < 1:
         raise usage(f"--batch is {batch}; a batch has at least one sample")
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
+        # A scalar has no rows, and none can be made out of none.
         if tensor.dim() == 0 or len(tensor) in (0, batch):
             return tensor
         return tensor.detach()[torch.arange(batch) % len(tensor)].requires_grad_(tensor.requires_grad)

@@ -13,6 +13,7 @@ from torch import nn
 from rotor_cli.errors import usage
 
 _LENGTH = 128
+"""Words in a text of the usual size. A guess."""
 
 
 def configuration_class(found: Any) -> Any:
@@ -39,6 +40,7 @@ def example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tensor
     if name == "input_ids" and vocabulary:
         sample[name] = torch.randint(int(vocabulary), tuple(given.shape))
     if "labels" in accepted:
+        # The label of a language model is the text itself; that of a classification is one number for each sample.
         words = name == "input_ids" and "Classification" not in type(model).__name__
         sample["labels"] = sample[name].clone() if words else torch.zeros(len(given), dtype=torch.int64)
     return sample

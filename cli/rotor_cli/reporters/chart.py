@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 LINE, FILL = "●", "·"
 _LABEL = 8
+"""Characters for the labels on the left."""
 
 
 def chart(
@@ -39,6 +40,7 @@ def chart(
     for column in range(columns):
         x = right if column == columns - 1 else left + (right - left) * column / (columns - 1)
         row = row_of(curve[bisect.bisect_right(starts, x) - 1][1])
+        # Steps are joined by dots, or points in neighbouring columns would not look like one curve.
         for between in range(row if before is None else before + 1, row):
             cells[between][column] = FILL
         cells[row][column] = LINE
@@ -46,6 +48,7 @@ def chart(
     for letter, x, y in marks:
         if left <= x <= right and 0 <= y <= highest:
             line = cells[row_of(y)]
+            # Over another letter, one of the two strategies would be lost.
             free = (column for column in range(column_of(x), columns) if line[column] in (" ", LINE, FILL))
             line[next(free, columns - 1)] = letter
     labels = [top, *[""] * (height - 2), "0 %"]

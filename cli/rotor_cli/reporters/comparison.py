@@ -14,6 +14,7 @@ from rotor_py.trials.comparison import ComparedStrategy
 from rotor_py.units import format_bytes, format_seconds
 
 _ANY = 10**4
+"""Characters: more than any table is wide."""
 _Part = Callable[["ComparedStrategy | None", str], "list[str | Text]"]
 
 

@@ -21,7 +21,7 @@ PLANNED, PLAIN = 14, 15
 _TRACKS = {FORWARD: "forward", AGAIN: "recomputation", BACKWARD: "backward"}
 OPTIMIZER = f"{NAME} (its time is not measured)"
 _SHARE = 0.03
-"""Of the step's time, as which the optimizer's is drawn."""
+"""The share of the step's time as which the optimizer's is drawn: just wide enough to be seen. A guess."""
 WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
 
 

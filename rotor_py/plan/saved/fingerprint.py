@@ -18,6 +18,7 @@ from rotor_py.plan.input_spec import TensorSpec
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     """Layers and parameters of a model, as plain data; of one that is captured, its modules for its layers."""
     found = layers(model) if is_chain(model) else [(name or "(whole)", each) for name, each in model.named_modules()]
+    # Of a captured model the modules are compared, since its layers are not known before it runs.
     with at_rest(model):
         return {
             "layers": {name: type(layer).__name__ for name, layer in found},
@@ -46,6 +47,7 @@ def refuse_other_input(planned: dict[str, Any], found: dict[str, Any]) -> None:
     """PlanMismatchError if an input needs more than was planned for: anything but a batch with fewer samples."""
     for before, after in zip(planned.get("tensors", []), found["tensors"], strict=False):
         shape, expected = after["shape"], before.get("shape", [])
+        # A smaller batch is compared as if it were of the planned size.
         if shape and len(expected) == len(shape) and shape[0] < expected[0]:
             after["shape"] = [expected[0], *shape[1:]]
     refuse_difference(planned, found)

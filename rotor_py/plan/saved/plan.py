@@ -21,9 +21,9 @@ from rotor_solver import Sequence
 class Plan:
     """A sequence, and all that is needed to know that it fits: what it was made for, and for which limit.
 
-    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `traits` are those
-    of each stage. `costs` are what was measured: a report needs nothing else. `limited` says that `mem_limit` is one
-    that somebody set, or that the device has; a strategy by hand may have none.
+    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `traits` are what runs without a
+    graph do not show of each stage. `costs` are what was measured: a report needs nothing else. `limited` says that
+    `mem_limit` is one that somebody set, or that the device has; a strategy by hand may have none.
     """
 
     model: dict[str, Any]
@@ -55,6 +55,7 @@ class Plan:
         """`cut`, for layers that follow each other."""
         found = dict(named)
         planned = [name for group in [self.prefix, *self.stages] for name in group]
+        # In order: a chain of the same layers in another order has the same names, and other costs.
         if planned != list(found):
             raise PlanMismatchError("the order of layers", ", ".join(planned), ", ".join(found))
         stages = tuple(joined([(name, found[name]) for name in group]) for group in self.stages)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 _LONGEST = 1e9
 """Seconds of anything; about thirty years."""
 _MOST_CARRIED = 10**6
-"""Carried tensors times stages: a chain is made in so many steps."""
+"""Carried tensors times stages: a chain is made in so many steps. A guess, far above any model."""
 _BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes"})
 """A backward may free more of its input than it needs."""
 _IN_FILES = {"in_part": "lean", "skipped_output_seconds": "output_seconds"}
@@ -79,6 +79,7 @@ def _refuse_carried(carried: tuple[Carried, ...], length: int) -> None:
 
 def _size(name: str, value: Any) -> int:
     least = -LARGEST_SIZE if name in _BELOW_ZERO else 0
+    # By type: to `isinstance`, True is a number of bytes.
     if type(value) is not int or not least <= value <= LARGEST_SIZE:
         raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a number of bytes")
     return value
