@@ -51,14 +51,14 @@ def substituted(slots: list[Slot], replacement: dict[int, torch.Tensor]) -> Iter
 def put_back(slots: list[Slot]) -> None:
     """Put each slot's tensor in its place."""
     tables, names, tensors = zip(*slots, strict=True) if slots else ((), (), ())
-    # One call in C and no loop: Ctrl-C is delivered between two instructions of Python, and would leave half of the
-    # parameters exchanged.
+    # One call in C, not a loop: Python delivers Ctrl-C between two instructions, and an interrupted loop would leave
+    # half of the parameters exchanged.
     deque(map(dict.__setitem__, tables, names, tensors), maxlen=0)
 
 
 def alias(parameter: torch.Tensor) -> torch.Tensor:
     """A leaf over the same memory, with a gradient and hooks of its own."""
-    # A Parameter where it was one, with its attributes: some layers ask.
+    # A Parameter where it was one, with its attributes: some layers look at both.
     twin = parameter.detach()
     if type(parameter) is nn.Parameter:
         twin = nn.Parameter(twin)
@@ -73,6 +73,8 @@ def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[lis
     Yields the aliases: gradients arrive there, and hooks of the real parameters stay silent.
     """
     parameters, buffers = parameter_slots(function), buffer_slots(function)
+    # Aliases, not copies: nothing in here steps an optimizer, and copies would take as much memory again. They go by id
+    # because tensors compare element by element. A shared parameter gets one alias, where its gradient adds up.
     aliases = {id(tensor): alias(tensor) for _, _, tensor in parameters}
     copies = {id(tensor): tensor.clone() for _, _, tensor in buffers}
     state = RandomState.now((device,))
@@ -87,7 +89,7 @@ def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[lis
 class RandomState:
     """The random streams of the CPU and of some devices at one moment.
 
-    The CPU's state is kept as Python bytes: it is bookkeeping, not memory that the model's allocator hands out.
+    States are kept as Python bytes: they are bookkeeping, and should not show up as memory of the model.
     """
 
     cpu: bytes
@@ -95,6 +97,7 @@ class RandomState:
 
     @classmethod
     def now(cls, devices: tuple[torch.device, ...]) -> RandomState:
+        """The state of the CPU, which is always included, and of those `devices` that have one."""
         states = [(device, torch.get_device_module(device)) for device in devices if device.type not in ("cpu", "meta")]
         return cls(
             torch.get_rng_state().numpy().tobytes(),
@@ -102,6 +105,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
+        """Set the streams back to this state."""
         torch.set_rng_state(_tensor(self.cpu))
         for device, state in self.devices:
             torch.get_device_module(device).set_rng_state(_tensor(state), device)

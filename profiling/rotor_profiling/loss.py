@@ -22,9 +22,9 @@ class UnusableLossError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LossCost:
-    """`temp_bytes` are held at most while the loss runs, `kept_bytes` to the end of the step.
+    """At most `temp_bytes` are held while the loss runs; `kept_bytes` stay to the end of the step.
 
-    What is kept is the loss itself, and the gradient of one that the backward starts with.
+    What stays is the value of the loss, and the gradient of one that its backward starts with.
     """
 
     seconds: float
@@ -43,15 +43,17 @@ def measure_loss(
     state = RandomState.now((device,))
     try:
         with torch.enable_grad():
-            _check(loss(leaves_of(output)))
+            _check(loss(leaves_of(output)))  # a first run, too: libraries allocate in it what they keep for good
             with memory_meter(device) as meter:
                 leaf = leaves_of(output)
                 meter.mark("loss")
                 value = loss(leaf)
                 value.backward()
+                # In training, `backward` holds the gradient that it starts with until all stages are done. Here it is
+                # gone when the call returns, so it is measured by itself.
                 meter.mark("start of a backward")
                 first_gradient = torch.ones_like(value)
-                meter.mark("end")
+                meter.mark("end")  # so that letting go of them below counts in no phase
                 del value, leaf, first_gradient
 
             def run(lap: Callable[[], None]) -> None:
@@ -62,6 +64,7 @@ def measure_loss(
     finally:
         state.restore()
     phase, start = meter.phases["loss"], meter.phases["start of a backward"]
+    # The gradient of the output is in memory with the loss, but the solver counts it by itself, as δ_L.
     return LossCost(
         seconds=seconds,
         temp_bytes=max(0, phase.rise - output_bytes),
@@ -78,7 +81,7 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
             f"the loss is called with the model's output and nothing else, which {name} does not take ({error}); "
             "pass a function of the output, such as lambda output: criterion(output, target)"
         ) from None
-    except ValueError:  # nothing is known of its arguments
+    except ValueError:  # some functions written in C have no signature
         pass
 
 

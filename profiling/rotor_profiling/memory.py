@@ -70,7 +70,7 @@ def memory_meter(device: torch.device) -> MemoryMeter:
 class CpuMeter:
     """Allocator events of the CPU, collected by the profiler of PyTorch.
 
-    Frees of blocks that are older than the meter are not counted: their sizes are unknown to the profiler.
+    Frees of blocks that are older than the meter are not counted: the profiler does not know their sizes.
     """
 
     phases: dict[str, Phase] = field(default_factory=dict)
@@ -86,6 +86,7 @@ class CpuMeter:
         return self
 
     def mark(self, name: str) -> None:
+        # An event among the allocations, so that one clock orders both.
         with torch.profiler.record_function(_MARK + name):
             pass
 
@@ -96,6 +97,7 @@ class CpuMeter:
         with _quiet():
             profile.__exit__(kind, error, trace)
         if error is None:
+            # The tree is in the order of who called whom, not of time.
             events = sorted(_events(profile.kineto_results.experimental_event_tree()))
             self.phases, self.curve = _split(events)
 
@@ -119,7 +121,7 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
     phases: dict[str, Phase] = {}
     curve: list[tuple[float, int]] = []
     live: dict[int, int] = {}
-    name, start, peak, held = "", 0, 0, 0
+    name, start, peak, held = "", 0, 0, 0  # before the first mark
     for time, mark, address, size in events:
         if mark:
             phases[name] = Phase(start, peak, held)
@@ -129,6 +131,7 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
             held += size
             peak = max(peak, held)
         else:
+            # By address, not by the size of the free: a block that an earlier meter saw allocated is reported as well.
             held -= live.pop(address, 0)
         curve.append(((time - events[0][0]) / 1e9, held))
     phases[name] = Phase(start, peak, held)
@@ -139,8 +142,8 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
 def _quiet() -> Iterator[None]:
     """Keep the log lines that the profiler writes when it starts and stops off stderr.
 
-    They come from its C++ library, past `sys.stderr`, and it reads `KINETO_LOG_LEVEL` before anything of ours runs. So
-    the file descriptor itself points elsewhere for the moment.
+    Its C++ library writes them past `sys.stderr`, and reads `KINETO_LOG_LEVEL` before any code of ours runs. So the
+    file descriptor itself points elsewhere for the moment.
     """
     sys.stderr.flush()
     try:
@@ -179,10 +182,10 @@ class CudaMeter:
         peak = torch.cuda.max_memory_allocated(self.device) - self._origin
         self.phases[self._name] = Phase(self._start, peak, held)
         self._name, self._start = name, held
-        torch.cuda.reset_peak_memory_stats(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)  # to what is held now, so the next peak is that of its phase
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.mark("")
+            self.mark("")  # ends the last phase; the one that it begins is never read

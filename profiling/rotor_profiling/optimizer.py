@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from rotor_profiling.live_bytes import LiveBytes
 from rotor_profiling.memory import memory_meter
-from rotor_profiling.storage import allocated, bytes_like, tensors_in
+from rotor_profiling.storage import bytes_like, tensors_in
 
 _SCALARS = 64
-"""Bytes of the numbers that operators wrap as tensors on the way, which a dispatch mode does not see: a guess, of eight
-numbers."""
+"""Bytes of numbers that operators wrap as tensors for themselves, which a dispatch mode does not see. A guess: eight
+numbers, of eight bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """`state_bytes` stay from step to step; `step_bytes` more are needed while `step()` runs, once there is a state.
+    """`state_bytes` stay from step to step, and `present_bytes` of them are there already.
 
-    `present_bytes` of the state are there already.
+    `step()` needs `step_bytes` more while it runs, once there is a state.
     """
 
     state_bytes: int
@@ -34,7 +32,7 @@ class OptimizerCost:
 
 
 def together(costs: Iterable[OptimizerCost]) -> OptimizerCost:
-    """What optimizers cost that step one after the other."""
+    """What several optimizers cost that step one after the other. ValueError if there are none."""
     costs = list(costs)
     return OptimizerCost(
         sum(cost.state_bytes for cost in costs),
@@ -51,16 +49,19 @@ def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     """What `optimizer` will keep and need in training, though it may not have taken a step yet.
 
     A twin of the optimizer takes two steps: the first makes its state, the second shows what a step needs once there is
-    one. They are taken on meta tensors, which need no memory; if the optimizer has to read values, on zeros, one
-    parameter at a time. The optimizer and its parameters are not touched. UnknownOptimizerError if neither works.
+    one. They are taken on meta tensors, which need no memory. If the optimizer has to read values, they are taken on
+    zeros, one parameter at a time. The optimizer and its parameters are not touched. UnknownOptimizerError if neither
+    works.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     devices = {parameter.device.type for parameter in parameters}
+    # Of parameters on both, those on CUDA are the ones whose memory is short.
+    kind = "cuda" if "cuda" in devices else "cpu"
     try:
-        state, step = _on_meta(optimizer, "cuda" if "cuda" in devices else "cpu")
-    except Exception:  # anything: the code is that of any optimizer, and the second way may work
+        state, step = _on_meta(optimizer, kind)
+    except Exception:  # any: an optimizer may be anybody's code, and the second way may work
         try:
-            state, step = _on_zeros(optimizer, "cuda" if "cuda" in devices else "cpu")
+            state, step = _on_zeros(optimizer, kind)
         except Exception as error:
             raise UnknownOptimizerError(
                 f"the memory of {type(optimizer).__name__} could not be found ({error}); plan without the optimizer, "
@@ -71,8 +72,8 @@ def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
 
 def _on_meta(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
     twin = _twin(optimizer, lambda parameter: torch.empty_like(parameter, device="meta"), foreach=kind == "cuda")
-    kinds = {"meta", kind}
-    live = _LiveBytes(kinds, kind)
+    kinds = {"meta", kind}  # an optimizer may also make tensors on the device by name
+    live = LiveBytes(kinds, kind)
     with live:
         twin.step()
         live.reset()
@@ -103,7 +104,7 @@ def _on_zeros(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
             alone.param_groups = [{**group, "params": [parameter]}]
             twin = _twin(alone, lambda parameter: torch.zeros_like(parameter, device="cpu"), foreach=False)
             twin.step()
-            with memory_meter(torch.device("cpu")) as meter:
+            with memory_meter(torch.device("cpu")) as meter:  # of any kind of parameter: the zeros are on the CPU
                 twin.step()
             state += _state_bytes(twin, {"cpu"}, kind)
             step = max(step, meter.phases[""].peak)
@@ -119,6 +120,8 @@ def _twin(
     optimizer: torch.optim.Optimizer, make: Callable[[torch.Tensor], torch.Tensor], *, foreach: bool
 ) -> torch.optim.Optimizer:
     """The same optimizer for stand-ins of its parameters, and of what it keeps of them already."""
+    # A copy, since the arguments of its constructor are unknown. torch's optimizers leave hooks out of a copy, so the
+    # user's are not called.
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
     groups = []
@@ -126,12 +129,15 @@ def _twin(
         stand_ins = {p: _stand_in(make(p)) for p in group["params"] if p.requires_grad}
         for parameter, stand_in in stand_ins.items():
             if parameter in optimizer.state:
+                # Single numbers keep their values: an optimizer reads the count of its steps.
                 twin.state[stand_in] = tree_map_only(
                     torch.Tensor, lambda t: t.clone() if t.numel() == 1 else make(t), optimizer.state[parameter]
                 )
         group = dict(group, params=list(stand_ins.values()))
+        # On CUDA torch chooses `foreach` where nothing is said, which needs more memory; for meta tensors it would not.
         if foreach and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
+        # Both refuse tensors that are not on a device of theirs.
         for only_on_devices in ("fused", "capturable"):
             if group.get(only_on_devices):
                 group[only_on_devices] = False
@@ -144,53 +150,3 @@ def _stand_in(tensor: torch.Tensor) -> torch.nn.Parameter:
     twin = torch.nn.Parameter(tensor)
     twin.grad = torch.zeros_like(twin)
     return twin
-
-
-@dataclass(slots=True)
-class _Held:
-    now: int = 0
-    peak: int = 0
-    known: set[int] = field(default_factory=set)
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages on devices of `kinds`, from their creation while the mode is active on.
-
-    Sizes are those that the allocator of `kind` would count.
-    """
-
-    def __init__(self, kinds: set[str], kind: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
-        self._kinds, self._kind = kinds, kind
-        self._held = _Held()
-
-    @property
-    def peak(self) -> int:
-        return self._held.peak
-
-    def reset(self) -> None:
-        """Count from here on only what is created from here on."""
-        self._held = _Held()
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        held = self._held
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if tensor.device.type not in self._kinds or key in given or key in held.known:
-                continue
-            size = allocated(storage.nbytes(), self._kind)
-            held.known.add(key)
-            held.now += size
-            held.peak = max(held.peak, held.now)
-            weakref.finalize(storage, _freed, held, key, size)  # a mode sees what is made, not what is freed
-        return result
-
-
-def _freed(held: _Held, key: int, size: int) -> None:
-    held.known.discard(key)
-    held.now -= size

@@ -13,8 +13,9 @@ from rotor_profiling.storage import storage_bytes
 def measured_peak(step: Callable[[], object], present: Iterable[torch.Tensor], device: torch.device) -> int:
     """The most bytes that `device` holds while `step` runs.
 
-    On CUDA, all that the process has allocated. On the CPU, where nobody counts what is already there, the bytes of
-    the tensors `present` (parameters, buffers, gradients, optimizer state, the batch) and what `step` adds to them.
+    On CUDA, that is all that the process has allocated. On the CPU, nobody counts what is already there; so it is the
+    bytes of the tensors `present` (parameters, buffers, gradients, optimizer state, the batch) and what `step` adds.
+    ValueError for a kind of device whose allocator cannot be read.
     """
     return measured_phases(lambda mark: step(), present, device)[""].peak
 
@@ -24,8 +25,8 @@ def measured_phases(
 ) -> dict[str, Phase]:
     """The bytes that `device` holds in each phase of `step`, counted as `measured_peak` counts.
 
-    `step` is called with a function of a name, which ends the phase before (the first has the name "") and begins the
-    next.
+    `step` gets a function that begins the phase of a given name and ends the one before; the first phase is named "".
+    ValueError for a kind of device whose allocator cannot be read.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -46,6 +47,6 @@ def measured_curve(step: Callable[[], object], present: Iterable[torch.Tensor]) 
     little slower.
     """
     before = storage_bytes(tensor for tensor in present if tensor.device.type == "cpu")
-    with CpuMeter() as meter:
+    with CpuMeter() as meter:  # CUDA's allocator has counters, but tells no history
         step()
     return [(seconds, before + held) for seconds, held in meter.curve]

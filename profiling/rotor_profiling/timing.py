@@ -9,28 +9,30 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-# Guesses, between times that jump from plan to plan and minutes of measuring: a stage of some milliseconds is timed
-# about ten times, a long one three times, so that one outlier does not count.
+# Guesses. Fewer runs make times that jump from plan to plan, more runs make measuring take minutes. A stage of five
+# milliseconds is timed ten times; a long one three times, so that a single outlier cannot be the median.
 FEWEST_RUNS = 3
 MOST_RUNS = 20
 ENOUGH_SECONDS = 0.05
 
 
 def median_seconds(runs: Callable[[Callable[[], None]], None], device: torch.device, laps: int) -> list[float]:
-    """Median seconds of each of `laps` consecutive parts of `runs`, which calls its argument after each part."""
+    """The median seconds of each lap: `runs` has `laps` consecutive parts, and calls its argument after each."""
     measured = lap_seconds(runs, device, laps)
     return [statistics.median(run[lap] for run in measured) for lap in range(laps)]
 
 
 def lap_seconds(runs: Callable[[Callable[[], None]], None], device: torch.device, laps: int) -> list[list[float]]:
-    """Seconds of each of `laps` consecutive parts of `runs`, which calls its argument after each part; run by run.
+    """The seconds of each lap, run by run: `runs` has `laps` consecutive parts, and calls its argument after each.
 
     `runs` is repeated until medians rest on enough runs. CUDA work is timed with events on the current stream.
     """
+    # Events, not the host's clock: kernels run long after the call that launched them has returned.
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     measured: list[list[float]] = []
     spent = 0.0
-    most = FEWEST_RUNS if _together() else MOST_RUNS  # processes have to agree on the number, and their clocks do not
+    # Processes have to run equally often, but their clocks differ. With equal bounds no clock decides.
+    most = FEWEST_RUNS if _together() else MOST_RUNS
     while len(measured) < FEWEST_RUNS or (spent < ENOUGH_SECONDS and len(measured) < most):
         clock.start()
         runs(clock.lap)
@@ -65,7 +67,7 @@ class _CudaClock:
         self._events: list[torch.cuda.Event] = []
 
     def start(self) -> None:
-        torch.cuda.synchronize(self._device)  # else the first lap would wait for work that came before it
+        torch.cuda.synchronize(self._device)  # else the first lap would wait for earlier work
         self._events = []
         self.lap()
 

@@ -1,4 +1,4 @@
-"""Running a model's forward under TorchDynamo, which calls a function of ours with every graph that it captures."""
+"""Running a model's forward under TorchDynamo, which calls our function with every graph that it captures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CapturedForward:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], run_graph: RunGraph) -> Any:
         """Run the model's forward, with `run_graph` in the place of every graph.
 
-        Raises UnsupportedModelError if the model is sharded and Dynamo breaks its graph, or its parameters are gathered
+        For a sharded model, raises UnsupportedModelError if Dynamo breaks its graph, or if its parameters are gathered
         in a way of their own. An error of the model itself is raised as the model raises it.
         """
         if self._compiled is None:  # nothing was measured: the plan came from a file, or this is a copy
@@ -59,6 +59,7 @@ class CapturedForward:
 
         def handle(traced: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             graph = self._captured(traced, marks)
+            # The graph runs inside of `compiled.function`, where holes and marks are on the model.
             with marks.unmarked() if marks else nullcontext():
                 return run_graph(graph, arguments)
 
@@ -78,6 +79,7 @@ class CapturedForward:
                     raise
                 raise self._refusal(error) from error
             except TorchRuntimeError:
+                # With marks, the model cannot run by itself: its parameters are holes.
                 if marks is None:
                     devices = [p.device for p in self.model.parameters()]
                     raise_own_error(self.model, args, kwargs, devices[0] if devices else torch.device("cpu"))
@@ -85,13 +87,13 @@ class CapturedForward:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Prepare for measuring: look at the model anew, which may have been changed, and let marks do nothing."""
+        """Look at the model anew, since it may have changed, and let marks do nothing while it is measured."""
         marks = FSDPMarks.of(self.model)
         self._compiled = _Compiled(marks)
         if marks is None:
             yield
             return
-        self._graphs.clear()  # they hold on to the marks that were there before
+        self._graphs.clear()  # their stages call the marks that were there before
         marks.measuring = True
         try:
             yield
@@ -101,6 +103,7 @@ class CapturedForward:
     def _captured(self, traced: TracedGraph, marks: FSDPMarks | None) -> CapturedGraph:
         """The traced graph, for this model: with its parameters, and cut for it."""
         if traced not in self._graphs:
+            # By id: tensors compare element by element.
             buffers = frozenset(id(buffer) for buffer in self.model.buffers())
             self._graphs[traced] = CapturedGraph(traced.graph_module, buffers, self._granularity, marks)
         return self._graphs[traced]
@@ -116,8 +119,8 @@ class CapturedForward:
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords with `use_cache=False`, where a model of transformers would use its cache by default.
 
-        The cache is what attention hands to the next call of `generate`. Training never reads it, and returned keys and
-        values are held by the caller to the end of the step. transformers turns it off where it checkpoints, too.
+        Attention fills the cache for the next call of `generate`. Training never reads it, but the caller would hold
+        its keys and values to the end of the step. transformers turns it off where it checkpoints, too.
         """
         config = getattr(self.model, "config", None)
         if not getattr(config, "use_cache", False) or "use_cache" in kwargs:
@@ -126,5 +129,5 @@ class CapturedForward:
             return kwargs
         if not self._told_of_cache:
             self._told_of_cache = True
-            _log.info("use_cache is off while training: what it keeps is of no use there, and takes memory")
+            _log.info("use_cache is off while training: nothing reads the cache there, and it takes memory")
         return {**kwargs, "use_cache": False}

@@ -26,9 +26,9 @@ from rotor_py.measure.measurement import PrefixCost
 
 
 class CapturedGraph:
-    """A graph for one model. `split` has to be called before all else, with the graph's inputs.
+    """A graph for one model. `split` has to be called first, with the graph's inputs.
 
-    `buffers` are the ids of the model's buffers, `granularity` is the most stages there may be.
+    `buffers` are the ids of the model's buffers. There are at most `granularity` stages.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CapturedGraph:
         self._owned: dict[fx.Node, torch.Tensor] = {}
 
     def split(self, arguments: tuple[Any, ...]) -> None:
-        """Cut the graph into stages, at its first call: only then are the parameters at hand.
+        """Cut the graph into stages at its first call. Only then are the parameters at hand; later calls do nothing.
 
         Raises UnsupportedModelError if the model writes into its own input, or if a sharded module returns no tensor
         that a gradient could come through.
@@ -73,10 +73,10 @@ class CapturedGraph:
             )
         self._facts = facts  # only now, so that a graph that was refused is refused again
         self._owned = dict(facts.owned)
-        if not facts.body:  # the graph has no gradient
+        if not facts.body:  # all of it is context, so nothing has a gradient
             return
         self.layers, self._entering, self._leaving = stages_of(facts, find_cut_points(facts, self._granularity))
-        # Only what the stages read or the graph returns: all else of the context is let go of when it has run.
+        # Only what the stages read or the graph returns. All else that the context makes is freed once it has run.
         made = set(facts.context)
         self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]
         self._context = context_of(facts, self._wanted)
@@ -90,15 +90,15 @@ class CapturedGraph:
     def silent(self) -> tuple[int, ...]:
         """The positions, among the tensors that the last stage returns, of those that will get no gradient.
 
-        If the graph returns single numbers with a gradient, they are taken to be the loss. Nobody calls `backward` on
-        logits beside it, and counting a gradient for them would add what is often the largest tensor of the model.
+        If the graph returns single numbers with a gradient, they are taken to be the loss, and nobody calls `backward`
+        on the logits beside it. To count a gradient for them would add what is often the model's largest tensor.
         """
         tensors = [node for node in self._leaving if tensors_of(node)]
         losses = [node for node in tensors if carries_gradient(node) and all(t.dim() == 0 for t in tensors_of(node))]
         return tuple(i for i, node in enumerate(tensors) if losses and node not in losses)
 
     def enter(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[fx.Node, Any]]:
-        """Run the context. Returns what goes into the first stage, and all values that do not come out of the chain."""
+        """Run the context. Return what goes into the first stage, and all values that do not come out of the chain."""
         assert self._facts is not None
         values = dict(zip(self._placeholders, arguments, strict=True))
         self._bind(values)
@@ -127,21 +127,22 @@ class CapturedGraph:
         return list(run_graph(self.graph_module, arguments))
 
     def context_cost(self, arguments: tuple[Any, ...], device: torch.device) -> PrefixCost:
-        """What the context costs: bytes that it needs while it runs, beyond those of what it makes.
+        """What the context costs: the bytes that it needs while it runs, beyond those of its results.
 
-        Its time is taken to be zero: it runs once with any plan, so it changes no decision.
+        Its time counts as zero. It runs once with every plan, so it changes no decision.
         """
         assert self._facts is not None
         if self._context is None:
             return PrefixCost(0.0, 0)
         given = [arguments[self._placeholders.index(node)] for node in self._facts.given]
+        # `enter` has run it before, so libraries have allocated what they keep for good.
         with torch.no_grad(), memory_meter(device) as meter:
             made = self._context(*given)
         (phase,) = meter.phases.values()
         return PrefixCost(0.0, max(0, phase.rise - storage_bytes(tensors_in(made))))
 
     def _bind(self, values: dict[fx.Node, Any]) -> None:
-        """Put the parameters and buffers of this call in the place of those of the last call, if they are others.
+        """Replace parameters and buffers in the stages if this call brings other tensors than the last one.
 
         A model's tensors may be replaced between steps: `module.weight = nn.Parameter(…)`, or `load_state_dict` with
         `assign=True`. Dynamo passes the graph what the model has now.
@@ -159,8 +160,8 @@ class CapturedGraph:
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
     """UnsupportedModelError if a sharded module returns no tensor that autograd could come back through.
 
-    FSDP gathers parameters for a module's backward when a gradient arrives at what the module returned. Its mark has to
-    have such a tensor, which it has not where the tensors are hidden in objects that pytrees do not look into.
+    FSDP gathers parameters for a module's backward when a gradient arrives at what the module returned. So its mark
+    needs a tensor with a gradient, and finds none in objects that pytrees do not look into.
     """
     attached: dict[Any, bool] = {}
     """For every module that has begun: whether anything since has had a gradient."""

@@ -1,4 +1,4 @@
-"""Forwards handed to torch.compile, one for all models that are built alike: what TorchDynamo traced serves the next.
+"""Forwards handed to torch.compile, one for all models that are built alike, so that they share what is traced.
 
 Tracing takes seconds for a large model. Tests, sweeps over limits and copies of a model would pay for it every time.
 """
@@ -20,13 +20,13 @@ from rotor_py.stage.autocast import Autocast
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 
 _MOST = 32
-"""The most functions that are kept, those used last. A guess: each holds traced graphs and guards."""
+"""The most functions that are kept: those used last. A guess. There is a bound because each holds traced graphs."""
 _compiled: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 _handler: ContextVar[Handler] = ContextVar("handler")
 
 
 class TracedGraph:
-    """A graph that Dynamo traced. It may serve several models, so whoever calls one of them says how it is run."""
+    """A graph that Dynamo traced. Several models may share it, so the one that is called says how it is run."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
@@ -39,8 +39,8 @@ def compile_forward(model: nn.Module, marks: Hashable = None) -> Callable[..., A
     """The function (model, args, kwargs) that runs the forward of `model`, and of models that are built alike.
 
     `marks` says where modules of `fully_shard` begin and end. A model with marks is captured as one graph or not at
-    all, since between two graphs its own code would run on holes in the place of parameters: a call of the function
-    raises torch's `Unsupported` where the graph would break.
+    all: between two graphs its own code would run, on holes instead of parameters. Where the graph would break, a call
+    of the function raises torch's `Unsupported`.
     """
     key = _structure(model), marks
     # `model` is an argument of the function and no part of it, so a function keeps no model alive.
@@ -56,7 +56,7 @@ def compile_forward(model: nn.Module, marks: Hashable = None) -> Callable[..., A
 def handing_graphs_to(handler: Handler) -> Iterator[None]:
     """Have graphs that are called inside this context run by `handler`.
 
-    A context variable, since models built alike may train in several threads at once.
+    The handler is a context variable: models built alike share a function, and may train in several threads at once.
     """
     token = _handler.set(handler)
     try:
@@ -72,8 +72,8 @@ def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedG
 def _structure(model: nn.Module) -> Hashable:
     """Equal for models that may share code.
 
-    Dynamo's guards would keep unlike models apart as well, but a function may only have so many versions (eight in
-    torch 2.13) before Dynamo runs it uncompiled.
+    Dynamo's guards would keep unlike models apart, too. But a function may have only so many versions (eight in torch
+    2.13) before Dynamo runs it uncompiled.
     """
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))

@@ -1,10 +1,9 @@
 """Capturing a model of `fully_shard`: marks in the graph say where its modules begin and end.
 
-TorchDynamo breaks the graph at every hook of FSDP, and of every parameter it would see only the part that this process
-has. While TorchDynamo traces the model, other hooks stand in their place, which leave a mark in the graph. In the place
-of every sharded parameter stands a hole: a parameter of the whole shape, without memory. When the graph runs, a mark
-calls the hook that FSDP has there. So PyTorch gathers parameters, frees them and sends gradients where it does so in
-plain training.
+TorchDynamo breaks the graph at every hook of FSDP, and would see only this process's part of every parameter. So while
+TorchDynamo traces the model, other hooks replace FSDP's, and leave marks in the graph. Every sharded parameter is
+replaced by a hole: a parameter of the whole shape, without memory. When the graph runs, each mark calls the hook that
+FSDP has there. PyTorch then gathers parameters, frees them and sends gradients where it does in plain training.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ Place = tuple[Table, str]
 class FSDPMarks:
     """The groups of a model's sharded parameters, and what stands in the place of each while the model is captured.
 
-    UnsupportedModelError if this version of torch is too old, or if a parameter is gathered in a way of its own (tensor
-    parallelism, a subclass of tensors), so that a hole of the whole shape would not look like it.
+    Raises UnsupportedModelError if this version of torch is too old, or if a parameter is gathered in a way of its own
+    (tensor parallelism, a subclass of tensors), so that a hole of the whole shape would not look like it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.groups = groups_of(model)
         self.measuring = False
-        """While stages are measured one by one, with parameters that are gathered around each: marks do nothing."""
+        """While stages are measured one by one, marks do nothing: parameters are gathered around each stage."""
         self._model = model
         self._holes: dict[int, nn.Parameter] = {}
         self._replaced: list[tuple[dict[Any, Any], Any, Any]] = []
@@ -69,6 +68,7 @@ class FSDPMarks:
     @property
     def signature(self) -> Hashable:
         """Equal for models whose graphs have the same marks."""
+        # Modules by position, not by id: models that are built alike have to be equal.
         order = {id(module): position for position, module in enumerate(self._model.modules())}
         return tuple(
             (number, tuple(order[id(module)] for module in group.modules), group.input_dtype, group.output_dtype)
@@ -79,6 +79,7 @@ class FSDPMarks:
     @property
     def places(self) -> dict[int, tuple[Place, ShardGroup]]:
         """For every hole, by its id: where the parameter is that belongs there, and the group of the parameter."""
+        # One place is enough where several modules share a parameter: FSDP puts the same one into all.
         return {
             id(self._hole(each)): ((each.places[0][0]._parameters, each.places[0][1]), group)
             for group in self.groups
@@ -96,7 +97,7 @@ class FSDPMarks:
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Inside `marked`, have the model's own parameters and hooks back: for running a graph during the trace."""
+        """Inside `marked`, have the model's own parameters and hooks back, so that a graph can run."""
         self._put_back()
         try:
             yield
@@ -126,7 +127,7 @@ class FSDPMarks:
     def _hole(self, parameter: ShardedParameter) -> nn.Parameter:
         sharded = parameter.sharded
         if id(sharded) not in self._holes:
-            # No meta tensor: TorchDynamo traces operators on the devices that it sees.
+            # Not a meta tensor: TorchDynamo traces operators on the devices that it sees.
             memory = torch.empty(sharded.shape, dtype=parameter.dtype, device=parameter.device)
             memory.untyped_storage().resize_(0)
             self._holes[id(sharded)] = nn.Parameter(memory, sharded.requires_grad)
@@ -139,7 +140,7 @@ class FSDPMarks:
         group, module = self.group_at(place)
         if self.measuring:
             return tensors
-        # FSDP's hook would take a stage that is run again for a new forward, and wait for another backward.
+        # A stage is being run again. FSDP's hook would take it for a new forward, and wait for another backward.
         if _in_backward():
             group.gather()
             return tensors
@@ -163,4 +164,5 @@ class FSDPMarks:
 
 def _in_backward() -> bool:
     """Whether autograd runs a backward in this thread: then a stage is being run again."""
+    # PyTorch has no public way to ask. Its own FSDP reads the same number.
     return bool(torch._C._current_graph_task_id() != -1)

@@ -24,8 +24,8 @@ from rotor_py.units import format_bytes
 from rotor_solver.progress import Progress
 
 _TRIFLE = 0.01
-"""What may be kept outside the graphs, as a part of what they keep. A guess: small beside the 2 % by which a predicted
-peak may differ from the measured one.
+"""How much may be kept outside the graphs, as a part of what they keep. A guess: less than the 2 % by which a
+predicted peak may differ from the measured one.
 """
 _TABLES = frozenset(vars(nn.Module()))
 """The attributes of every module: parameters, buffers, hooks, the mode. Measuring restores them by other means."""
@@ -84,11 +84,12 @@ def measure_graphs(
     """Capture and measure all graphs of a model; `options` are those of `rotor_py.measure.stages.measure`.
 
     The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
-    if operators outside all graphs keep more than a hundredth of what the graphs keep.
+    if operators outside all graphs keep more than a hundredth of what the graphs keep. What the model raises passes
+    through.
     """
     model = forward.model
     found = MeasuredGraphs()
-    # Autograd saves parameters as well; they are there anyway.
+    # Autograd saves parameters as well, but they are in memory anyway.
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
@@ -107,7 +108,7 @@ def measure_graphs(
         try:
             with outside:
                 output = forward.call(args, kwargs, run)
-            found.output = as_left(model, output)
+            found.output = as_left(model, output)  # the model's own hooks have not run: `forward` was called
         finally:
             state.restore()
     found.outside_bytes = outside.total_bytes
@@ -125,7 +126,7 @@ def _measure_graph(
 ) -> tuple[MeasuredGraph, list[Any]]:
     """A graph with gradients, measured, and its outputs, with which the model's forward goes on."""
     value, values = graph.enter(arguments)
-    # The caller of the graph holds its inputs, so that no checkpoint of them is to be made.
+    # The caller of the graph holds its inputs, so they are no checkpoints that a plan could drop.
     cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
     outputs: list[Any] = []
     measurement = measure(cut, value, device, silent=graph.silent, done=outputs.append, **options)

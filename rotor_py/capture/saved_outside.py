@@ -1,6 +1,6 @@
 """What autograd saves outside the graphs that TorchDynamo captures, while a model is measured.
 
-Such memory cannot be planned: what runs between graphs is the model's own code, which nothing can run again.
+Such memory cannot be planned: between graphs the model's own code runs, and nothing can run a part of it again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().par
 
 
 class SavedOutside:
-    """While entered and not suspended, notes the tensors that autograd saves, and the line of code that made them."""
+    """While entered and not suspended, notes the tensors that autograd saves, and the line that made it save them."""
 
     def __init__(self, known: set[int]) -> None:
         """`known` are the addresses of storages that do not count, such as those of parameters."""
@@ -41,7 +41,7 @@ class SavedOutside:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Note nothing, and have no hooks: graphs are measured inside, and what they save with hooks of their own."""
+        """Note nothing, and have no hooks: graphs run inside, and what they save is measured there."""
         self._hooks.__exit__(None, None, None)
         try:
             yield
@@ -59,7 +59,7 @@ class SavedOutside:
         return max(self.lines, key=self.lines.__getitem__)
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        # By storage: operators save views of one tensor, and several save the same.
+        # By storage: several operators may save the same tensor, or views of it.
         new = {at: size for at, size in storages([tensor]).items() if at not in self.known and at not in self.bytes}
         if new:
             self.bytes |= new
@@ -69,7 +69,7 @@ class SavedOutside:
 
 
 def _user_line() -> str:
-    """The innermost line that is neither torch's nor this package's: path:number."""
+    """The innermost line that is neither torch's nor this package's, as path:number."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if not any(library in path.resolve().parents for library in _LIBRARIES) and path.suffix == ".py":

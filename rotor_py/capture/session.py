@@ -1,7 +1,7 @@
 """One model's graphs through training: the main graph follows the plan, the others run as they are.
 
-Dynamo calls the graphs in the course of the forward. The one that keeps most for its backward is the main graph. Only
-that one is planned, since a plan is a sequence over one chain of stages; what the others keep is counted beside it.
+Dynamo calls the graphs in the course of the forward. The main graph is the one that keeps most for its backward. It
+alone is planned, since a plan is a sequence over one chain of stages. What the others keep is counted beside it.
 """
 
 from __future__ import annotations
@@ -34,27 +34,29 @@ class CaptureSession:
         self._run_stages = run_stages
         self._forward = CapturedForward(model, granularity)
         self.cut_like: Callable[[list[Layer]], Cut] | None = None
-        """Cuts the layers of a graph as the plan's graph was cut; raises PlanMismatchError if they are others."""
+        """Cuts the layers of a graph as the plan's graph was cut; raises PlanMismatchError if the layers differ."""
         self._planned: dict[CapturedGraph, Cut] = {}
-        """The main graph, and the same graph for other shapes of the input, with the stages of each."""
+        """The stages of the main graph, and of the same graph for other shapes of the input."""
         self._unplanned: set[CapturedGraph] = set()
         self._followed_plan = False
-        """Whether the forward that is running, or the last one, came to a planned graph."""
+        """Whether the forward that is running, or else the last one, came to a planned graph."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs: they are bound to this model, and a copy captures its own."""
-        measured_here = isinstance(self.cut_like, partial)  # otherwise it belongs to a plan from a file, and is kept
+        # One that was made by measuring holds a graph. Any other belongs to a plan from a file, and is kept.
+        measured_here = isinstance(self.cut_like, partial)
         cut_like = None if measured_here else self.cut_like
         return {**self.__dict__, "_planned": {}, "_unplanned": set(), "cut_like": cut_like}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward by the plan.
 
-        Raises UnsupportedModelError if Dynamo did not call the main graph, PlanMismatchError if it captured another
-        graph than the one that the plan is for, and the model's own error if the model raises one.
+        Raises UnsupportedModelError if Dynamo did not call the main graph, and PlanMismatchError if it captured another
+        graph than the plan is for. An error of the model itself is raised as the model raises it.
         """
         self._followed_plan = False
         output = self._forward.call(args, kwargs, self._run_graph)
+        # An error, not a warning: without the plan, the step may have taken more memory than the limit allows.
         if not self._followed_plan:
             raise UnsupportedModelError(
                 "TorchDynamo did not hand over the model's graph this time, so the step would not have followed the "
@@ -75,11 +77,12 @@ class CaptureSession:
         """Capture and measure all graphs; nothing of the model is changed.
 
         Returns the main graph's stages, the measurement of the whole step, and the values that all stages share.
-        Raises UnsupportedModelError if no graph has a gradient, or if too much is kept outside all graphs.
+        Raises UnsupportedModelError if no graph has a gradient, or if too much is kept outside all graphs, and
+        UnusableLossError if the loss cannot be trained with.
         """
         found = measure_graphs(self._forward, args, kwargs, device, progress=progress, **options)
         main = found.main
-        # Without the shared values, which are as large as an input: the session outlives the step.
+        # Without the shared values: they may be as large as an input, and the session outlives the step.
         self.cut_like = partial(_cut_like, replace(main, shared=()))
         self._planned = {main.graph: main.cut}
         self._unplanned = {each.graph for each in found.graphs if each is not main}
@@ -104,7 +107,8 @@ class CaptureSession:
     def _follows_plan(self, graph: CapturedGraph) -> bool:
         """Whether the plan is for this graph. Dynamo makes a new graph for new shapes, and it is cut as the first was.
 
-        PlanMismatchError if it is another graph, and none before it followed the plan: the step would have none.
+        Raises PlanMismatchError for a different graph, unless one before it followed the plan: that one is then the
+        main graph, and this one runs beside it.
         """
         if graph in self._planned:
             return True
@@ -120,14 +124,15 @@ class CaptureSession:
 
 
 def _cut_like(main: MeasuredGraph, layers: list[Layer]) -> Cut:
-    """Cut the layers of a graph as those of the main graph were cut; PlanMismatchError if they are others."""
+    """Cut the layers of a graph as those of the main graph were cut; PlanMismatchError if they differ."""
     found = dict(layers)
+    # By name alone: shapes are what may differ.
     if list(found) != [name for name, _ in main.graph.layers]:
         raise PlanMismatchError(
             "the captured graph", f"{len(main.graph.layers)} pieces", f"{len(found)} pieces, or others"
         )
     stages = tuple(joined([(name, found[name]) for name in group]) for group in main.cut.groups())
-    # What measuring found out about a stage holds for the same stage of other shapes.
+    # What measuring found out about a stage also holds for the same stage with other shapes.
     for (_, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
         remember_effects(stage, recall_effects(measured))
     return Cut(tuple((name, found[name]) for name, _ in main.cut.prefix), stages)

@@ -1,7 +1,7 @@
 """The measurement of a whole step, where only the main graph is planned: the others count as a part of the loss.
 
-Everything that runs after the main graph's forward and before its backward is the loss, to a plan. That holds for the
-graphs that follow. What earlier graphs keep for their backward is in memory throughout, and counts as kept by the loss.
+To a plan, all that runs between the main graph's forward and its backward is the loss. So are the graphs that follow.
+What earlier graphs keep for their backward is in memory throughout, and counts as kept by the loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rotor_py.measure.measurement import Measurement
 from rotor_solver import simulate, store_all
 
 _FRAMES_HOLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
-"""Whether a frame that goes on after a graph break holds on to what went into it: seen in 2.5, not in 2.11 and 2.13."""
+"""Whether a frame that resumes after a graph break holds on to its inputs: seen in torch 2.5, not in 2.11 and 2.13."""
 
 
 def with_other_graphs(found: MeasuredGraphs) -> Measurement:
@@ -28,20 +28,20 @@ def with_other_graphs(found: MeasuredGraphs) -> Measurement:
     if found.after and _FRAMES_HOLD:
         kept += output_bytes
     for other in found.after:
-        # They run as they are, which is to store everything.
+        # They run unplanned, which stores everything.
         chain = other.measurement.chain(fresh_gradients=True)
         whole = simulate(chain, store_all(chain))
         seconds, temp = seconds + whole.makespan, temp + whole.peak
         kept += sum(other.measurement.gradient_bytes)  # made before the main graph's backward, and held through it
     if found.after:
-        # The gradient of the main graph's output is in their peaks, and is counted beside the loss, too.
+        # Their peaks include the gradient of the main graph's output, and the solver counts it beside the loss, too.
         temp = max(0, temp - output_bytes)
     kept += sum(other.saved_bytes for other in found.before)
     return replace(main, loss=LossCost(seconds, temp, kept))
 
 
 def with_loss(measurement: Measurement, cost: LossCost) -> Measurement:
-    """The measurement with what the loss costs beside what counts as the loss already."""
+    """The measurement with the cost of the loss added to what counts as the loss already."""
     before = measurement.loss
     total = LossCost(
         before.seconds + cost.seconds, before.temp_bytes + cost.temp_bytes, before.kept_bytes + cost.kept_bytes

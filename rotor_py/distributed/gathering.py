@@ -13,10 +13,10 @@ from rotor_py.distributed.shard_groups import groups_of
 
 @contextmanager
 def gathered_again(function: Any) -> Iterator[None]:
-    """Have the parameters of a stage whole that is run again in the backward, before that of its group begins.
+    """Have the whole parameters of a stage while it is run again in the backward, and let go of them after that.
 
-    PyTorch lets go of what a forward has gathered, but not of what it gathers while a backward runs: the parameters of
-    all stages that are run again one after the other would be there at once.
+    PyTorch frees what a forward has gathered, but not what a forward gathers while a backward runs. Without this, the
+    parameters of all stages that are run again one after the other would be there at once.
     """
     if not isinstance(function, nn.Module):
         yield

@@ -12,7 +12,7 @@ from rotor_py.distributed.whole_parameters import group_of
 
 
 def around(model: nn.Module) -> DistributedDataParallel | None:
-    """The `DistributedDataParallel` in whose forward this is called, or `model` if it is one; None otherwise."""
+    """The `DistributedDataParallel` in whose forward this is called, or else `model` if it is one; None otherwise."""
     # PyTorch has no public way to ask. TorchDynamo reads the same attribute, so it is likely to stay.
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     found = active if active is not None else model
@@ -20,7 +20,7 @@ def around(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def communication_bytes(model: nn.Module) -> int:
-    """Bytes that communication takes on this process, beside the model and its gradients."""
+    """Bytes that communication takes in this process, beside the model and its gradients."""
     ddp = around(model)
     if ddp is not None:
         # Buckets are as large as all gradients together, each in the dtype of its parameter.

@@ -1,7 +1,7 @@
 """The groups of parameters that `fully_shard` (FSDP2) gathers together, one for every call of it.
 
-PyTorch has no public way to ask for them, so this is the one file that reads its private attributes. Where they differ
-between versions of torch, both names are here.
+PyTorch has no public way to ask for them, so this file reads FSDP's private attributes, and is the only one that does.
+Where they differ between versions of torch, both names are here.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ class ShardGroup:
 
     @property
     def spread_after_forward(self) -> int:
-        """The least number of processes that share a parameter after a forward; 0 if that is as between steps."""
+        """The least number of processes that share a parameter after a forward; 0 if as many as between steps do."""
         fewer = [part.post_forward_mesh_info.shard_mesh_size for part in self._parts if part._use_post_forward_mesh]
         return int(min(fewer, default=0))
 
     def contains(self, other: ShardGroup) -> bool:
-        """Whether the modules of another group are inside of those of this one."""
+        """Whether a module of another group is inside a module of this one."""
         return other is not self and any(module in other.modules for own in self.modules for module in own.modules())
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether whole gradients are kept and added to instead of sent: `set_requires_gradient_sync(False)`."""
+        """Whether whole gradients are added up here instead of sent: `set_requires_gradient_sync(False)`."""
         return any(not part.reduce_grads for part in self._parts)
 
     @property
@@ -105,7 +105,7 @@ class ShardGroup:
         """
         found = self.modules[module]
         entered = _hook(found._forward_pre_hooks, self._before)(found, tensors, {})
-        # FSDP returns None where the group was gathered for another of its modules already.
+        # FSDP's hook returns None if another module of the group has had it gathered already.
         return tensors if entered is None else tuple(entered[0])
 
     def leave(self, module: int, tensors: Tensors) -> Tensors:
@@ -120,14 +120,15 @@ class ShardGroup:
     def gather(self) -> None:
         """Gather the parameters for running a stage again in the backward, if they are not there."""
         if not self.is_whole:
-            # Parameters that are on their way were asked for by FSDP, for a backward that comes next and lets them go.
+            # Parameters that are on their way were asked for by FSDP, for a backward that comes next and frees them.
             coming = any(part._all_gather_result is not None for part in self._parts)
             self._gathered_here = self.reshards and not coming
+            # Of any module: `unshard` and `reshard` are about the whole group.
             self.modules[0].unshard()  # type: ignore[operator] # an FSDPModule
 
     def let_go(self) -> None:
         """Undo `gather`, if it did anything."""
-        # Once the group's own backward has begun, FSDP needs the parameters, and lets go of them by itself.
+        # Once the group's own backward has begun, FSDP needs the parameters, and frees them by itself.
         backward = any(part._training_state.name == "PRE_BACKWARD" for part in self._parts)
         if self._gathered_here and not backward:
             self.modules[0].reshard()  # type: ignore[operator] # an FSDPModule
@@ -161,6 +162,7 @@ class ShardGroup:
 
 def groups_of(model: nn.Module) -> list[ShardGroup]:
     """The groups of a model, in the order in which `model.modules()` comes to them."""
+    # `fully_shard` needs processes, so without them there is nothing to look for.
     if not dist.is_initialized():
         return []
     states = {id(state): state for state in (_state(m) for m in model.modules() if isinstance(m, FSDPModule))}
@@ -182,7 +184,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 def at_rest(model: nn.Module) -> Iterator[None]:
     """Have the parameters on the modules as they are between steps, each process with its part.
 
-    FSDP puts whole parameters on the modules while they are gathered. A fingerprint has to be the same then.
+    While parameters are gathered, FSDP puts the whole ones on the modules. A fingerprint has to be the same then.
     """
     slots = [
         (module._parameters, name, module._parameters[name], each.sharded)
@@ -204,7 +206,7 @@ def _state(module: Any) -> Any:
 
 
 def _ids(handle: Any) -> frozenset[int]:
-    """The keys of a hook, of which there is one for every module where several share a group."""
+    """The keys of a hook in the modules' tables: one for each module, if several share the group."""
     return frozenset(each.id for each in getattr(handle, "handles", (handle,)))
 
 

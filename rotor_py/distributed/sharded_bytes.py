@@ -16,11 +16,11 @@ class GroupBytes:
     whole: int
     """The whole parameters, in the dtype in which they are gathered."""
     kept: int
-    """What a forward leaves here of parameters that are then spread over fewer processes than between steps."""
+    """This process's part after a forward, if parameters are then spread over fewer processes than between steps."""
     gradients: int
     """Whole gradients, as the backward makes them."""
     sent: int
-    """Whole gradients, as they are sent, and kept where they are added up over steps."""
+    """Whole gradients as they are sent, and as they are kept if they are added up over steps."""
 
     @classmethod
     def of(cls, group: ShardGroup) -> GroupBytes:
@@ -39,17 +39,18 @@ class GroupBytes:
 def gathered_bytes(model: nn.Module) -> int:
     """An upper bound of what whole parameters and their gradients need at any moment of a step.
 
-    A bound, not a prediction: which groups are whole together depends on how fast processes communicate. What is
-    received lies in one piece before it is copied into parameters, and so do gradients while they are sent.
+    It is no prediction: which groups are whole together depends on how fast processes communicate. What is received
+    lies in one piece before it is copied into parameters, and so do gradients while they are sent.
     """
     groups = groups_of(model)
     sizes = {group: GroupBytes.of(group) for group in groups}
-    throughout, passing, received, made = 0, [0, 0, 0], [0, 0], [0]
+    throughout, passing, received, made = 0, [0, 0, 0], [0, 0], [0]  # zeros, so that there are always as many as below
     sent: dict[ShardGroup, int] = {}
     for group in groups:
         own = sizes[group]
         outer = [other for other in groups if other.contains(group)]
-        first = outer[0] if outer else group  # FSDP keeps the outermost group whole to the end of the step
+        # FSDP keeps the outermost group whole to the end of the step.
+        first = outer[0] if outer else group
         inner = [each for each in (*outer, group) if each is not first]  # all of them are whole at once
         sent[first] = max(sent.get(first, 0), sum(sizes[each].sent for each in (*outer, group)))
         made.append(sum(sizes[each].gradients for each in inner))
@@ -63,7 +64,7 @@ def gathered_bytes(model: nn.Module) -> int:
         else:
             throughout += own.whole
             received.append(own.whole)
-    # At the worst moment one group is used, the next one is prefetched, and one is gathered to run a stage again. The
-    # largest counts twice: while it is gathered it is there as it was received, and as parameters.
+    # At the worst moment one group is in use, the next is prefetched, and one is gathered to run a stage again. The
+    # largest counts twice: while it is gathered, it is there as it was received, and as parameters.
     one, two, three = sorted(passing)[:-4:-1]
     return throughout + max(2 * one + two + three, sum(sorted(received)[-2:])) + max(made) + sum(sent.values())

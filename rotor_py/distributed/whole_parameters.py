@@ -1,4 +1,4 @@
-"""Models of `fully_shard` (FSDP2): which they are, and running a part of one as if it were not sharded."""
+"""Models of `fully_shard` (FSDP2): recognising one, and running a part of it as if it were not sharded."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def keeps_gradients(model: nn.Module) -> bool:
-    """Whether whole gradients are kept and added to instead of sent, in any group."""
+    """Whether whole gradients are added up here instead of sent, in any group."""
     return is_sharded(model) and any(group.keeps_gradients for group in groups_of(model))
 
 
 def as_entered(model: nn.Module, arguments: Any) -> Any:
-    """The arguments of a call of `model` as the hook of `fully_shard` before it casts them."""
+    """The arguments of a call of `model`, cast as the hook of `fully_shard` before its forward casts them."""
     own = _own_group(model)
     return arguments if own is None else cast(arguments, own.input_dtype)
 
 
 def as_left(model: nn.Module, output: Any) -> Any:
-    """The output of a call of `model` as the hook of `fully_shard` after it casts it."""
+    """The output of a call of `model`, cast as the hook of `fully_shard` after its forward casts it."""
     own = _own_group(model)
     return output if own is None else cast(output, own.output_dtype)
 
@@ -54,8 +54,8 @@ def as_left(model: nn.Module, output: Any) -> Any:
 def gathered(function: Any, dtypes: Mapping[int, torch.dtype] = _NO_DTYPES) -> Iterator[None]:
     """Run a stage as one that is not sharded: with whole parameters, and without the hooks that would gather them.
 
-    All processes have to enter this context together. `dtypes` are those in which parameters are wanted, by the `id` of
-    the sharded ones; the others keep their own.
+    All processes have to enter this context together. `dtypes` gives the dtypes in which parameters are wanted, by the
+    `id` of the sharded ones; the others keep their own.
     """
     modules = list(function.modules()) if isinstance(function, nn.Module) else []
     if not any(isinstance(module, FSDPModule) for module in modules) and not any(
@@ -69,7 +69,7 @@ def gathered(function: Any, dtypes: Mapping[int, torch.dtype] = _NO_DTYPES) -> I
         for name in _TABLES
         if isinstance(module, FSDPModule)
     ]
-    whole: dict[int, nn.Parameter] = {}
+    whole: dict[int, nn.Parameter] = {}  # by id of the sharded one, so that a shared parameter is gathered once
     slots = [(module._parameters, name, p) for module in modules for name, p in module._parameters.items()]
     for _, _, parameter in slots:
         if isinstance(parameter, DTensor) and id(parameter) not in whole:

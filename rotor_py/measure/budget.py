@@ -31,8 +31,8 @@ class Budget:
     """The memory of a step around the chain.
 
     Beside the fixed part, `before_bytes` are there while the layers before the chain run, and `stepping_bytes` while
-    the optimizer steps: the chain's input, its output, and fresh gradients. Its step needs `step_bytes` more, None if
-    nothing is known about the optimizer. `snapshot_bytes` are needed as soon as anything is computed twice.
+    the optimizer steps: the chain's input, its output, and fresh gradients. The step itself needs `step_bytes` more;
+    None if nothing is known about the optimizer. `snapshot_bytes` are needed as soon as anything is computed twice.
     """
 
     fixed: FixedMemory
@@ -43,17 +43,17 @@ class Budget:
     step_bytes: int | None = None
 
     def with_optimizer(self, cost: OptimizerCost) -> Budget:
-        """The same with an optimizer of which nothing was known before."""
+        """The same budget, now that the optimizer is known."""
         return replace(self, fixed=replace(self.fixed, optimizer=cost.state_bytes), step_bytes=cost.step_bytes)
 
     @property
     def floor_bytes(self) -> int:
-        """What the parts of the step need that no plan changes: the layers before the chain, and the optimizer."""
+        """What the step needs whatever the plan is: for the layers before the chain, or for the optimizer."""
         return max(self.fixed.total + self.before_bytes, self.optimizer_peak_bytes)
 
     @property
     def optimizer_peak_bytes(self) -> int:
-        """What is in memory while the optimizer steps, as far as it is known."""
+        """What is in memory while the optimizer steps, as far as the optimizer is known."""
         return self.fixed.total + self.stepping_bytes + (self.step_bytes or 0)
 
     def peak_bytes(self, sequence: Sequence) -> int:
@@ -70,18 +70,19 @@ class Budget:
 
     def least_bytes(self) -> int:
         """The least limit for which there is a plan."""
-        # Storing all may be the least: it needs no snapshots, and recomputing may free less than they take.
+        # Storing all may need least: it needs no snapshots, and recomputing may save less than they take.
         stored = self.peak_bytes(store_all(self.chain))
         return min(stored, max(self.floor_bytes, self.fixed.total + self.snapshot_bytes + min_bytes(self.chain)))
 
     def solve(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
         """A sequence for a whole step within `mem_limit` bytes.
 
-        InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits; ValueError if `algorithm`
-        cannot solve this chain.
+        Raises InfeasibleError if nothing fits, with the least limit that works as `min_bytes`, and ValueError if
+        `algorithm` cannot solve this chain.
         """
         stored = store_all(self.chain)
-        # Storing all needs no snapshots, so it may fit where the chain's part of the limit would be too small for it.
+        # Storing all needs no snapshots. It may fit into the limit although it does not fit into `chain_limit`, which
+        # leaves room for them. Other algorithms are asked in any case: their sequence is wanted, not the fastest.
         if isinstance(algorithm, Persistent) and self.peak_bytes(stored) <= mem_limit:
             return StoreAll().solve(self.chain, mem_limit)
         if mem_limit < self.least_bytes():
@@ -111,11 +112,11 @@ class Budget:
         return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, stage=largest)
 
     def with_communication(self, size: int) -> Budget:
-        """The same with `size` bytes for what processes send to each other."""
+        """The same budget with `size` bytes for communication between processes."""
         return replace(self, fixed=replace(self.fixed, communication=size))
 
     def with_gradients_of(self, model: nn.Module, device: torch.device, *, fresh: bool) -> Budget:
-        """The same, with room for all gradients that are there now."""
+        """The same budget, with room for all gradients that are there now."""
         gradients = max(self.fixed.gradients, kept_gradient_bytes(model, device, fresh=fresh))
         return replace(self, fixed=replace(self.fixed, gradients=gradients))
 
@@ -148,7 +149,7 @@ def make_budget(
 ) -> Budget:
     """The budget of a step of `model` on `sample`; `optimizer` is None where nothing is known about it.
 
-    Of `communication`, DistributedDataParallel has its `buckets` on the device from the beginning.
+    `buckets` says that `communication` is on the device already, as DistributedDataParallel's buckets are.
     """
     fixed = count_fixed_memory(
         model,

@@ -15,8 +15,8 @@ from rotor_py.measure.measurement import Carried
 class CarriedTensors:
     """What is carried, while a chain is measured stage by stage.
 
-    `now` says where in the input of the stage that is measured now the carried tensors are: name, and position among
-    the tensors.
+    `now` has the carried tensors in the input of the stage that is being measured: name, and position among the input's
+    tensors.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,8 @@ class CarriedTensors:
         return list(storages(self._tensors(value)))
 
     def count_gradients(self, cost: StageCost) -> None:
-        """Take note of the gradients that the backward of the stage gives to what was carried into it."""
+        """Note the size of the gradients that the stage's backward gives to what was carried into it."""
+        # The largest of all stages: each may return the gradient in a storage of another size, and one number counts.
         for name, position in self.now.items():
             known = self._found[name]
             size = cost.gradient_storage_bytes[position]
@@ -42,7 +43,7 @@ class CarriedTensors:
     def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:
         """Go on to the input `value` of `stage`, where the carried tensors are at `positions`.
 
-        `owned` are the addresses of storages that are counted already: a new tensor may be a view of an old one.
+        `owned` are the addresses of storages that are already counted: a new tensor may be a view of an old one.
         """
         self.now = positions
         for name, tensor in zip(positions, self._tensors(value), strict=True):

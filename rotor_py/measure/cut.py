@@ -25,7 +25,7 @@ JOINT = "+"
 class Cut:
     """A model as a chain: `prefix` runs first and never has a gradient; `stages` are what a sequence is about.
 
-    `input_owned` says that the caller holds the chain's input throughout, so that it is no checkpoint's memory.
+    `input_owned` says that the caller holds the chain's input throughout, so that dropping it would free nothing.
     """
 
     prefix: tuple[Layer, ...]
@@ -39,6 +39,7 @@ class Cut:
 
 def is_chain(model: nn.Module) -> bool:
     """Whether `model` is a nesting of `nn.Sequential`, so that its layers are its stages."""
+    # Not `isinstance`: a subclass may have a forward that does more than to call its layers in order.
     return type(model).forward is nn.Sequential.forward
 
 
@@ -75,18 +76,19 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     """Cut `model` into stages by running it once on the input `value`, one layer at a time, without gradients.
 
     A layer that makes nothing new, because it writes into its input or returns a view of it, is joined to the layer
-    before it. It could not be run again from an input that it overwrites, and to free an input of which its output is
-    a view would free nothing. Leading layers that have nothing to train and get no gradient are the prefix.
+    before it. From an input that it overwrites, it could not be run again; and freeing an input frees nothing while the
+    output is a view of it. Leading layers that have nothing to train and get no gradient are the prefix.
 
-    UnsupportedModelError if `model` is no nesting of `nn.Sequential`, if it has nothing to train, or if a layer cannot
-    be run again with the same numbers.
+    Raises UnsupportedModelError if `model` is no nesting of `nn.Sequential`, if it has nothing to train, or if a layer
+    returns no tensor or cannot be run again with the same numbers. What a layer raises passes through, with a note that
+    names the layer.
     """
     return cut_layers(layers(model), value, device)
 
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
     """`cut`, for layers that are given in the order in which they run. It raises the same errors."""
-    # An input with a gradient needs the backward of every layer, so that there is no prefix.
+    # An input that needs a gradient needs the backward of every layer, so there is no prefix.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     leading = 0 if needs_gradient else next((i for i, (_, m) in enumerate(found) if _trains(m)), len(found))
     if leading == len(found):
@@ -95,7 +97,8 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
             "requires_grad on what should be trained"
         )
     refuse_random_state_of_its_own(found[leading:], device)
-    value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)  # the caller's stays as it is
+    # A copy, since the first layer may write into it.
+    value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
     groups: list[list[Layer]] = []
     for position, (name, module) in enumerate(found):
         value, wrote, made_nothing = _run(name, module, value, device)
@@ -114,7 +117,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
 def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> None:
     """UnsupportedModelError for recurrent layers on CUDA with dropout between them.
 
-    cuDNN draws its random numbers from a state that nobody can set back. Run again, the layer would drop other values.
+    cuDNN draws their random numbers from a state that nobody can set back. Run again, a layer would drop other values.
     """
     if device.type != "cuda" or not torch.backends.cudnn.enabled:
         return
@@ -142,7 +145,7 @@ def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tupl
     outputs = tensors_in(output)
     if not outputs:
         raise UnsupportedModelError(f"layer {name!r} returned no tensor, so nothing after it can be trained")
-    # Not by comparing values: a ReLU in place may happen to change nothing on this input.
+    # By version, not by value: a ReLU in place may happen to change nothing on this input.
     wrote = [tensor._version for tensor in inputs] != before
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output), wrote, made_nothing

@@ -10,7 +10,7 @@ import torch
 from rotor_py.units import parse_bytes
 
 DEFAULT_SHARE = 0.9
-"""Of what the device can give this process, the part that is used where no limit is set. A guess: the tenth is for
+"""The part of what the device can give this process that is used if no limit is set. A guess: the other tenth is for
 fragmentation, which no plan knows of."""
 
 
@@ -49,7 +49,7 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 def _group_limit() -> int | None:
     """The limit that a container sets, if there is one."""
-    # Control groups of version 2, and of version 1. Where there is no limit, the first says "max", which is no number.
+    # Control groups of version 2, then of version 1. Without a limit, the first says "max", which is no number.
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             return int(Path(path).read_text())
@@ -59,6 +59,7 @@ def _group_limit() -> int | None:
 
 
 def _free_memory() -> int | None:
+    # MemAvailable, not MemFree: the page cache gives way to whoever allocates. Systems other than Linux have neither.
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

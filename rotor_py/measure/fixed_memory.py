@@ -21,9 +21,9 @@ _WORDS = {"optimizer": "optimizer state"}
 class FixedMemory:
     """Bytes on the device that every plan has to live with, from the beginning of the step to its end.
 
-    `communication` is what gradients are sent in, and sharded parameters gathered. `batch` counts what the caller
-    passes in where layers run before the chain; otherwise it is the chain's a_0. `other` is what else this process
-    holds on the device, and what the step makes for the caller and keeps to its end.
+    `communication` is the memory in which gradients are sent and sharded parameters gathered. `batch` is what the
+    caller passes in, if layers run before the chain; otherwise the batch is the chain's a_0, and counted there. `other`
+    is what else this process holds on the device, and what the step makes for the caller and keeps to its end.
     """
 
     parameters: int = 0
@@ -57,7 +57,7 @@ def count_fixed_memory(
 ) -> FixedMemory:
     """Count what is fixed in a step of `model` on `sample`; `optimizer` is None where nothing is known about it.
 
-    Of `communication`, DistributedDataParallel has its `buckets` on the device from the beginning.
+    `buckets` says that `communication` is on the device already, as DistributedDataParallel's buckets are.
     """
     parameters = list(model.parameters())
     sizes = storages(_on(device, parameters))
@@ -78,10 +78,10 @@ def count_fixed_memory(
 
 
 def kept_gradient_bytes(model: nn.Module, device: torch.device, *, fresh: bool) -> int:
-    """Bytes of gradients that are there throughout the step: those left over of frozen parameters, and unless `fresh`,
-    those of all trained ones.
+    """Bytes of gradients that are there throughout the step: those that frozen parameters still have and, unless
+    `fresh`, those of all trained parameters.
     """
-    # zero_grad of an optimizer clears the gradients of its parameters, so those of frozen ones may stay for good.
+    # An optimizer's `zero_grad` clears the gradients of its own parameters, so those of frozen ones may stay for good.
     frozen = [p.grad for p in model.parameters() if p.grad is not None and not p.requires_grad]
     return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device))
 
@@ -98,9 +98,9 @@ def _on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Ten
 def _unaccounted(
     device: torch.device, parameters: list[nn.Parameter], accounted: int, optimizer: OptimizerCost | None
 ) -> int:
-    """What the process holds on the device beyond what is `accounted` for; unknown, and so nothing, on the CPU.
+    """What the process holds on the device beyond what is `accounted` for; zero on the CPU, where it is unknown.
 
-    Gradients and optimizer state that are there already are not counted here: the whole of them is.
+    Gradients and optimizer state that are there already are taken off: they are counted as a whole elsewhere.
     """
     allocated = allocated_bytes(device)
     if allocated is None:

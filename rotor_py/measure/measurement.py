@@ -8,7 +8,7 @@ from rotor_profiling import LossCost, StageCost
 from rotor_solver import Chain, Option, Stage
 
 _NEVER = 2**48
-"""Scratch memory that no device has (256 TiB): what needs it is in no plan."""
+"""Scratch memory that no device has (256 TiB), so what needs it is in no plan. The solver takes sizes up to 1 PiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class PrefixCost:
 class Carried:
     """A tensor that is kept beside the chain, of `nbytes`: made by stage first - 1, last used by stage `last`.
 
-    It is in memory from then on to the backward of stage `last`. From there on to the backward of the stage that made
-    it, its gradient of `gradient_bytes` is. `last` is the number of stages for what is returned.
+    It is in memory from then on to the backward of stage `last`. From there to the backward of the stage that made it,
+    its gradient is, of `gradient_bytes`. If the tensor is returned, `last` is the number of stages.
     """
 
     nbytes: int
@@ -46,13 +46,13 @@ class Measurement:
     snapshot_bytes: int = 0
     carried: tuple[Carried, ...] = ()
     held_bytes: int = 0
-    """of outputs that get no gradient"""
+    """Bytes of outputs that get no gradient."""
     in_part: tuple[StageCost | None, ...] = ()
-    """what stages cost that are stored in part (`stage.partial_saving`); None where they cannot be"""
+    """The cost of each stage when it is stored in part (`stage.partial_saving`); None for those that cannot be."""
 
     @property
     def returned_bytes(self) -> int:
-        """Of carried tensors that are returned: the caller keeps the first ones, whatever is made again."""
+        """Bytes of carried tensors that are returned. The caller keeps the first ones, even if some are made again."""
         return sum(each.nbytes for each in self.carried if each.last == len(self.stages))
 
     @property
@@ -87,8 +87,8 @@ class _Beside:
     """Bytes in memory beside the chain, for each stage while it runs forward, without a graph or backward; during the
     loss; and the gradients that the backward of each stage leaves, less those that it ends.
 
-    The solver knows activations that go from one stage to the next, and nothing that goes further. So what does is
-    added to the scratch memory of every stage that it is there for.
+    The solver knows activations that go from one stage to the next, and nothing that goes further. What goes further is
+    therefore added to the scratch memory of every stage during which it is there.
     """
 
     forward: list[int]
@@ -116,6 +116,7 @@ class _Beside:
             if stage >= carried.last:  # from then on its gradient is there instead
                 self.backward[stage] += carried.nbytes
         self.loss += carried.nbytes
+        # To the solver, its gradient is one that a backward leaves, and that the backward of its maker ends.
         self.gradient[min(carried.last, length - 1)] += carried.gradient_bytes
         if carried.first:
             self.gradient[carried.first - 1] -= carried.gradient_bytes
@@ -131,8 +132,8 @@ class _Beside:
 def _option(cost: StageCost, first: StageCost, forward: int, backward: int) -> Option:
     """A way to run a stage, with the bytes that are in memory beside it. `first` is the first way's cost.
 
-    The chain has one number per stage for what a run lets go of, the first way's. What another way goes on holding of
-    that is counted as saved.
+    Per stage, the chain has one number for what a run frees: the first way's. If another way holds on to some of that,
+    it is counted as saved.
     """
     held = max(0, first.input_released_bytes - cost.input_released_bytes)
     held += max(0, first.output_released_bytes - cost.output_released_bytes)

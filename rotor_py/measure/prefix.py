@@ -22,7 +22,8 @@ def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixC
     if not cut.prefix:
         return value, None
     modules = nn.Sequential(*(module for _, module in cut.prefix))
-    value = tree_map_only(torch.Tensor, torch.clone, value)  # a layer may write into it
+    # A copy, since a layer may write into it.
+    value = tree_map_only(torch.Tensor, torch.clone, value)
     with gathered(modules, offers_of(modules).gathered_dtypes), isolated(modules, device), torch.no_grad():
         modules(value)  # libraries allocate at the first call what they keep for good
         with memory_meter(device) as meter:

@@ -1,6 +1,6 @@
 """Measuring a model that was cut into stages, one stage after the other.
 
-Never more than one stage has a graph, so that measuring needs less memory than the least plan: people come here because
+At most one stage has a graph at a time, so measuring needs less memory than the least plan: people come here because
 the whole step does not fit. Of stages of one kind, the first is measured and stands for all.
 """
 
@@ -38,8 +38,8 @@ from rotor_py.stage.surroundings import moving_buffers
 from rotor_solver.progress import Progress
 
 _SCALARS = {"cpu": 16, "cuda": 1024}
-"""Bytes of a loss that nobody has measured and of the gradient that its backward starts with: two numbers of eight
-bytes at most, each in a block of its own on CUDA (512 bytes)."""
+"""Bytes of a loss that nobody has measured, and of the gradient that its backward starts with: two numbers of at most
+eight bytes, each in a block of its own on CUDA (512 bytes)."""
 
 
 def measure(
@@ -57,12 +57,12 @@ def measure(
 ) -> Measurement:
     """Measure every stage of `cut` on the input `value`, stage by stage; of equal stages, one.
 
-    Without a `loss`, it is taken to need no time, and `loss_temp_bytes` of memory. `silent` are the positions, among
-    the tensors of the chain's output, of those that get no gradient. `done` is called with that output. `progress` is
-    called with the number of stages done, the number of all, and the name of the one that is measured next.
+    Without a `loss`, the loss counts as taking no time, and `loss_temp_bytes` of memory. `silent` are the positions,
+    among the tensors of the chain's output, of those that get no gradient. `done` is called with that output.
+    `progress` is called with the number of stages done, the number of all, and the name of the one that comes next.
 
-    UnusableLossError if the loss cannot be trained with; what a stage raises passes through, with a note that names the
-    stage.
+    Raises UnusableLossError if the loss cannot be trained with, and ValueError for a kind of device whose memory cannot
+    be measured. What a stage raises passes through, with a note that names the stage.
     """
     chain = _ChainMeasurer(cut, value, device, silent, preserve_rng_state, fresh_gradients)
     value, prefix = run_prefix(cut, leaves_of(value), device)
@@ -115,7 +115,7 @@ class _ChainMeasurer:
         self._silent = silent
         self._preserve_rng_state = preserve_rng_state
         self._fresh_gradients = fresh_gradients
-        # Only what is alive throughout: the address of anything else may come to be another tensor's.
+        # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
         self._known: dict[Hashable, tuple[GraphEffects, tuple[StageCost, ...]]] = {}
 
@@ -147,12 +147,13 @@ class _ChainMeasurer:
         name, function = stage
         silent = self._silent if last else ()
         apart = tuple({*carried.values(), *silent})
-        # The size of the input is not a matter of its shape alone: what is carried or owned does not count.
+        # The bytes of the input belong to the key: they do not follow from its shape, since what is carried or owned
+        # does not count.
         kind = (stage_kind(function, value), self.activation_bytes, last, apart)
         if kind not in self._known:
             with During("measuring", name):
                 effects = find_effects(function, value, self._device)
-            remember_effects(function, effects)  # runners ask for them
+            remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
             runner = self._runner(stage)
             parameters = storages(trained_parameters(function))
             costs = measure_options(
@@ -182,7 +183,7 @@ class _ChainMeasurer:
 
 
 def _worthwhile(cost: StageCost, others: list[StageCost]) -> StageCost | None:
-    """The first of the other ways that saves less; what saves no memory only takes longer."""
+    """The first of the other ways that saves less than the usual one. The rest would only take longer."""
     return next((each for each in others if each.saved_bytes < cost.saved_bytes), None)
 
 
@@ -204,4 +205,4 @@ def _gradient_bytes(cut: Cut) -> tuple[int, ...]:
 def _snapshot_bytes(cut: Cut) -> int:
     """Upper bound of what a replay keeps of buffers whose values a forward depends on and changes."""
     tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
-    return 2 * bytes_like(tensors)  # the copy that is put back, and another one that the next run writes into
+    return 2 * bytes_like(tensors)  # the copy that is put back, and one more that the next run writes into

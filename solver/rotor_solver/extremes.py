@@ -1,4 +1,4 @@
-"""The two ends of the scale: everything stored, and the least memory in which there is a plan at all."""
+"""The two ends of the scale: everything stored, and the least memory for which there is a plan at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def recompute_all(chain: Chain) -> Sequence:
 
 
 def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
-    """`recompute_all(chain)`, where `costs` and the table [2, L+1, L+1] of `least_memory` are known."""
+    """`recompute_all(chain)`, if `costs` and the table [2, L+1, L+1] of `least_memory` are already known."""
     from rotor_solver.arrays import least_memory
 
     choose = partial(least_memory.least_choice, costs, least)
@@ -51,17 +51,17 @@ class StoreAll:
     name = "store-all"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """`store_all(chain)`, or InfeasibleError if it does not fit."""
+        """`store_all(chain)`. Raises InfeasibleError if it does not fit."""
         return _within(chain, mem_limit, store_all(chain), "storing everything")
 
 
 class RecomputeAll:
-    """As much is computed again as it takes to reach the least possible peak of all memory-persistent sequences."""
+    """The least possible peak of all memory-persistent sequences, however much has to be computed again."""
 
     name = "recompute-all"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """`recompute_all(chain)`, or InfeasibleError if not even that fits."""
+        """`recompute_all(chain)`. Raises InfeasibleError if not even that fits."""
         return _within(chain, mem_limit, recompute_all(chain), "even computing as much as possible again")
 
 

@@ -13,7 +13,7 @@ from rotor_solver.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What one stage made, its output and what its backward needs, when the loss runs.
+    """Of one stage, the output and what its backward needs, at the moment when the loss runs.
 
     `kept_bytes` are in memory. `not_kept_bytes` are not, but would be in plain training.
     """
@@ -28,7 +28,7 @@ class PlanMemory:
     """What is in memory when the loss runs, before the first backward, and what a plan saves there.
 
     `input_bytes` are the chain's input. `beside_bytes` are carried past the chain (an encoder's output, a skip
-    connection). Both are in memory with every plan, and no part of the sums.
+    connection). Both are in memory with every plan, so the sums leave them out.
     """
 
     stages: tuple[StageMemory, ...]

@@ -8,6 +8,7 @@ from typing import Any
 
 def bytes_of_limit(mem_limit: Any) -> int:
     """A limit as a whole number of bytes, rounded down. ValueError if it is not a number of bytes, zero or more."""
+    # bool is a kind of int in Python, but never meant as bytes.
     if isinstance(mem_limit, bool) or not isinstance(mem_limit, int):
         if not isinstance(mem_limit, float) or not math.isfinite(mem_limit):
             raise ValueError(f"mem_limit is {mem_limit!r}; it has to be a number of bytes")
@@ -18,7 +19,7 @@ def bytes_of_limit(mem_limit: Any) -> int:
 
 
 def check_slots(slots: Any) -> None:
-    """ValueError unless memory can be divided into `slots`: a whole number, one or more."""
+    """Raise ValueError unless `slots` is a whole number, one or more."""
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise ValueError(f"slots is {slots!r}; memory has to be divided into at least one slot")
 

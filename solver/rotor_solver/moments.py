@@ -15,9 +15,9 @@ from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
 class Moment:
     """One operation: when it begins and how long it takes, in seconds, and the bytes in memory once it is done.
 
-    `inputs[i]` are the bytes of a_i where it stands alone, and `attached[i]` those of ā_i that stage i - 1 keeps for
-    its backward. `output` is the chain's output where only the caller holds it. `gradients` are δ and the gradients of
-    parameters that have been made. The parts add up to `after`; `during` is the most while the operation runs.
+    `inputs[i]` are the bytes of an a_i that stands alone, `attached[i]` those of the ā_i that stage i - 1 keeps for its
+    backward. `output` is the chain's output once only the caller holds it. `gradients` are δ and the gradients of
+    parameters made so far. These parts add up to `after`. `during` is the most while the operation runs.
     """
 
     operation: Operation
@@ -35,7 +35,7 @@ class Moment:
 
 def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
     """The operations of `sequence` one after the other. ValueError, as from `simulate`, if `sequence` is not valid."""
-    simulate(chain, sequence)
+    simulate(chain, sequence)  # for its errors, which name the operation
     machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
     ran: set[int] = set()
     left = 0

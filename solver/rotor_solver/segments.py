@@ -1,7 +1,7 @@
 """Chains cut into segments of consecutive stages, and the sequence that runs some of them again.
 
-One mechanism for everything whose checkpoints are given and not searched for: storing everything, periodic checkpoints,
-the levels of a model, checkpoints chosen by hand.
+One mechanism for all strategies whose checkpoints are given, not searched for: storing everything, periodic
+checkpoints, the levels of a model, checkpoints chosen by hand.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from rotor_solver.sequence import Sequence
 def recompute_segments(forwards: Iterable[ForwardEnable], again: Iterable[range], algorithm: str = "") -> Sequence:
     """The sequence in which the segments `again` are run twice, and all other stages are stored as they run.
 
-    `forwards` says, stage by stage, how it runs with a graph. `again` are disjoint segments of stages. On the way
-    forward, only the first input of each is kept; right before the backward of its last stage, the segment is run again
-    and stored.
+    `forwards` says how each stage runs with a graph. `again` are disjoint segments of stages. On the way forward, only
+    the first input of each is kept. Right before the backward of its last stage, the segment is run again and stored.
     """
     stored = list(forwards)
     starts, ends = {}, {}

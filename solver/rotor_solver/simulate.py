@@ -26,7 +26,8 @@ class Simulation:
 def simulate(chain: Chain, sequence: Sequence) -> Simulation:
     """Run `sequence` on `chain`.
 
-    ValueError, naming the operation, if one uses what is not in memory, or if the sequence does not lead to δ_0.
+    Raises ValueError, naming the operation, if an operation uses what is not in memory, or if the sequence ends without
+    δ_0.
     """
     machine = Machine(chain)
     reads, skipped = last_reads(sequence), skipped_outputs(sequence)
@@ -48,7 +49,7 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
 
 
 def last_reads(sequence: Sequence) -> dict[int, int]:
-    """The stage, by the position of its last forward: from there on, only its backward reads its input."""
+    """By the position of its last forward, every stage: from there on, only its backward reads its input."""
     last = {
         operation.stage: position
         for position, operation in enumerate(sequence)
@@ -81,7 +82,7 @@ class _Attached:
 
 @dataclass(slots=True)
 class Machine:
-    """What is in memory, and how many bytes it has: `held`."""
+    """What is in memory, and how many bytes that is: `held`. `lost` says that the loss has run."""
 
     chain: Chain
     held: int = 0
@@ -105,7 +106,7 @@ class Machine:
     def run(self, operation: Operation, *, skip_output: bool = False) -> int:
         """Carry out one operation; return the most bytes that are in memory while it runs.
 
-        With `skip_output`, its output is not computed, and the time of that is not spent.
+        With `skip_output`, a run with a graph does not compute its output, which saves time.
         """
         match operation:
             case Loss():
@@ -162,7 +163,7 @@ class Machine:
             raise _MissingError("is a second loss")
         most = self.held + self.activation[last] + self.chain.loss_temp
         self.lost = True
-        self._add_delta(last)
+        self._add_delta(last)  # before a_L is dropped: the loss makes one from the other
         self._drop_plain(last)
         self.seconds += self.chain.loss_time
         return most
@@ -185,11 +186,11 @@ class Machine:
         self.held += self.chain.stages[stage].gradient
         self.seconds += kept.option.backward_time
         temp = kept.option.backward_temp_of_replay if kept.replayed else kept.option.backward_temp
-        # The scratch is counted from all of ā on; what is gone of it already makes no difference to the peak.
+        # Scratch memory was measured on top of a whole ā; what is freed of ā already makes no difference to the peak.
         return max(before + kept.freed + self.activation[stage] + temp, self.held)
 
     def release_input(self, stage: int) -> None:
-        """The last forward of `stage` has run: free what its backward can do without."""
+        """Free the part of the input of `stage` that its backward does not need. Its last forward has run."""
         alone, inside = self.released[stage]
         if stage in self.plain:
             self.plain[stage] -= alone
@@ -214,7 +215,7 @@ class Machine:
         self.held += self.activation[index]
 
     def _note_output(self, index: int, where: str) -> None:
-        """The caller takes the first a_L that is made; one that is made again is memory of its own."""
+        """Note where the first a_L is, which the caller takes. One that is made again is other memory."""
         if index == len(self.chain) and self.output == "none":
             self.output = where
 

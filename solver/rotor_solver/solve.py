@@ -22,7 +22,10 @@ class Algorithm(Protocol):
         """The name by which `solve` and reports know it."""
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """A sequence whose simulated peak is at most `mem_limit` bytes, a_0 counted, or InfeasibleError."""
+        """A sequence whose simulated peak is at most `mem_limit` bytes, a_0 counted.
+
+        Raises InfeasibleError if the algorithm has none.
+        """
 
 
 ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
@@ -42,10 +45,10 @@ ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
 def solve(chain: Chain, mem_limit: float, algorithm: str | Algorithm = "persistent", slots: int = 500) -> Sequence:
     """Find a sequence for `chain` within `mem_limit` bytes, a_0 counted.
 
-    `algorithm` is one of the names in `ALGORITHMS`, or an object with the interface `Algorithm`. `slots` is how finely
-    memory is divided, at least, by those that divide it. InfeasibleError if nothing fits: its `min_bytes` is the least
-    limit at which the algorithm works. ValueError if the limit is not a number of bytes, if the algorithm is unknown or
-    cannot take the chain, or if there is not one slot.
+    `algorithm` is one of the names in `ALGORITHMS`, or an object with the interface `Algorithm`. Algorithms that divide
+    memory into slots divide it into at least `slots`. Raises InfeasibleError if nothing fits; its `min_bytes` is the
+    least limit at which the algorithm works. Raises ValueError if the limit is not a number of bytes, if the algorithm
+    is unknown or cannot take the chain, or if `slots` is not at least one.
     """
     limit = bytes_of_limit(mem_limit)
     check_slots(slots)

@@ -57,6 +57,7 @@ def measure_bytes(runner: Runner, value: Any, parameters: list[torch.Tensor], pl
     phases = {"backward": Phase(end, end, end), **meter.phases}  # where nothing has a graph, there was none
     gradient = phases["gradient"].kept
     input_released, output_released = _released_bytes(runner, value, place)
+    # One number serves both ways to run a stage with a graph, in training's graph and in its own: the larger.
     saved = max(0, max(phases["forward"].kept, phases["attach"].kept) - beside)
     both = activation + place.input_bytes
     return StageBytes(
@@ -81,8 +82,8 @@ def _run_unmeasured(runner: Runner, value: Any) -> None:
         source.backward()
 
 
-# In the runs below, a phase begins at each mark. "between" takes what should not count: objects that are let go of, and
-# what measuring makes for itself.
+# In the runs below, a phase begins at each mark. What falls into "between" does not count: frees, and what measuring
+# makes for itself.
 
 
 def _run_without_graph(runner: Runner, value: Any, place: Place, meter: MemoryMeter) -> tuple[Any, int, int]:
@@ -108,13 +109,13 @@ def _run_without_graph(runner: Runner, value: Any, place: Place, meter: MemoryMe
 def _run_in_graph(runner: Runner, value: Any, place: Place, meter: MemoryMeter) -> None:
     """Phases "forward" and, if there is one, "backward", as in plain training."""
     leaf = leaves_of(value)
-    torch.clear_autocast_cache()  # else weights that were cast before would not count
+    torch.clear_autocast_cache()  # else weights that an earlier run has cast would not count
     meter.mark("forward")
     output = runner.forward(leaf)
     meter.mark("between")
     source = scalar_after(output, place.silent)
     if not place.output_held:
-        output = None
+        output = None  # in training, only graphs hold it by then
     if source is not None:
         one = torch.ones_like(source)
         meter.mark("backward")
@@ -130,7 +131,7 @@ def _run_with_own_graph(
 
     Returns the bytes behind the gradient of every tensor of the input.
     """
-    torch.clear_autocast_cache()
+    torch.clear_autocast_cache()  # as above
     meter.mark("attach")
     attached, output = runner.attach(value, surroundings)
     meter.mark("gradient")
@@ -139,7 +140,7 @@ def _run_with_own_graph(
         for position, tensor in enumerate(tensors_in(output))
     ]
     meter.mark("replay")
-    del output
+    del output  # inside the phase: `saved` counts the output, so scratch is counted from when it was still there
     kept = attached.backward(gradients)
     meter.mark("between")
     inputs = kept[: len(tensors_in(value))]
@@ -153,7 +154,7 @@ def _released_bytes(runner: Runner, value: Any, place: Place) -> tuple[int, int]
     owned = frozenset() if whole_input else frozenset(place.owned)
     with memory_meter(place.device) as meter:
         meter.mark("copy")
-        # As from another layer: nothing but the graph holds it.
+        # A copy, as if another layer had made it: the input itself has other holders, so nothing would ever be freed.
         copy = tree_map_only(torch.Tensor, partial(_copied, owned), leaf)
         meter.mark("run")
         output = runner.forward(copy)
@@ -165,7 +166,7 @@ def _released_bytes(runner: Runner, value: Any, place: Place) -> tuple[int, int]
         meter.mark("end")
         del source
     phases = meter.phases
-    # Where the copy has another size than the input in the chain, nothing can be said, and nothing is promised.
+    # If the copy is not as large as the input in the chain, they are not comparable, and nothing is promised.
     whole = phases["copy"].kept == place.input_bytes
     return max(0, -phases["input"].kept) if whole else 0, max(0, -phases["output"].kept)
 

@@ -16,7 +16,7 @@ from rotor_profiling.stage.seconds import measure_seconds
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Measured seconds and bytes of a stage; the words are those of `rotor_solver.Option` and `rotor_solver.Stage`."""
+    """Measured seconds and bytes of a stage, in the words of `rotor_solver.Option` and `rotor_solver.Stage`."""
 
     forward_seconds: float
     nograd_seconds: float
@@ -30,9 +30,9 @@ class StageCost:
     input_released_bytes: int
     output_released_bytes: int
     gradient_storage_bytes: tuple[int, ...] = ()
-    """of the gradient of every tensor of the input: more than the gradient itself where that is a part of another"""
+    """Bytes of the storage behind the gradient of every tensor of the input: more than its own where it is a view."""
     skipped_output_seconds: float = 0.0
-    """that a forward saves if it skips its output"""
+    """What a forward saves by skipping its output."""
 
 
 def measure_options(
@@ -52,12 +52,12 @@ def measure_options(
     `runners` has one runner for each way, all of the same function. Ways after the first are timed by how much longer
     they take, run by run. Nothing of the model is changed.
 
-    `input_bytes` is |a_i| as the chain counts it. `owned` holds the addresses of storages that belong to the caller
-    (parameters, the batch) and so are not the stage's. Unless `fresh_gradients`, parameters already have a gradient
-    when the backward runs, as they do where gradients are kept between steps. `output_held` says that the caller keeps
-    the output until the backward is done, as happens to the last stage's. `carried` are the positions, among the
-    output's tensors, of those that are kept beside the chain: they count neither as |a_{i+1}| nor as saved, but as in
-    memory while the stage runs. `silent` are the positions of those that get no gradient although they could.
+    `input_bytes` is |a_i| as the chain counts it. `owned` are the addresses of storages that belong to the caller
+    (parameters, the batch) and not to the stage. Unless `fresh_gradients`, parameters already have a gradient when the
+    backward runs, as they do if gradients are kept between steps. `output_held` says that the caller keeps the output
+    until the backward is done, which is so for the last stage. `carried` are the positions, among the output's tensors,
+    of those that are kept beside the chain: they count neither as |a_{i+1}| nor as saved, only as in memory while the
+    stage runs. `silent` are the positions of those that get no gradient although they could.
 
     ValueError for a kind of device whose memory cannot be measured.
     """

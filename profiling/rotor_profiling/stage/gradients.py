@@ -24,9 +24,9 @@ def with_graph(output: Any) -> list[torch.Tensor]:
 def scalar_after(output: Any, silent: Sequence[int] = ()) -> torch.Tensor | None:
     """A scalar whose backward hands every tensor in `output` a gradient that is made at that moment.
 
-    The engine gives such a gradient away as it would give away one that another layer made, so memory is released as
-    early as in training; a gradient that is passed to `backward` would be held by its caller. The tensors at the
-    positions `silent` get none. None where nothing in `output` has a graph.
+    The engine gives such a gradient away like one that another layer made, so its memory is freed as early as in
+    training. A gradient that is passed to `backward` would be held by its caller. The tensors at the positions `silent`
+    get no gradient. Returns None if nothing in `output` has a graph.
     """
     tensors = with_graph([tensor for i, tensor in enumerate(tensors_in(output)) if i not in silent])
     return _NewGradient.apply(*tensors) if tensors else None  # type: ignore[no-untyped-call]  # torch leaves it so

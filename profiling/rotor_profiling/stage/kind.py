@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten
 class HasKind(ABC):
     """A module that says itself when it does the same as another one.
 
-    The attributes of generated code differ from piece to piece even where the code is the same. Whoever generates it
-    knows better.
+    The attributes of generated code differ from piece to piece even where the code does the same. Only its generator
+    can tell.
     """
 
     @abstractmethod
@@ -30,10 +30,10 @@ class HasKind(ABC):
 def stage_kind(function: Callable[..., Any], value: Any) -> Hashable:
     """A key that is equal for stages that cost the same on `value`.
 
-    Anything that cannot be compared makes a kind of its own: measuring once too often is better than once too few.
+    Anything that cannot be compared makes a kind of its own: better one measurement too many than one too few.
     """
     if not isinstance(function, nn.Module):
-        return id(function), value_kind(value)
+        return id(function), value_kind(value)  # functions do not show what they do
     described = [module for module in function.modules() if isinstance(module, HasKind)]
     read = tuple(module.kind(value) for module in described) if described else value_kind(value)
     return _module_kind(function), read
@@ -53,7 +53,7 @@ def _module_kind(module: nn.Module) -> Hashable:
 
 
 def _attribute(value: Any) -> Hashable:
-    if isinstance(value, dict):
+    if isinstance(value, dict):  # a table of parameters, buffers, hooks or modules; modules are described on their own
         return tuple((key, None if isinstance(item, nn.Module) else _plain(item)) for key, item in value.items())
     return _plain(value)
 
@@ -67,4 +67,4 @@ def _plain(value: Any) -> Hashable:
         return value
     if isinstance(value, set | frozenset) and all(isinstance(item, str) for item in value):
         return tuple(sorted(value))
-    return id(value)  # an object of whose state nothing is known, a hook for instance
+    return id(value)  # an object that does not show its state, such as a hook

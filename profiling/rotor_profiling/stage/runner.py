@@ -1,4 +1,8 @@
-"""The ways in which an executor runs a stage, as far as measuring has to know them."""
+"""The ways in which an executor runs a stage, as far as measuring has to know them.
+
+Measuring calls the executor's own code: what is measured is then what runs in training, to the byte. The executor is
+above this package, so this file only says what it has to look like.
+"""
 
 from __future__ import annotations
 

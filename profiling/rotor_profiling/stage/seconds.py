@@ -44,8 +44,8 @@ def measure_seconds(runners: Sequence[Runner], value: Any, device: torch.device)
             if outputs:
                 torch.autograd.backward(outputs, gradients)
             lap()
-            del outputs
-        # One like the other: what ran before them, and so what is in caches, is the same.
+            del outputs  # else they would be freed inside the next lap
+        # One right after the other, so that caches hold about the same for both. The output is what they differ in.
         for skip_output in (True, False) if runner.can_skip_output else ():
             runner.forward(leaves_of(value), skip_output=skip_output)
             lap()
@@ -54,9 +54,11 @@ def measure_seconds(runners: Sequence[Runner], value: Any, device: torch.device)
     measured = lap_seconds(run, device, laps=skipping + (2 if runner.can_skip_output else 0))
     nograd, forward, backward = (median(laps[at] for laps in measured) for at in range(3))
     skipped = _difference(measured, skipping + 1, skipping) if runner.can_skip_output else 0.0
+    # Noise can make the difference negative, or larger than a forward, and `Chain` refuses both.
     skipped = max(0.0, min(skipped, nograd, forward))
     found = []
     for number in range(len(runners)):
+        # Stored in part, a stage does all that it does when stored whole, and more: a difference below zero is noise.
         longer_forward = max(0.0, _difference(measured, 2 * number + 1, 1))
         longer_backward = max(0.0, _difference(measured, 2 * number + 2, 2))
         found.append(StageSeconds(nograd, forward + longer_forward, backward + longer_backward, skipped))

@@ -1,8 +1,8 @@
 """Where a graph is cut into stages: where a single tensor is live, beside those that are carried past the cuts.
 
-A stage of a chain has one input. Between the blocks of a network one tensor is live as a rule, and a cut there costs
+A stage of a chain has one input. Between the blocks of a network usually one tensor is live, and a cut there costs
 nothing. A tensor that stays live over many blocks (an encoder's output, a skip connection) would forbid every cut in
-between. To carry it means to hand it on from stage to stage beside the main tensor.
+between. So it is carried: handed on from stage to stage beside the main tensor.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rotor_py.capture.graph.graph_nodes import carries_gradient, new_bytes, tens
 from rotor_py.capture.graph.mark_nodes import enter, leave
 
 _HUGE = 0.3
-"""A stage that makes more than this part of all bytes is cut further, by carrying tensors past the cuts. A guess: a
-plan cannot save much inside one stage, and a carried tensor stays in memory over all stages that it is carried past.
+"""A stage that makes more than this part of all bytes is cut further, by carrying tensors past the cuts. A guess,
+between two evils: a plan cannot save much inside one stage, and a carried tensor stays in memory all the way.
 """
 _WORTHWHILE = 4
-"""The cuts that carrying one more tensor has to make possible. A guess: for fewer, it costs more than it gains."""
+"""The fewest new cuts for which one more tensor is carried. A guess: for fewer, it costs more than it gains."""
 _SMALL = 0.25
 """A stage that makes less than this part of an average stage's bytes is joined to the next. A guess: a cut after every
 reshape would make the solver slower, and save nothing.
@@ -44,8 +44,8 @@ class CutPoints:
 def find_cut_points(facts: GraphFacts, granularity: int) -> CutPoints:
     """Cut where one tensor is live, into at most `granularity` stages.
 
-    Of the tensors that are live inside the largest stage, the one that allows most cuts is carried, until no stage is
-    too large. Stages that do next to nothing are joined to the next one.
+    While a stage is too large, one of the tensors that are live inside the largest one is carried: the tensor that
+    allows most new cuts. Stages that do next to nothing are joined to the next one.
     """
     live = _liveness(facts)
     # Bytes that a node makes stand for its work: times are known only once stages are measured, and stages only once
@@ -60,7 +60,7 @@ def find_cut_points(facts: GraphFacts, granularity: int) -> CutPoints:
             break
         inside = {node for position in range(low, high - 1) for node in live[position]} - set(carried)
         counts = {node: len(crossings.possible([*carried, node])) - len(possible) for node in inside}
-        # Of equals the earliest in the graph, so that all processes that train together cut alike.
+        # Of equals the earliest in the graph: processes that train together have to cut alike, and sets have no order.
         best = max(counts, key=lambda node: (counts[node], -facts.body.index(node)), default=None)
         if best is None or counts[best] < _WORTHWHILE:
             break
@@ -96,8 +96,8 @@ class _Crossings:
         self._end = len(facts.body) - 1
         self._live: dict[int, list[fx.Node]] = {}
         for at, (node, following) in enumerate(itertools.pairwise(facts.body)):
-            # A mark belongs to the module beside it, in the same stage. What is made without gradients is no stage's
-            # output: nothing in it could be trained.
+            # A mark belongs into one stage with the module beside it. A stage must not end where gradients are off:
+            # none would arrive at its output.
             if _begins_module(node) or following.target is leave or not facts.modes[node].gradients:
                 continue
             here = [each for each in live[at] if tensors[each]]
@@ -123,6 +123,7 @@ class _Crossings:
 
 def _begins_module(node: fx.Node) -> bool:
     """Whether parameters have just been gathered: a cut here would keep them until the next stage."""
+    # `enter` returns a tuple, whose parts are nodes that follow it.
     if node.target is operator.getitem:
         return bool(node.all_input_nodes[0].target is enter)
     return node.target is enter

@@ -21,7 +21,7 @@ class Emitter:
     """Copies nodes of a captured graph into a new one, and switches on the modes that each of them was in.
 
     `inputs` become the new graph's placeholders. What else the nodes read (parameters, buffers, bodies of operators)
-    becomes its attributes. `signature` is equal for two emitters that were given nodes that do the same.
+    becomes its attributes. Two emitters have an equal `signature` if their nodes do the same.
     """
 
     def __init__(self, facts: GraphFacts, inputs: Iterable[fx.Node]) -> None:
@@ -44,11 +44,12 @@ class Emitter:
         self.copies[node] = self.graph.node_copy(node, self._copied)
         if node.op in ("get_attr", "call_module"):
             self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
+        # Only functions and methods are comparable; any other node makes the piece unlike all others.
         target = node.target if node.op in ("call_function", "call_method") else id(node)
         args = node.args
         if node.target in MARKS:
             self.copies[node].target = getattr(self.facts.marks, MARKS[node.target])
-            args = args[1:]  # without its place: the same module at another place does the same
+            args = args[1:]  # not its place in the model: like modules at different places do the same
             if self.facts.marks is not None:
                 self._entered.add(self.facts.marks.group_at(str(node.args[0]))[0])
         self.signature.append((node.op, target, self._plain(args), self._plain(node.kwargs)))
@@ -99,6 +100,7 @@ class Emitter:
             self.graph.call_function(torch._C._set_grad_enabled, (self._gradients_off,))
             self._gradients_off = None
         elif not modes.gradients and self._gradients_off is None:
+            # Remembered and put back, not switched on afterwards: the piece may itself run without a graph.
             self._gradients_off = self.graph.call_function(torch.is_grad_enabled)
             self.graph.call_function(torch._C._set_grad_enabled, (False,))
             self.signature.append("no gradients")

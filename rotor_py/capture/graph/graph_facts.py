@@ -2,8 +2,8 @@
 
 The nodes are divided into a context and a body. What carries no gradient (masks, positions, rotary tables) needs no
 backward, so it runs once, before the first stage, and all stages share it; the body is what is cut into stages. If the
-context stayed where the model has it, a mask that every layer reads would be live at every position, and nowhere would
-there be a single live tensor to cut at.
+context stayed where the model has it, a mask that every layer reads would be live at every position, so no position
+would have a single live tensor to cut at.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GraphFacts:
     """A graph, read once. Together, `context` and `body` are all nodes that compute something."""
 
     context: list[fx.Node]
-    """The nodes that carry no gradient and can run before all others."""
+    """The nodes that carry no gradient and can run before all others, in the order of the graph."""
     body: list[fx.Node]
     """The other nodes, in the order of the graph."""
     outputs: list[Any]
@@ -57,7 +57,7 @@ class GraphFacts:
     """The other placeholders: what the caller passes in."""
     marks: FSDPMarks | None = None
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
-    """The owned placeholders that are holes: where the parameter is, and the group that it is gathered with."""
+    """The owned placeholders that are holes, each with its parameter's place and the group that it is gathered with."""
 
 
 def read_graph(
@@ -120,8 +120,8 @@ class _Reader:
 
     def _is_early(self, node: fx.Node) -> bool:
         """Whether a node can run before all nodes of the body, with the same result."""
-        # Random numbers have to be drawn in the model's order. A norm may move its running statistics, which measuring
-        # puts back after a stage, but not after the context. A mark has to run where it stands.
+        # Random numbers have to be drawn in the model's order. A norm may move its running statistics; measuring puts
+        # them back after a stage, but not after the context. A mark has to run where it stands.
         if carries_gradient(node) or is_random(node) or "_norm" in name_of(node) or node.target in MARKS:
             return False
         inputs, owned = node.all_input_nodes, self.facts.owned
@@ -131,7 +131,7 @@ class _Reader:
         if not all(each in self._early or (each in owned and not owned[each].requires_grad) for each in inputs):
             return False
         if overwrites(node):
-            # Moved before the body, a write into what the body has read by then would be seen there too early.
+            # Moved before the body, a write would be seen too early by nodes of the body that have read its target.
             target = memory_root(inputs[0])
             return target.op not in ("placeholder", "get_attr") and target not in self._read_by_body
         return node.op in ("call_function", "call_method", "get_attr")
@@ -142,7 +142,7 @@ def written_input(facts: GraphFacts) -> fx.Node | None:
     for node in facts.body:
         if node.op in ("call_function", "call_method") and overwrites(node) and node.all_input_nodes:
             target = memory_root(node.all_input_nodes[0])
-            # Dynamo names a placeholder after where it found the value: in `args` or `kwargs` of the compiled function.
+            # Dynamo names a placeholder after the place of its value: `args` or `kwargs` of the compiled function.
             if target in facts.given and target.name.startswith(("l_args_", "l_kwargs_")):
                 return node
     return None
@@ -153,12 +153,13 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
         return Modes(now.autocast, bool(node.args[0]))
     if node.target is _ENTER:
         return Modes((*now.autocast, node), now.gradients)
+    # The node that leaves a region has the one that entered it as its argument.
     return Modes(tuple(each for each in now.autocast if each is not node.args[0]), now.gradients)
 
 
 def _is_named_as_buffer(node: fx.Node, value: Any) -> bool:
     """Whether Dynamo found the value in a module's buffers.
 
-    The caller's ids do not say it of every buffer: the backend of torch.compile is not given the model.
+    The ids alone would not do: a backend of torch.compile is not given the model, and has none.
     """
     return isinstance(value, torch.Tensor) and "_buffers_" in str(node.target)

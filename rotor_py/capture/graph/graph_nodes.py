@@ -1,4 +1,6 @@
-"""What a single node of a captured graph says about itself: its tensors, its memory, whether it writes or draws."""
+"""What a single node of a captured graph says about itself: its tensors, its memory, whether it writes into an input
+or draws random numbers.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ def carries_gradient(node: fx.Node) -> bool:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """The tensors of the node's value as Dynamo saw them: fake tensors, which have no data."""
+    # Dynamo writes "example_value"; graphs from torch's other tracers have "val".
     found = node.meta.get("example_value", node.meta.get("val"))
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
 
@@ -38,7 +41,7 @@ def new_bytes(node: fx.Node) -> int:
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor. Where its shape may change, the shape that Dynamo saw first counts."""
+    """Bytes of a tensor. Of a dimension that may change, the size that Dynamo saw first counts."""
     count = tensor.element_size()
     for size in tensor.shape:
         count *= size if isinstance(size, int) else int(size.node.hint or 1)
@@ -82,8 +85,8 @@ def attribute_of(module: Any, target: Any) -> Any:
 def memory_root(node: fx.Node) -> fx.Node:
     """The node that allocated the memory in which the node's value lies, as far as can be told.
 
-    Of a node that allocates nothing the first input is followed: for views and in-place operators it is the tensor
-    that they look at or write into.
+    From a node that allocates nothing, the search goes on with its first input: for views and in-place operators, that
+    is the tensor that they look at or write into.
     """
     while (inputs := node.all_input_nodes) and new_bytes(node) == 0 and tensors_of(node):
         node = inputs[0]
@@ -96,4 +99,5 @@ def name_of(node: fx.Node) -> str:
 
 
 def _memory(tensor: torch.Tensor) -> int:
+    # Not the address of the data: all fake tensors have 0 there.
     return int(tensor.untyped_storage()._cdata)

@@ -31,10 +31,11 @@ from rotor_py.stage.runner import StageRunner
 class GraphStage(nn.Module, StageOffers, HasKind):
     """A piece of a graph, run node by node.
 
-    Its input and output are tuples of tensors and numbers: what is live there, and then what all stages share, of which
-    this one reads those at the positions `reads`; the last stage does not hand it on. `signature` is equal for pieces
-    that do the same. `carried` is what `StageOffers` says. In the graph of a `sharded` model, `groups` are those of the
-    parameters that it uses, and `begun` those of them whose modules begin before it.
+    Its input and output are tuples of tensors and numbers: first what is live there, then the values that all stages
+    share, `shared` in number. The stage reads the shared values at the positions `reads`, and hands all of them on
+    unless it is the `last`. `signature` is equal for pieces that do the same. `carried` is what `StageOffers` says. In
+    the graph of a `sharded` model, `groups` are those of the parameters that the stage uses, and `begun` those among
+    them whose modules begin before it.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self.last = last
         self.carried = carried
         self._signature = signature
-        # In tuples, for no module looks into them: these graphs are no submodules, they run on the body's attributes.
+        # In tuples, which modules do not look into: these graphs must not become submodules, since they have no
+        # parameters of their own and run on the body's.
         self._skipping_output = (skipping_output(body),)
-        # Looked for when somebody asks. Not in a sharded model: the parameters that cheap operators read would be let
-        # go of after the forward, and gathered once more to make their values again.
+        # Searched for when somebody asks, since that takes time. Not in a sharded model: the parameters that cheap
+        # operators read are freed after the forward, and would have to be gathered again to make their values again.
         self._in_part: tuple[_InPart | None] | None = (None,) if sharded else None
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -107,7 +109,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     def _run(self, graph: fx.GraphModule, values: tuple[Any, ...], *before: Any) -> tuple[Any, ...]:
         live, shared = self._divide(values)
-        del values  # the caller may have let go of them, and the stage may do without some of them at its end
+        del values  # if the caller has let go of them too, they are freed as soon as the graph has used them
         arguments = (*before, *live, *(shared[position] for position in self.reads))
         result: tuple[Any, ...] = run_graph(graph, arguments, self.body)
         return result if self.last else (*result, *shared)
@@ -120,7 +122,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
 @dataclass(frozen=True, slots=True)
 class _InPart:
-    """What a run that is stored in part keeps, and its graphs: with the output, and skipping it as far as it can."""
+    """What a run that is stored in part keeps, and its graphs: the whole one, and one that skips the output."""
 
     part: SavedPart
     whole: fx.GraphModule
@@ -130,12 +132,12 @@ class _InPart:
 def in_context(
     stages: Sequence[tuple[str, nn.Module]], value: tuple[Any, ...], preserve_rng_state: bool
 ) -> tuple[list[StageRunner], tuple[Any, ...]]:
-    """Runners of the stages of a graph, with what they share, and what goes into the first beside that."""
+    """Runners of a graph's stages, to which the shared values are bound, and what else goes into the first stage."""
     ends = [_end(stage) for _, stage in stages]
     own = len(value) - ends[0].shared
     if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
-        # An input of the model that gets a gradient is shared. Then all of it goes from stage to stage as their input,
-        # since gradients flow back through inputs alone.
+        # A shared value gets a gradient: an input of the model. Gradients flow back only through a stage's input, so
+        # everything shared goes from stage to stage there.
         own = len(value)
     runners = [
         StageRunner(stage, name, preserve_rng_state, context=value[own:], hands_on=not end.last)

@@ -18,8 +18,8 @@ Hook = Callable[..., Any]
 def enter(place: str, *tensors: torch.Tensor) -> Tensors:
     """The mark where a module begins: the tensors of its input that need a gradient pass through it.
 
-    `place` names its group, and the module in it, by number. It is a text because TorchDynamo makes variables of
-    numbers that differ from one model to the next.
+    `place` names its group and the module in it, by number. It is a string because TorchDynamo turns numbers that
+    differ from one model to the next into variables.
     """
     return _passed(tensors)
 
@@ -30,7 +30,7 @@ def leave(place: str, *tensors: torch.Tensor) -> Tensors:
 
 
 MARKS: dict[Any, str] = {enter: "enter", leave: "leave"}
-# Otherwise TorchDynamo would trace through them, and the graph would have views where the marks should be.
+# Otherwise TorchDynamo would trace into them, and the graph would have views instead of marks.
 for _mark in MARKS:
     torch._dynamo.allow_in_graph(_mark)
 
@@ -65,6 +65,6 @@ def _marked(mark: Callable[..., Tensors], place: str, value: Any) -> Any:
     flat, spec = tree_flatten(value)
     at = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     through = mark(place, *[flat[i] for i in at])
-    for i, tensor in zip(at, through, strict=False):  # one more came through where there was none
+    for i, tensor in zip(at, through, strict=False):  # where there was none, an empty one came through
         flat[i] = tensor
     return tree_unflatten(flat, spec)

@@ -1,9 +1,9 @@
 """What a captured stage that is stored in part keeps: the fewest bytes from which cheap operators make the rest again.
 
 Which values to keep is a minimum cut. Memory flows from what cannot be made again cheaply, through the cheap operators,
-to what autograd saves. A cut through the values separates the two, and its capacity is the bytes of the values cut. A
-cut of least capacity is the least memory from which all that is saved can be made. PyTorch's compiler decides in the
-same way what a backward recomputes (torch._functorch.partitioners).
+to what autograd saves. A cut through the values separates the two, and its capacity is the bytes of the values that it
+cuts. The cut of least capacity is the least memory from which all that autograd saves can be made. PyTorch's compiler
+decides in the same way what a backward recomputes (torch._functorch.partitioners).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rotor_py.stage.partial_saving import Call, Recipe, Value
 _log = logging.getLogger("rotor_py")
 
 _WORTHWHILE = 0.1
-"""The part of the saved bytes that has to be dropped at least. A guess: for less, a second way to run the stage is not
+"""The least part of the saved bytes that has to be dropped. A guess: for less, a second way to run the stage is not
 worth measuring, and would only make the solver slower.
 """
 # fmt: off
@@ -47,8 +47,8 @@ _CHEAP: set[Any] = {
     *(getattr(module, name) for name in _LAYERS for module in (F, torch._C._nn) if hasattr(module, name)),
     *_OPERATORS,
 }
-"""Operators whose time is that of reading and writing their tensors, as functions and as names of methods. Matrix
-products, convolutions and attention take longer. Random numbers would have to be drawn again from the same state.
+"""Operators that take no longer than reading and writing their tensors, as functions and as names of methods. Matrix
+products, convolutions and attention take longer. Random operators would have to draw again from the same state.
 """
 
 
@@ -66,7 +66,7 @@ class SavedPart:
     def instrumented(self, body: fx.GraphModule, stage: fx.Graph) -> fx.GraphModule:
         """A copy of a graph on `body` whose first input is a `PartialSaving`.
 
-        It is called with every value to keep or drop, as soon as the value is there. The copy has no attributes: it is
+        The copy hands it every value to keep or drop, as soon as the value is there. The copy has no attributes: it is
         run on those of `body`, so that parameters are there once.
         """
         graph = fx.Graph()
@@ -86,12 +86,12 @@ class SavedPart:
 
 
 def find_saved_part(body: fx.GraphModule, shared: int) -> SavedPart | None:
-    """What `body` can keep where it is stored in part; None if that would save less than a tenth, or cannot be found.
+    """What `body` keeps if it is stored in part; None if that saves less than a tenth, or cannot be found.
 
-    Its last `shared` inputs are those that all stages share: they are in memory in any case.
+    Its last `shared` inputs are those that all stages share, and in memory in any case.
     """
     nodes = list(body.graph.nodes)
-    # What an operator wrote over is lost, and a value made under a mode of its own would be made again without it.
+    # What an operator has overwritten is lost, and a value that was made under a mode would be made again without it.
     if any(node.op == "call_module" or node.target in _MODES or _writes(node) for node in nodes):
         return None
     try:
@@ -111,7 +111,7 @@ def find_saved_part(body: fx.GraphModule, shared: int) -> SavedPart | None:
     pending = list(dropped)
     while pending:
         node = pending.pop()
-        if node in cut or node not in roots:  # a value without a tensor is a number, which costs nothing to keep
+        if node in cut or node not in roots:  # without a tensor, it is a number, which costs nothing to keep
             kept.add(numbers[node])
         elif numbers[node] not in calls:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_in(numbers))
@@ -172,8 +172,8 @@ def _is_cheap(node: fx.Node) -> bool:
 def _cut(nodes: list[fx.Node], saved: set[fx.Node], roots: dict[fx.Node, fx.Node], free: set[fx.Node]) -> set[fx.Node]:
     """The nodes to keep, of those that allocate memory. Of cuts of equal capacity, the one that makes least again.
 
-    A node is two points of the network, "made" and "kept", with its bytes as the capacity between them. An edge without
-    a capacity is infinite: a cut never goes through it.
+    A node is two points of the network, "made" and "kept", with its bytes as the capacity between them. All other edges
+    have no capacity, which networkx reads as an infinite one: a cut never goes through them.
     """
     flow = nx.DiGraph()
     flow.add_nodes_from(("saved", "made"))
@@ -182,11 +182,11 @@ def _cut(nodes: list[fx.Node], saved: set[fx.Node], roots: dict[fx.Node, fx.Node
         flow.add_edge((node, "made"), (node, "kept"), capacity=0 if node in free else _size(node))
         if node in saved:
             flow.add_edge((node, "kept"), "saved")
-        if not _is_cheap(node):  # so that it is kept, or nothing that is made from it is needed
+        if not _is_cheap(node):  # a source: the cut has to pass between it and all that is saved
             flow.add_edge("made", (node, "made"))
         for each in _memory_read(node, roots):
             flow.add_edge((each, "kept"), (node, "made"))
-    # networkx returns the cut nearest to "saved": behind it as little as possible has to be made again.
+    # networkx returns the cut nearest to the sink, "saved", so as little as possible has to be made again behind it.
     _, (before, _) = nx.minimum_cut(flow, "made", "saved")
     return {node for node in own if (node, "made") in before and (node, "kept") not in before}
 

@@ -23,8 +23,8 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
 
     An error that an operator raises is raised as it is, with a note that quotes the model's line.
     """
-    # Not `graph(...)`: where an operator raises, that prints generated code and cuts off the traceback. Autocast
-    # regions and `no_grad` are plain calls in generated code, not `with` blocks, so an error would leave them on.
+    # Not `graph(...)`: if an operator raises, that prints generated code and cuts off the traceback. In generated code,
+    # autocast regions and `no_grad` are plain calls and not `with` blocks, so an error would leave them on.
     gradients = torch.is_grad_enabled()
     try:
         return type(graph).forward(graph if owner is None else owner, *arguments)
@@ -42,23 +42,24 @@ def line_of(node: fx.Node) -> str:
 
 
 def raise_own_error(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
-    """Raise the error that the model itself raises for this input, if it does; nothing of the model changes.
+    """Raise the error that the model itself raises for this input, if it raises one. Nothing of the model changes.
 
-    Where an operator refuses its input, TorchDynamo's error tells in hundreds of lines how it came to trace it.
+    If an operator refuses its input, TorchDynamo's own error is hundreds of lines on how it came to trace it.
     """
     with isolated(model, device), torch.no_grad():
         try:
             model.forward(*args, **kwargs)
         except Exception as error:
-            raise error from None
+            raise error from None  # not "during handling of" TorchDynamo's
 
 
 def _explain(graph: fx.GraphModule, error: BaseException) -> None:
-    """Leave the autocast regions that are open where `error` was raised, and note the line of the model there."""
+    """Leave the autocast regions that are open where `error` was raised, and note the model's line."""
     trace = _in_code_of(graph, error.__traceback__)
     if trace is None:
         return
-    for value in reversed(trace.tb_frame.f_locals.values()):  # generated code sets a local to None after its last use
+    # The innermost first. Closed regions are not found: generated code sets a local to None after its last use.
+    for value in reversed(trace.tb_frame.f_locals.values()):
         if isinstance(value, torch.autocast):
             value.__exit__(None, None, None)
     numbers: dict[int, int | None] = getattr(graph, "_lineno_map", None) or {}

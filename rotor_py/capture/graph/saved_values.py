@@ -1,8 +1,8 @@
 """Which values of a graph autograd saves for the backward, found by running the graph on tensors without memory.
 
-torch has no table of what each operator saves: it depends on which inputs need a gradient, and on the version of torch.
-So the graph is run with a graph of autograd and hooks that see every saved tensor. On fake tensors that takes
-milliseconds and no memory, for a stage of any size; the real run would need what the plan is there to avoid.
+torch has no table of what each operator saves: that depends on which inputs need a gradient, and on the version of
+torch. So the stage is run with autograd on, and with hooks that see every saved tensor. On fake tensors that takes
+milliseconds and no memory, for a stage of any size. A real run would need the very memory that the plan is to avoid.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rotor_py.capture.graph.graph_nodes import attribute_of
 def find_saved_values(body: fx.GraphModule) -> tuple[set[fx.Node], dict[fx.Node, fx.Node]]:
     """The nodes whose memory autograd saves, and for every node with a tensor the one that allocated its memory.
 
-    Raises TypeError for tensors of a subclass or without strides, and whatever an operator raises that does not take
-    tensors without memory.
+    Raises TypeError for tensors of a subclass or without strides. What an operator raises that does not take tensors
+    without memory passes through.
     """
     maker: dict[int, fx.Node] = {}
     roots: dict[fx.Node, fx.Node] = {}
@@ -43,7 +43,7 @@ def find_saved_values(body: fx.GraphModule) -> tuple[set[fx.Node], dict[fx.Node,
         for node in body.graph.nodes:
             if node.op == "output":
                 break
-            # All values stay alive to the end, so that no address of a storage is used twice.
+            # All values stay alive to the end, so that no storage's number is used twice.
             values[node] = _run(body, node, values, mode)
             for tensor in _tensors(values[node]):
                 roots[node] = maker.setdefault(tensor.untyped_storage()._cdata, node)

@@ -1,8 +1,8 @@
 """A captured stage for runs with a skipped output: the operators at its end that need not be computed.
 
-A stage that is run again for its backward makes its output a second time, though nobody reads it. Where the last
-operator is a matrix product, as in a transformer's block, its backward needs its inputs and not its value, so it can be
-skipped. Operators before it cannot: autograd saves what they made.
+A stage that is run again for its backward makes its output a second time, though nobody reads it. If the last operator
+is a matrix product, as in a transformer's block, its backward needs its inputs and not its value, so it can be skipped.
+Operators before it cannot: autograd saves what they made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from rotor_py.stage.skipped_output import skip_output
 
-# By name, not by what autograd saves: that is not known before the stage runs.
+# Listed, not found by what autograd saves: that is not known before the stage runs.
 _PRODUCTS: set[Any] = {
     F.linear,
     operator.matmul,
@@ -61,7 +61,7 @@ _FOLLOWING: set[Any] = {
     "half",
     "bfloat16",
 }
-"""Operators that may follow a product: their backward does not depend on the values that go into them."""
+"""Operators that may follow a product: their backward does not read the values that go into them."""
 
 
 def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
@@ -76,7 +76,7 @@ def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.graph, copies))
     for node in skipped:
-        if node.target not in _FOLLOWING:  # these run on what stands in for the value, and cost nothing or little
+        if node.target not in _FOLLOWING:  # those run on what stands in for the value, and cost little or nothing
             _let_skip(copies[node])
     found = fx.GraphModule(body, graph, "GraphStageWithoutOutput")
     for attributes in (found._parameters, found._buffers, found._modules):

@@ -10,15 +10,16 @@ from rotor_py.capture.graph.graph_nodes import module_path, new_bytes
 
 
 def name_pieces(pieces: list[list[fx.Node]]) -> list[str]:
-    """A name for each piece: the path of the module in which it does most, by the bytes that it makes there.
+    """A name for each piece: the path of the module in which it makes most bytes.
 
-    The path ends one level below what all of the piece has in common. Names that occur more than once are numbered.
+    The path ends one level below the part that all modules of the piece share. A name that occurs more than once is
+    numbered.
     """
     found = []
     for piece in pieces:
         weights: Counter[str] = Counter()
         for node in piece:
-            weights[module_path(node)] += new_bytes(node) + 1  # a piece of nothing but views has a name, too
+            weights[module_path(node)] += new_bytes(node) + 1  # one more, so that a piece of views alone has a name
         found.append(_name(weights))
     repeated = {name for name, count in Counter(found).items() if count > 1}
     seen: Counter[str] = Counter()
