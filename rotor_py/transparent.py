@@ -120,13 +120,12 @@ class Transparent(nn.Module):
 
 
 def _is_own(kind: type, name: str) -> bool:
-    """Whether setting an attribute is for the wrapper: one that its class lets be set, and `forward`.
+    """Whether setting an attribute is for the wrapper: a property or another descriptor of its class, and `forward`.
 
+    Properties that cannot be set are among them: put on the model, the value would not be found when it is read here.
     Libraries that wrap a forward (Accelerate does) put it on what they were given, and mean that to call it.
     """
-    found = inspect.getattr_static(kind, name, None)
-    settable = found.fset is not None if isinstance(found, property) else hasattr(found, "__set__")
-    return settable or name == "forward"
+    return hasattr(inspect.getattr_static(kind, name, None), "__set__") or name == "forward"
 
 
 def _blank(kind: type[Transparent]) -> Transparent:

@@ -50,11 +50,15 @@ def agreed_sequence(
             found = [budget.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
         except InfeasibleError as error:
             found = [error]  # sent like a sequence: the others wait, and have to hear of it
+        except Exception as error:
+            found = [RuntimeError(f"rank 0 could not solve: {type(error).__name__}: {error}")]
     with _sending_from(device):
         dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
-    sequence: Sequence | InfeasibleError = found[0]
+    sequence: Sequence | InfeasibleError | RuntimeError = found[0]
     if isinstance(sequence, InfeasibleError):
         raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
+    if isinstance(sequence, RuntimeError):
+        raise sequence
     # Room is not all: with larger batches, a process may need more for the same sequence.
     peaks = _gathered((budget.peak_bytes(sequence), mem_limit), group, device)
     # All processes look at all peaks, so that all raise, and none is left waiting in a collective.

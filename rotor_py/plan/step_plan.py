@@ -205,7 +205,8 @@ class StepPlans:
         if self.in_use is not None and not source.captured:
             twin.in_use = replace(self.in_use, source=source)
         elif self.in_use is not None and self.in_use.file is not None:
-            twin.in_use = StepPlan.adopted(self.in_use.file, source)
+            # Optimizers that have come since count in the copy as well.
+            twin.in_use = replace(StepPlan.adopted(self.in_use.file, source), budget=self.in_use.budget)
         return twin
 
     def _put_aside(self, present: ModelState) -> None:

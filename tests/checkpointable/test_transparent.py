@@ -86,3 +86,11 @@ def test_a_parametrized_model_trains_as_ever() -> None:
     planned = Checkpointable(network, mem_limit="1GB")
     batch = torch.randn(4, 6)
     assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
+
+
+@pytest.mark.parametrize("name", ["budget", "captured", "chain", "device", "functions", "inspection_values", "names"])
+def test_what_only_the_planner_knows_cannot_be_set(name: str) -> None:
+    planned = Checkpointable(Scaled())
+    with pytest.raises(AttributeError, match=name):
+        setattr(planned, name, None)
+    assert name not in vars(planned.model)
