@@ -85,6 +85,8 @@ class Checkpointable(Transparent):
     another model; with `custom_input` and a limit, InfeasibleError if no plan fits.
     """
 
+    _planner: Planner
+
     mem_limit = Setting[int | str | None]()
     mem_slots = Setting[int]()
     verbosity = Setting[int]()
@@ -132,7 +134,7 @@ class Checkpointable(Transparent):
             by_hand=ByHand.asked_for(level, every_n_layers, max_checkpoints),
         )
         super().__init__(model)
-        self._planner = Planner(model, core_of(model), settings)
+        self.__dict__["_planner"] = Planner(model, core_of(model), settings)
         if mem_limit is not None:
             self._planner.set_limit(mem_limit)
         if plan is not None:

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
@@ -57,8 +58,8 @@ class ModelsSignature:
 class Transparent(nn.Module):
     """Shares the parameters, buffers, children and hooks of `model`.
 
-    State dicts and names are those of the model, without a prefix. So are attributes, except private ones and those
-    that the class defines. `isinstance` answers as it does for the model, since `__class__` is the model's.
+    State dicts and names are those of the model, without a prefix. So are attributes, except those that the class
+    defines. `isinstance` answers as it does for the model, since `__class__` is the model's.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,14 +87,27 @@ class Transparent(nn.Module):
         model = self.__dict__.get("model")
         if model is None:  # before `__init__`, or while it is unpickled
             raise AttributeError(name)
-        return getattr(model, name)
+        found = getattr(model, name)
+        # A method that calls `self(...)` while it trains, as a LightningModule's `training_step` does, has to call this
+        # module: the model's own forward would not follow the plan, and nobody would notice.
+        trains = self.training and torch.is_grad_enabled()
+        if trains and isinstance(found, MethodType) and found.__self__ is model:
+            return MethodType(found.__func__, self)
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         model = self.__dict__.get("model")
-        if model is None or name in self.__dict__ or name.startswith("_") or _is_own(type(self), name):
+        if model is None or name in self.__dict__ or _is_own(type(self), name):
             object.__setattr__(self, name, value)
         else:
-            setattr(model, name, value)
+            setattr(model, name, value)  # private ones too: the model's methods set them, and its forward reads them
+
+    def __delattr__(self, name: str) -> None:
+        model = self.__dict__.get("model")
+        if model is None or name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(model, name)
 
     # Python looks these up on the class, and does not ask `__getattr__`. An nn.Sequential has them.
 

@@ -105,3 +105,27 @@ def test_a_checkpoint_is_resumed_with_a_plan_or_without_one(tmp_path: Path) -> N
         resumed = Classifier(model)
         trainer(max_steps=-1, max_epochs=2).fit(resumed, batches(), ckpt_path=tmp_path / "last.ckpt")
         assert_same_weights(resumed, plain)
+
+
+class Whole(Classifier):
+    """One whose `training_step` calls the module itself, as Lightning's own examples do."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.network(batch)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = entropy(self(batch))
+        self.losses.append(loss.item())
+        return loss
+
+
+def test_a_whole_lightning_module_is_planned() -> None:
+    plain, model = Whole(network()), Whole(network())
+    most = halfway(Checkpointable(model, images(), loss=entropy, optimizer=model.configure_optimizers()))
+    planned = Checkpointable(model, mem_limit=most, loss=entropy)
+    for module in (plain, planned):
+        trainer().fit(module, batches())
+    assert planned.losses == plain.losses
+    assert_same_weights(planned, plain)
+    assert recomputes(planned.sequence)
+    assert run_peak(lambda: trainer().fit(planned, batches()), planned, BATCHES[0]) <= most
