@@ -36,8 +36,9 @@ from published import published_plan, table_bytes
 from solver_report import Row
 
 from rotor_solver import Chain, Sequence, simulate, solve
+from rotor_solver.persistent.problem import Problem
 from rotor_solver.persistent.spacing import Spacing
-from rotor_solver.persistent.table import Problem, Table
+from rotor_solver.persistent.table import Table
 
 T = TypeVar("T")
 

@@ -29,6 +29,7 @@ def total_bytes(device: torch.device) -> int:
     """All the memory of `device`; on the CPU, all that this process may use."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
+    # A container may have less than the machine; the machine's number is all that the system call gives.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(memory, _group_limit() or memory)
 

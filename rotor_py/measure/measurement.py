@@ -64,6 +64,7 @@ class Measurement:
         """The chain for the solver; parameter gradients appear in it if they are freed between steps."""
         beside = _Beside.of_chain(self, fresh_gradients)
         stages = tuple(self._stage(number, beside) for number in range(len(self.stages)))
+        # The caller of a model holds what it returned, at least as a local variable, until the step is over.
         return Chain(stages, self.input_bytes, self.loss.seconds, beside.loss, output_held=True)
 
     def _stage(self, number: int, beside: _Beside) -> Stage:

@@ -129,6 +129,7 @@ class _ChainMeasurer:
             self.costs.append(cost)
             self.in_part.append(_worthwhile(cost, others))
             self.activation_bytes = cost.activation_bytes
+            # Run again for its output: a stage of a known kind was not measured, and its numbers are its own.
             value = self._run(self._runner((name, function)), value)
             self.carried.count_gradients(cost)
             self.carried.pass_on(offers.carried, value, number + 1, [*self._owned, *beside])
@@ -193,7 +194,7 @@ def _gradient_bytes(cut: Cut) -> tuple[int, ...]:
     The gradient of a parameter that several stages share is there from the first backward that adds to it, that of
     the last of these stages.
     """
-    seen: set[int] = set()
+    seen: set[int] = set()  # by id: tensors compare element by element
     result = []  # from the last stage on, as the backward comes to them
     for _, function in reversed(cut.stages):
         new = [parameter for parameter in trained_parameters(function) if id(parameter) not in seen]

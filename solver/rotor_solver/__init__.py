@@ -11,7 +11,7 @@ HAL hal-02352969):
     ForwardEnable, ForwardCheck, ForwardNograd, Loss, Backward    Fe_i, CF_i, Fn_i, L, B_i
 """
 
-from rotor_solver.chain import Chain, Option, Stage
+from rotor_solver.chain import Chain
 from rotor_solver.extremes import RecomputeAll, StoreAll, min_bytes, recompute_all, store_all
 from rotor_solver.floating import Floating
 from rotor_solver.frontier import Frontier, frontier, limit_for
@@ -25,6 +25,7 @@ from rotor_solver.progress import watched
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import Simulation, simulate, skipped_outputs
 from rotor_solver.solve import ALGORITHMS, Algorithm, solve
+from rotor_solver.stage import Option, Stage
 
 unread_outputs = skipped_outputs
 """An earlier name."""

@@ -2,78 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from numbers import Real
+from dataclasses import dataclass
 from typing import Any
 
-LARGEST_SIZE = 2**50
-"""Bytes; larger sizes are refused, so that sums of them are exact everywhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One way to run a stage forward with a graph, and then backward.
-
-    `saved` is what the backward needs, the stage's output included and its input not. The temporary sizes are what a
-    run needs beyond its inputs and outputs. `replay_temp` stands for `backward_temp` where the forward is
-    run again after the loss; it is the same unless given.
-    """
-
-    forward_time: float
-    backward_time: float
-    saved: int
-    forward_temp: int = 0
-    backward_temp: int = 0
-    replay_temp: int | None = None
-    name: str = ""
-
-    @property
-    def backward_temp_of_replay(self) -> int:
-        return self.backward_temp if self.replay_temp is None else self.replay_temp
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage: `activation` is the size of its output, `options` the ways to run it with a graph.
-
-    `nograd_time` and `nograd_temp` are for runs without a graph; unless given, they are those of the first option's
-    forward. `gradient` is what the stage's backward leaves in memory for good: the gradients of its parameters. It is
-    negative where the backward frees what one of a later stage left.
-
-    Once the stage has run with a graph, its backward can do without `input_released` bytes of its input, and without
-    `output_released` bytes of its output. They are freed if nobody else needs them.
-
-    `skipped_output_time` is the part of a forward with a graph that goes into nothing but the output's values. A run
-    right before the stage's own backward skips it. It is at most the time of any forward of the stage.
-    """
-
-    activation: int
-    options: tuple[Option, ...]
-    nograd_time: float | None = None
-    nograd_temp: int | None = None
-    gradient: int = 0
-    name: str = ""
-    input_released: int = 0
-    output_released: int = 0
-    skipped_output_time: float = 0.0
-
-    @property
-    def seconds_without_graph(self) -> float:
-        return self.options[0].forward_time if self.nograd_time is None else self.nograd_time
-
-    @property
-    def temp_without_graph(self) -> int:
-        return self.options[0].forward_temp if self.nograd_temp is None else self.nograd_temp
-
-    @property
-    def fastest_option(self) -> int:
-        """The index of the option whose forward and backward are fastest; among equals, of one that saves least."""
-        options = self.options
-        return min(
-            range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].saved)
-        )
+from rotor_solver.stage import Option, Stage, checked_seconds, checked_size, checked_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +14,11 @@ class Chain:
     """Stages 0 … L-1 in the order in which they run, and the loss, which counts as stage L.
 
     `input_bytes` is the size of the chain's input. `loss_time` is the loss's forward and backward together.
-    `output_held` says that the caller keeps the chain's output to the end of the step.
-    Sizes are whole numbers of bytes (integral floats and NumPy's are converted). ValueError, naming the field and the
-    stage, for a size or a time that cannot be, and for a stage without options.
+    `output_held` says that the caller keeps the chain's output to the end of the step. Sizes are whole numbers of bytes
+    (integral floats and NumPy's are converted).
+
+    Raises ValueError, naming the field and the stage, for a size or a time that cannot be, for a stage without options,
+    and for gradients that free more than later stages have left.
     """
 
     stages: tuple[Stage, ...]
@@ -93,16 +28,16 @@ class Chain:
     output_held: bool = False
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__
-        set_field(self, "input_bytes", _size(self.input_bytes, "input_bytes"))
-        set_field(self, "loss_time", _seconds(self.loss_time, "loss_time"))
-        set_field(self, "loss_temp", _size(self.loss_temp, "loss_temp"))
+        set_field = object.__setattr__  # the class is frozen
+        set_field(self, "input_bytes", checked_size(self.input_bytes, "input_bytes"))
+        set_field(self, "loss_time", checked_seconds(self.loss_time, "loss_time"))
+        set_field(self, "loss_temp", checked_size(self.loss_temp, "loss_temp"))
         set_field(self, "output_held", bool(self.output_held))
         stages: list[Stage] = []
         for index, stage in enumerate(self.stages):
             incoming = stages[-1].activation if stages else self.input_bytes
-            stages.append(_checked(stage, f"stage {index}" + (f" ({stage.name})" if stage.name else ""), incoming))
-        left = 0
+            stages.append(checked_stage(stage, f"stage {index}" + (f" ({stage.name})" if stage.name else ""), incoming))
+        left = 0  # by the backwards, in the order in which they run
         for index in range(len(stages) - 1, -1, -1):
             left += stages[index].gradient
             if left < 0:
@@ -136,22 +71,17 @@ class Chain:
 
         `backward_time`, `activation` and `backward_temp` have L+1 entries: activation[i] is the size of stage i's
         input, and the last entries of the other two are the loss's. All other lists have L entries; saved[i] is what
-        stage i keeps for its backward. ValueError if a list has another length, or for what `Chain` refuses.
+        stage i keeps for its backward. Raises ValueError if a list has another length, or for what `Chain` refuses.
         """
         forward = list(forward_time)
         length = len(forward)
 
-        def column(values: Iterable[Any] | None, name: str, extra: int = 0) -> list[Any]:
-            listed = [None] * length if values is None else list(values)
-            if len(listed) != length + extra:
-                raise ValueError(
-                    f"{name} has {len(listed)} entries; a chain of {length} stages (the length of forward_time) "
-                    f"needs {length + extra}"
-                )
-            return listed
+        def column(values: Iterable[Any] | None, name: str, *, extra: int = 0, default: Any = None) -> list[Any]:
+            return [default] * length if values is None else _listed(values, name, length, extra)
 
-        backward, backward_temps = column(backward_time, "backward_time", 1), column(backward_temp, "backward_temp", 1)
-        sizes = column(activation, "activation", 1)
+        backward = column(backward_time, "backward_time", extra=1)
+        backward_temps = column(backward_temp, "backward_temp", extra=1)
+        sizes = column(activation, "activation", extra=1)
         options = [
             (Option(*costs),)
             for costs in zip(
@@ -170,11 +100,11 @@ class Chain:
             options,
             column(nograd_time, "nograd_time"),
             column(nograd_temp, "nograd_temp"),
-            [0] * length if gradient is None else column(gradient, "gradient"),
-            [""] * length if names is None else column(names, "names"),
-            [0] * length if input_released is None else column(input_released, "input_released"),
-            [0] * length if output_released is None else column(output_released, "output_released"),
-            [0.0] * length if skipped_output_time is None else column(skipped_output_time, "skipped_output_time"),
+            column(gradient, "gradient", default=0),
+            column(names, "names", default=""),
+            column(input_released, "input_released", default=0),
+            column(output_released, "output_released", default=0),
+            column(skipped_output_time, "skipped_output_time", default=0.0),
         )
         return cls(tuple(stages), sizes[0], backward[-1], backward_temps[-1], output_held)
 
@@ -243,10 +173,11 @@ class Chain:
     def released(self) -> tuple[tuple[int, int], ...]:
         """For every stage, the bytes of its input that are freed once it has run with a graph: (alone, inside ā_i).
 
-        Where the input lies in the ā_i of the stage before, both have to do without it. a_0 belongs to the caller.
+        If the input lies in the ā_i of the stage before, they are freed only if that stage does not need them either.
         """
-        found = [(0, 0)] if self.stages else []
+        found = [(0, 0)] if self.stages else []  # a_0 belongs to the caller
         for before, stage in zip(self.stages, self.stages[1:], strict=False):
+            # Nobody knows which bytes each of the two does without: at least so many are the same ones.
             inside = max(0, stage.input_released + before.output_released - before.activation)
             found.append((stage.input_released, inside))
         return tuple(found)
@@ -255,64 +186,11 @@ class Chain:
         return (stage.options[0] for stage in self.stages)
 
 
-def _checked(stage: Stage, where: str, incoming: int) -> Stage:
-    if not stage.options:
-        raise ValueError(f"{where} has no options; a stage needs at least one way to run")
-    options = tuple(_checked_option(option, where, incoming) for option in stage.options)
-    nograd_time = None if stage.nograd_time is None else _seconds(stage.nograd_time, f"nograd_time of {where}")
-    skipped_output_time = _seconds(stage.skipped_output_time, f"skipped_output_time of {where}")
-    for forward in (*(option.forward_time for option in options), *([] if nograd_time is None else [nograd_time])):
-        if skipped_output_time > forward:
-            raise ValueError(
-                f"skipped_output_time of {where} is {skipped_output_time} seconds; it is a part of the forward, which "
-                f"takes {forward}"
-            )
-    return replace(
-        stage,
-        activation=_size(stage.activation, f"activation of {where}"),
-        options=options,
-        nograd_time=nograd_time,
-        nograd_temp=None if stage.nograd_temp is None else _size(stage.nograd_temp, f"nograd_temp of {where}"),
-        gradient=_size(stage.gradient, f"gradient of {where}", least=-LARGEST_SIZE),
-        input_released=_size(stage.input_released, f"input_released of {where}", most=incoming),
-        output_released=_size(
-            stage.output_released,
-            f"output_released of {where}",
-            most=min(stage.activation, *(option.saved for option in stage.options)),
-        ),
-        skipped_output_time=skipped_output_time,
-    )
-
-
-def _checked_option(option: Option, where: str, incoming: int) -> Option:
-    replay = option.replay_temp
-    return replace(
-        option,
-        forward_time=_seconds(option.forward_time, f"forward_time of {where}"),
-        backward_time=_seconds(option.backward_time, f"backward_time of {where}"),
-        saved=_size(option.saved, f"saved of {where}"),
-        forward_temp=_size(option.forward_temp, f"forward_temp of {where}"),
-        backward_temp=_size(option.backward_temp, f"backward_temp of {where}", least=-incoming),
-        replay_temp=None if replay is None else _size(replay, f"replay_temp of {where}", least=-incoming),
-    )
-
-
-def _seconds(value: Any, what: str) -> float:
-    number = _number(value)
-    if number is None or not math.isfinite(number) or number < 0:
-        raise ValueError(f"{what} is {value!r}; it has to be a finite number of seconds, zero or more")
-    return float(number)
-
-
-def _size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE) -> int:
-    number = _number(value)
-    if number is None or not math.isfinite(number) or number != int(number):
-        raise ValueError(f"{what} is {value!r}; it has to be a whole number of bytes")
-    if not least <= number <= most:
-        raise ValueError(f"{what} is {value!r}; it has to be between {least} and {most} bytes")
-    return int(number)
-
-
-def _number(value: Any) -> Any:
-    """`value` if it is a real number, a NumPy scalar included, else None."""
-    return None if isinstance(value, bool) or not isinstance(value, Real) else value
+def _listed(values: Iterable[Any], name: str, length: int, extra: int) -> list[Any]:
+    listed = list(values)
+    if len(listed) != length + extra:
+        raise ValueError(
+            f"{name} has {len(listed)} entries; a chain of {length} stages (the length of forward_time) needs "
+            f"{length + extra}"
+        )
+    return listed

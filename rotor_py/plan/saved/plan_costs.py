@@ -11,7 +11,7 @@ from rotor_profiling import LossCost, StageCost
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Carried, Measurement, PrefixCost
-from rotor_solver.chain import LARGEST_SIZE
+from rotor_solver.stage import LARGEST_SIZE
 
 T = TypeVar("T")
 

@@ -2,8 +2,8 @@
 
 After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A problem is (s, t, l, M),
 s ≤ t ≤ l: a_s and δ_{l+1} are in memory, the backwards of the stages l … t are to be done in M bytes, a_s counted, and
-a_s is of no use after that. Where s < t, somebody else does the backwards of s … t-1, from an earlier checkpoint, so
-that a_s can be dropped at any time. There are three ways to begin:
+a_s is of no use after that. If s < t, the backwards of s … t-1 are another problem's, which has an earlier checkpoint,
+so a_s can be dropped at any time. There are three ways to begin:
 
     Fe_s … B_s   if s = t: what is between is the problem (s+1, s+1, l), with a_{s+1} inside ā_{s+1}
     Fn_s         if s < t: then (s+1, t, l, M)
@@ -54,7 +54,10 @@ _BLENDS = (0.5, 0.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Floating:
-    """The program of this module, with memory divided into `slots` to begin with. ValueError if there is not one."""
+    """The program of this module, with memory divided into `slots` to begin with.
+
+    Raises ValueError if `slots` is not at least one.
+    """
 
     slots: int = 500
 
@@ -66,9 +69,9 @@ class Floating:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """The best sequence found within `mem_limit` bytes, a_0 counted; never slower than that of `Persistent`.
 
-        Its lower bound holds for all sequences of the class that the module describes. InfeasibleError if there is
-        none, with the least limit, which may be below that of memory-persistent sequences. ValueError if the chain is
-        so long that its first table is too large.
+        Its lower bound holds for all sequences of the class that the module describes. Raises InfeasibleError if there
+        is none, with the least limit, which may be below that of memory-persistent sequences. Raises ValueError if the
+        chain is so long that its first table is too large.
         """
         stored = store_all(chain)
         if simulate(chain, stored).peak <= mem_limit:
@@ -76,6 +79,7 @@ class Floating:
         _check_size(len(chain), min(self.slots, mem_limit) + 1)
         problem = _problem(chain, mem_limit)
         best = _Best(chain, mem_limit, stored.lower_bound or 0.0)
+        # There may be no persistent sequence where there is a floating one.
         with suppress(InfeasibleError):
             best.offer(Persistent(self.slots).solve(chain, mem_limit))
         for number, unit in enumerate(_units(problem.costs, mem_limit, self.slots)):
@@ -162,7 +166,7 @@ def _start(length: int) -> Ints:
 
 
 def _units(costs: Costs, mem_limit: int, slots: int) -> Iterator[int]:
-    """Bytes in a slot, finer and finer, and not finer than is exact."""
+    """Bytes in a slot, finer and finer, down to where all sizes are whole numbers of slots."""
     sizes = [int(size) for size in (*costs.activation, *costs.taken.flat)]
     exact = math.gcd(*sizes) or max(1, mem_limit)
     while True:

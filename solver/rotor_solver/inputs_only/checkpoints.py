@@ -37,7 +37,7 @@ def input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: 
 def fastest_fitting(name: str, mem_limit: int, schedules: list[tuple[float, int]]) -> int:
     """The index of the fastest of `schedules`, given as (seconds, bytes at their peak), within `mem_limit` bytes.
 
-    InfeasibleError if none fits.
+    Raises InfeasibleError if none fits.
     """
     fitting = [index for index, (_, peak) in enumerate(schedules) if peak <= mem_limit]
     if not fitting:
@@ -49,6 +49,6 @@ def fastest_fitting(name: str, mem_limit: int, schedules: list[tuple[float, int]
 
 
 def checked_count(value: object, what: str, thing: str) -> None:
-    """ValueError unless `value` is None or a whole number from one on."""
+    """Raise ValueError unless `value` is None or a whole number, one or more."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{what} is {value!r}; it has to be a whole number of {thing}, one or more, or None")

@@ -68,7 +68,7 @@ class Rows(NamedTuple):
 class GriewankHeterogeneous:
     """The program of this module, with memory divided into `slots`, or fewer where that is exact.
 
-    ValueError if there is not one slot, or if `attached` is not True or False.
+    Raises ValueError if `slots` is not at least one, or if `attached` is not True or False.
     """
 
     slots: int = 500
@@ -86,7 +86,8 @@ class GriewankHeterogeneous:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """The fastest schedule of its kind within `mem_limit` bytes, a_0 counted, up to rounding to slots.
 
-        It is exact where sizes are multiples of a slot. InfeasibleError, with the exact least limit, if there is none.
+        It is exact if all sizes are multiples of a slot. Raises InfeasibleError if there is none, with the exact least
+        limit.
         """
         from rotor_solver.inputs_only import kernels
 
@@ -126,7 +127,7 @@ class GriewankHeterogeneous:
                 break
             unit *= 2
         position = np.cumsum((end - begin).ravel()).reshape(end.shape) - end
-        # Where all numbers are out of reach, memory that an operation frees may still lead there.
+        # If all numbers are out of reach, memory that an operation frees may still lead there.
         beyond = np.where(begin < whole, known.least_seconds, known.full_seconds)
         beyond = np.where((end == whole) | empty, known.full_seconds, beyond)
         return unit, Rows(begin, end, position, beyond, width), size

@@ -1,7 +1,7 @@
 """Checkpoints at regular distances: every segment is run twice, but for the last.
 
 On the way forward only the first input of every segment is kept; the last segment is stored as it runs, before the
-loss. Then, from the last on, segment by segment is run again and stored, and goes backward. With the segments
+loss. Then the other segments, the last of them first, are run again, stored, and go backward. With the segments
 [c_p, c_{p+1}) for p = 0 … k, that takes Σ uf_i for i < c_k longer than storing everything, and needs, a_0 not counted,
 the most of
 
@@ -26,7 +26,7 @@ from rotor_solver.simulate import simulate
 class Periodic:
     """Checkpoints at the stages 0, n, 2n, … for n = `every`, a_0 among them, but at most `max_checkpoints`.
 
-    Unless `every` is given, it is the fastest distance that fits. ValueError for numbers less than one.
+    Unless `every` is given, it is the fastest distance that fits. Raises ValueError for numbers less than one.
     """
 
     every: int | None = None

@@ -30,7 +30,7 @@ from rotor_solver.simulate import simulate
 class Revolve:
     """Revolve's schedule with `snapshots` stored inputs, or with the fastest number of them that fits.
 
-    ValueError if `snapshots` is less than one.
+    Raises ValueError if `snapshots` is less than one.
     """
 
     snapshots: int | None = None
@@ -43,7 +43,7 @@ class Revolve:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted; InfeasibleError otherwise.
 
-        Which number of snapshots is best is tried out: where stages differ, fewer may need more memory.
+        All numbers of snapshots are tried: if stages differ, fewer snapshots may need more memory.
         """
         from rotor_solver.inputs_only import kernels
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rotor_solver.chain import Chain, Option, Stage
+from rotor_solver.chain import Chain
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 from rotor_solver.sequence import Sequence
+from rotor_solver.stage import Option, Stage
 
 
 def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
@@ -14,6 +15,7 @@ def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
 
     So whatever fits for the coarse chain fits for the chain itself. Each stage is run by its fastest option.
     """
+    # Nothing is released early in the coarse chain: that only makes its stages cost more.
     activation = chain.activation
     held = activation[-1] if chain.output_held else 0
     stages = [

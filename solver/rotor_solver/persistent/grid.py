@@ -125,7 +125,7 @@ def grid_of(
     state = np.concatenate([np.arange(1 + both) for both in apart]).astype(np.int64)
     offset = _offsets(costs.taken[1, fastest], kinds, room, unit)
     slots, remainder = np.divmod(costs.activation + offset, unit)
-    # Compared with the very terms of `layout.bounds`: sums in another order differ in their last digits.
+    # In the very terms of `layout.bounds`, since sums in another order differ in their last digits.
     kept = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
     band = np.array([min(length - 1, i + each[-1]) if len(each) else i - 1 for i, each in enumerate(kept)], np.int64)
     ended = spacing.ended(length)
@@ -169,8 +169,8 @@ def nodes_of(grid: Grid) -> Ints:
 def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
     """[L+1] the offset of every stage's rows.
 
-    Between two stages of the same kinds, an offset that occurred before is taken again if it is only a little larger:
-    their rows are then the same. All of them together lose less than a slot.
+    Between two stages of the same kinds, an offset that occurred before is taken again if it is only a little larger,
+    so that their rows are the same. All stages together lose at most a slot by that.
     """
     offset = [room % unit]
     seen: dict[tuple[int, ...], list[int]] = {}
@@ -187,7 +187,8 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
 def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) -> tuple[Rows, int]:
     """Where rows lie in a table, and how many numbers it has; `bounds` are those of `layout.bounds`.
 
-    owner[row] is the row whose numbers a row shares. It has to begin and to end where any of those that share it does.
+    owner[row] is the row whose numbers a row shares. An owner begins where the first of those that share it begins, and
+    ends where the last of them ends.
     """
     low, high, full, limit = bounds
     of_use = limit >= 0

@@ -7,7 +7,7 @@ at once; Note [Rows, chunks and windows] there explains how. Slots would cost ti
 * slots are laid out so that only checkpoints are rounded at all (`grid`), and needs are compared in bytes;
 * sequences are read off with memory counted in bytes (`descend.descend`): they fit, whatever the slots are;
 * what is slower than the best sequence known so far is never computed: a plan for groups of stages makes the first
-  table cheap, and the windows of a table the next, finer one;
+  table cheap, and the windows of each table make the next, finer one cheap;
 * the first tables have rows for only some of the intervals, which stand for the others too (`spacing`).
 """
 
@@ -25,8 +25,9 @@ from rotor_solver.chain import Chain
 from rotor_solver.extremes import store_all
 from rotor_solver.limits import InfeasibleError, check_slots
 from rotor_solver.persistent.coarse import coarse_chain, fine_sequence
+from rotor_solver.persistent.problem import Problem
 from rotor_solver.persistent.spacing import Spacing
-from rotor_solver.persistent.table import Problem, Table
+from rotor_solver.persistent.table import Table
 from rotor_solver.segments import even_segments
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
@@ -34,24 +35,24 @@ from rotor_solver.simulate import simulate
 _GROUP = 4
 """Stages in a group of the coarse chain whose plan comes first; a guess."""
 _MARGIN = 1.1
-"""By how much slots are made larger still where a table is too large, since its size is not quite proportional to
-theirs; a guess."""
+"""By how much more than in proportion slots are made larger if a table is too large: its size falls a little slower
+than theirs grows; a guess."""
 _SHORT = 64
-"""Stages up to which every interval has a row from the beginning; a guess."""
+"""In chains of up to so many stages, every interval has a row from the beginning; a guess."""
 _TIGHT = 128
 """Stages that fit into memory, for which one row for every doubling of length would do. A guess, after a measurement:
 for 500 stages, a tenth of the way from the least limit to storing everything, two rows for every doubling lower the
 bound by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %."""
 _RESOLUTION = 2
-"""Slots in a typical checkpoint, at least, to begin with: one that is rounded to nothing looks free. The number is a
-guess."""
+"""Slots in a typical checkpoint, at least, to begin with: a checkpoint that is rounded down to none looks free. The
+number is a guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to go on: until the gap is at most `close`, or the next table is too large.
+    """How long to go on: until the gap is at most `close`, or the next table would be too large.
 
-    That is, until it would look at more `pairs` of slots, or have more than `nbytes` bytes in single precision.
+    Too large is a table that looks at more `pairs` of slots, or has more than `nbytes` bytes in single precision.
     """
 
     close: float
@@ -73,7 +74,10 @@ BRIEF = Effort(close=0.01, pairs=2e7, nbytes=2**27)
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """The program of this module, with memory divided into `slots`, at least. ValueError if there is not one."""
+    """The program of this module, with memory divided into at least `slots`.
+
+    Raises ValueError if `slots` is not at least one.
+    """
 
     slots: int = 500
 
@@ -85,7 +89,7 @@ class Persistent:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """The best sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds for all others.
 
-        InfeasibleError if there is none, with the exact least limit.
+        Raises InfeasibleError if there is none, with the exact least limit.
         """
         stored = store_all(chain)
         if simulate(chain, stored).peak <= mem_limit:
@@ -93,6 +97,7 @@ class Persistent:
         best = solved(chain, mem_limit, self.slots, THOROUGH)
         assert best.sequence is not None
         assert simulate(chain, best.sequence).peak <= mem_limit
+        # A bound above the time of a real sequence could only be rounding.
         return Sequence(best.sequence, self.name, min(best.bound, best.makespan))
 
 
@@ -105,7 +110,7 @@ class Best:
     bound: float = field(init=False)
     sequence: Sequence | None = None
     later: Floats = field(init=False)
-    """[L+1] by how much the stages from i on take longer than stored, at least. Seconds."""
+    """[L+1] seconds by which the stages from i on take longer than stored, at least."""
 
     def __post_init__(self) -> None:
         self.bound = self.problem.stored
@@ -119,7 +124,7 @@ class Best:
     def improve(self, table: Table) -> None:
         """Take over what a filled table says."""
         self.bound = max(self.bound, self.problem.stored + table.lower_bound(table.room))
-        if not table.windowed:
+        if not table.windowed:  # in windows, a row says nothing of plans outside them
             self.later = np.maximum(self.later, table.later())
         sequence, _ = table.sequence(table.room, self.overhead)
         if sequence is not None:
@@ -135,9 +140,9 @@ class Best:
 
 
 def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
-    """The best that is found with no more than `effort`, with a sequence in any case.
+    """The best that is found with no more than `effort`. There is always a sequence.
 
-    InfeasibleError if no sequence fits within `mem_limit`.
+    Raises InfeasibleError if no sequence fits within `mem_limit`.
     """
     problem, room = Problem.of(chain), mem_limit - chain.input_bytes
     if room < problem.needed:
@@ -146,7 +151,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
         raise InfeasibleError(message, min_bytes=least, mem_limit=mem_limit)
     best = Best(problem)
     _begin(best, mem_limit)
-    if best.sequence is None:
+    if best.sequence is None:  # the one that fits in any case: a table needs some time to be better than
         best.offer(problem.least_sequence())
     windows, last = None, 0
     for unit, exact, spacing in levels(problem, room, slots):
@@ -156,7 +161,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
         table = make(unit=unit, exact=exact)
         excess = effort.excess(table)
         if excess > 1:
-            # A coarser table in windows says no more than the one before it.
+            # Windows make a finer table cheap. One that is no finer says no more than the table that they come from.
             coarser = math.ceil(unit * excess * _MARGIN)
             if windows is not None and coarser > last:
                 break
@@ -170,9 +175,9 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
 
 
 def _begin(best: Best, mem_limit: int) -> None:
-    """Offer what the same program finds for groups of stages: small groups if large ones do not fit.
+    """Offer what the same program finds for groups of stages; if large groups do not fit, for smaller ones.
 
-    Nothing slower than a known plan is computed, so a plan that is nearly as good pays for itself many times.
+    Nothing slower than a known plan is computed, so a first plan that is nearly as good pays for itself many times.
     """
     chain, size = best.problem.chain, _GROUP
     while best.sequence is None and len(chain) > max(4, size) * size and size > 1:
@@ -186,7 +191,7 @@ def _begin(best: Best, mem_limit: int) -> None:
 
 
 def levels(problem: Problem, room: int, slots: int) -> Iterator[tuple[int, bool, Spacing]]:
-    """Bytes in a slot, whether that is exact, and which intervals have rows: from coarse to fine, as far as it goes."""
+    """Bytes in a slot, whether that is exact, and which intervals have rows: from coarse to fine, to the exact end."""
     costs, length = problem.costs, len(problem.chain)
     sizes = units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken))
     unit, exact = next(sizes)
@@ -215,7 +220,7 @@ def common_divisor(*sizes: Ints) -> int:
 
 
 def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[int, bool]]:
-    """Bytes in a slot, finer and finer, until they divide `divisor`, as the second value says."""
+    """Bytes in a slot, and whether that is exact: finer and finer, down to `divisor`, which divides all sizes."""
     exact = divisor or max(1, room)
     typical = float(np.median(costs.activation))
     slots = max(slots, int(_RESOLUTION * room / typical) if typical else 0)

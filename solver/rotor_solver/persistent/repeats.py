@@ -12,10 +12,10 @@ from rotor_solver.chain import Chain
 from rotor_solver.persistent.grid import Grid
 
 _LONGEST_PERIOD = 64
-"""Stages; a guess. Longer periods occur too seldom in a chain for shared rows to save much."""
+"""Stages; a guess. A longer period repeats too few times in a chain for shared rows to save much."""
 _REPEATED = 0.87
-"""The part of a chain that has to repeat itself without a break. The square of it, three quarters, is the part of all
-intervals that then lie inside; a guess."""
+"""The part of a chain that has to repeat itself without a break; a guess. Its square, three quarters, is the part of
+all intervals that then lie inside."""
 
 
 def kinds_of(chain: Chain) -> Ints:
@@ -30,6 +30,7 @@ def kinds_of(chain: Chain) -> Ints:
 
 def period_of(kinds: Ints) -> int:
     """After how many stages most of the chain repeats itself; 0 if it does not."""
+    # From the shortest on: every multiple of a period is one, too.
     length = len(kinds)
     for period in range(1, min(_LONGEST_PERIOD, length // 8) + 1):
         breaks = np.flatnonzero(np.append(np.concatenate([[True], kinds[:-period] != kinds[period:]]), True))

@@ -15,7 +15,8 @@ class Spacing(NamedTuple):
 
     From d = 2 · parts · period on, they end at every second period, from 4 · parts · period on at every fourth, and so
     on: about `parts` rows for every doubling of d. Ends are counted from stage L-1, which is always one. Where an
-    interval may end, those that begin later may too: else every Fe would leave away a little more.
+    interval may end, those that begin later may too. Otherwise each further Fe would drop a few more stages, and the
+    bound would get worse with every one.
     """
 
     parts: int

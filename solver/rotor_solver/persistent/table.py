@@ -1,84 +1,39 @@
 """One table of the persistent program: laid out, filled, and read.
 
-Times in a table are those beyond storing everything, in units of `scale` seconds. So all times that are of use lie
+Times in a table are those beyond storing everything, in units of `scale` seconds. So all times that are of use are
 between 0 and 1, and one `_CUT` serves all tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rotor_solver.arrays.choices import operations_of
-from rotor_solver.arrays.costs import Costs, Floats, Ints, costs_of
-from rotor_solver.chain import Chain
-from rotor_solver.extremes import least_sequence, store_all
-from rotor_solver.persistent.grid import ANYTHING, Grid, Rows, Windows, fastest_options, grid_of, nodes_of, rows_of
-from rotor_solver.persistent.repeats import fitting_unit, kinds_of, owners, period_of
+from rotor_solver.arrays.costs import Costs, Floats, Ints
+from rotor_solver.persistent.grid import ANYTHING, Grid, Rows, Windows, grid_of, nodes_of, rows_of
+from rotor_solver.persistent.problem import Problem
+from rotor_solver.persistent.repeats import fitting_unit, owners
 from rotor_solver.persistent.spacing import Spacing
-from rotor_solver.progress import watcher
+from rotor_solver.persistent.work import count_pairs, portions
 from rotor_solver.sequence import Sequence
 
 _CUT = 1.001
 """Times up to this multiple of the scale are of use. 1 would leave no room for rounding; how much more is a guess."""
 _DOUBLE = 2e8
-"""Numbers of a table times stages up to which it is in double precision; a guess. Beyond, single precision halves the
-memory that is read, which is what large tables take their time for."""
+"""A table is in double precision if its numbers times the chain's stages are no more than this; a guess. In larger
+ones, single precision halves the memory that is read, and reading is what takes them long."""
 _SERIAL = 2e7
-"""Pairs of slots up to which one core does it, a hundredth of a second; a guess. Cores wait for each other, and long,
-where others are busy."""
+"""Pairs of slots up to which one core fills a table, in a hundredth of a second; a guess. Several cores wait for each
+other, and long if other programs keep them busy."""
 _BLENDS = (0.5, 0.0, 1.0)
 """Ways to read between slots (`descend.estimate`) when looking for a sequence, the best on average first; a guess."""
 _FEW = 0.25
-"""Rows are shared where at most this part of them is different; a guess. Sharing gives up tiles and cores."""
-_PORTIONS = 32
-"""Into which the work is divided for somebody who watches; a guess."""
+"""Rows are shared if at most this part of them differ; a guess. Shared rows are filled without tiles, on one core."""
 _LOOKED_AT = 0.25
 """The part of all pairs of slots that a table looks at, roughly; a guess."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What all tables of a chain have in common. `stored` is the time of storing everything, in seconds."""
-
-    chain: Chain
-    stored: float
-    costs: Costs
-    least: Ints
-    """[2, L+1, L+1] bytes, by (state, i, l): the least memory of every interval"""
-    full: Ints
-    """[2, L+1, L+1] bytes, by (state, i, l): the memory from which it is stored whole"""
-    fastest: Ints
-    """[L] the fastest option of every stage, among all options"""
-    kinds: Ints
-    """[L] a number for every stage; stages that cost the same have the same"""
-    period: int
-    """After how many stages most of the chain repeats itself; 0 if it does not."""
-
-    @classmethod
-    def of(cls, chain: Chain) -> Problem:
-        from rotor_solver.arrays import least_memory
-        from rotor_solver.persistent import layout
-
-        stored = store_all(chain).lower_bound
-        assert stored is not None
-        costs = costs_of(chain)
-        fastest = fastest_options(costs)
-        least, full = least_memory.least_memory(costs), layout.full_memory(costs, fastest)
-        kinds = kinds_of(chain)
-        return cls(chain, stored, costs, least, full, fastest, kinds, period_of(kinds))
-
-    @property
-    def needed(self) -> int:
-        """The least memory for which there is a plan, in bytes, a_0 not counted."""
-        return int(self.least[0, 0, len(self.chain)])
-
-    def least_sequence(self) -> Sequence:
-        """A sequence for that memory."""
-        return least_sequence(self.chain, self.costs, self.least)
 
 
 @dataclass(slots=True)
@@ -95,15 +50,15 @@ class Table:
     grid: Grid
     rows: Rows
     size: int
-    """numbers in it"""
+    """The count of its numbers."""
     owner: Ints | None
-    """[rows] the row whose numbers a row shares; None where every row has its own"""
+    """[rows] the row whose numbers a row shares; None if every row has its own."""
     guess: float
     """Pairs of slots that will be looked at, roughly."""
     windowed: bool = False
     """Whether only windows of it were filled: it then says less about the parts of the chain."""
     values: Any = None
-    """[size] the numbers: `flat` of the kernels"""
+    """[size] the numbers: `flat` of the kernels."""
     pairs: int = 0
     """Pairs of slots that were looked at."""
 
@@ -122,13 +77,14 @@ class Table:
     ) -> Table:
         """Lay out a table in slots of about `unit` bytes.
 
-        `exact` says that all sizes are whole numbers of units; else the unit may be made to fit them better. Stages
-        from i on are known to take at least later[i] seconds longer than stored. All intervals have rows unless
-        `spacing` says which. `windows` are those of a table of plans that take as long, or longer.
+        `exact` says that all sizes are whole numbers of units. If not, the unit may be adjusted to fit them better.
+        Stages from i on are known to take at least later[i] seconds longer than stored. `spacing` says which intervals
+        have rows; without it, all have. `windows` come from a table of plans that take as long, or longer.
         """
         from rotor_solver.persistent import layout
 
         costs, kinds = problem.costs, problem.kinds
+        # So that the rows of a period have the slots of the period before, and can be shared.
         if problem.period and not exact:
             unit = fitting_unit(kinds, problem.period, costs.taken[1, problem.fastest], unit)
         times = {name: getattr(costs, name) / scale for name in ("run", "split", "split_floor", "extra")}
@@ -143,11 +99,11 @@ class Table:
         windows = (windows or everywhere)._replace(outside=(windows or everywhere).outside / scale)
         bounds = layout.bounds(problem.least, problem.full, scaled, grid, later / scale, windows, _CUT)
         rows, size = rows_of(bounds, owner if shared else everyone, grid.width)
-        guess = _LOOKED_AT * _pairs(grid, rows) * (different if shared else 1.0)
+        guess = _LOOKED_AT * count_pairs(grid, rows) * (different if shared else 1.0)
         return cls(problem, room, scale, scaled, grid, rows, size, owner if shared else None, guess, windowed)
 
     def fill(self) -> None:
-        """Compute all numbers."""
+        """Compute all numbers, on all cores if they are many and no rows are shared."""
         from rotor_solver.persistent import kernels
 
         double = self.size * len(self.grid.band) <= _DOUBLE
@@ -156,7 +112,7 @@ class Table:
         self.rows = self.rows._replace(final=self.rows.final.astype(self.values.dtype), marks=marks)
         arguments = (self.values, self.rows, self.costs, self.grid)
         self.pairs = 0
-        for begin, end in self._portions(kernels.BLOCK if self.owner is None else 1):
+        for begin, end in portions(self.grid, self.rows, self.owner, kernels.BLOCK if self.owner is None else 1):
             if self.owner is not None:
                 self.pairs += int(kernels.fill_shared(*arguments, self.owner, begin, end))
             elif self.guess < _SERIAL:
@@ -167,35 +123,6 @@ class Table:
             kernels.fill_tails(*arguments)
         else:
             kernels.fill_tails_in_parallel(*arguments)
-
-    def _portions(self, block: int) -> Iterator[tuple[int, int]]:
-        """The distances between blocks of stages, in portions of about the same work if somebody watches; else at once.
-
-        The work for intervals to the loss is not counted.
-        """
-        progress, blocks = watcher(), -(-len(self.grid.band) // block)
-        if progress is None:
-            yield 0, blocks
-            return
-        work = self._work(block)
-        total, what = int(work.sum()), f"{len(self.grid.band)} stages, {self.grid.width} slots"
-        progress(0, total, what)
-        begin = done = told = 0
-        for end, pairs in enumerate(work.tolist(), 1):
-            done += pairs
-            if (done - told) * _PORTIONS >= total or end == blocks:
-                yield begin, end
-                begin, told = end, done
-                progress(done, total, what)
-
-    def _work(self, block: int) -> Ints:
-        """Pairs of slots at every distance, if every checkpoint is of use to every row."""
-        numbers = np.maximum(0, self.rows.high - self.rows.begin)[: self.grid.tail]
-        if self.owner is not None:
-            numbers = np.where(self.owner[: len(numbers)] == np.arange(len(numbers)), numbers, 0)
-        first, last = self.grid.place[nodes_of(self.grid)[: self.grid.tail]], self.grid.last[: self.grid.tail]
-        distance, blocks = last // block - first // block, -(-len(self.grid.band) // block)
-        return np.bincount(distance, numbers * (last - first + 1.0), minlength=blocks).astype(np.int64)[:blocks]
 
     def lower_bound(self, room: int) -> float:
         """Seconds, at most `scale`, by which every persistent plan within `room` bytes is slower than storing all."""
@@ -227,15 +154,15 @@ class Table:
         low, high, outside = windows_of(self.values, self.rows, owner, self.costs, grid, cut)
         whole = (high > self.rows.high) & np.isfinite(outside)
         offset = grid.offset[nodes_of(grid)]
-        # A slot stands for all bytes from the slot before on: real memory was rounded up to it.
+        # A slot stands for all memory above that of the slot before: what is there was rounded up to it.
         least = np.maximum(0, (low - 1) * grid.unit + offset + 1)
         most = np.where(whole, ANYTHING, (high - 1) * grid.unit + offset)
         return Windows(*spread(grid, least, most, outside * self.scale))
 
     def sequence(self, room: int, enough: float) -> tuple[Sequence | None, float]:
-        """A good sequence within `room` bytes, at least `problem.needed`, and the seconds that it takes longer.
+        """A good sequence within `room` bytes, and the seconds by which it takes longer than storing everything.
 
-        None, and `enough`, if it would not take less than `enough` seconds longer.
+        None and `enough` if that is not less than `enough` seconds. `room` has to be at least `problem.needed`.
         """
         from rotor_solver.persistent import descend
 
@@ -249,10 +176,3 @@ class Table:
             return None, enough
         codes = iter(found.tolist())
         return Sequence(operations_of(len(self.grid.band), lambda *_: next(codes))), best * self.scale
-
-
-def _pairs(grid: Grid, rows: Rows) -> float:
-    """Pairs of slots that there are if every checkpoint is of use to every row."""
-    useful = np.cumsum((grid.row >= 0) & (rows.begin[grid.row] < grid.width), axis=1)
-    numbers, checkpoints = np.maximum(0, rows.high - rows.begin), useful[nodes_of(grid), grid.last] - 1
-    return float(np.sum(numbers * checkpoints))

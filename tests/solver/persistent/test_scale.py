@@ -10,8 +10,9 @@ import pytest
 from rotor_solver import Chain, min_bytes, simulate, solve, store_all
 from rotor_solver.persistent import program, table
 from rotor_solver.persistent.grid import extents
+from rotor_solver.persistent.problem import Problem
 from rotor_solver.persistent.program import THOROUGH, Effort
-from rotor_solver.persistent.table import Problem, Table
+from rotor_solver.persistent.table import Table
 
 
 def random_chain(length: int, seed: int = 0) -> Chain:

@@ -1,23 +1,22 @@
-"""The whole trade-off between memory and time at once.
+"""Finding the whole trade-off between memory and time at once.
 
-One table of the persistent program knows the times for all limits up to its own. Where memory is short, its slots are
-too coarse, so there are more tables for a quarter of the memory, a sixteenth, and so on.
+One table of the persistent program knows the times for all limits up to its own. For small limits its slots are too
+coarse, so there are more tables: for a quarter of the memory, a sixteenth, and so on.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from os import PathLike
 
 import numpy as np
 
 from rotor_solver.chain import Chain
 from rotor_solver.extremes import store_all
-from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
+from rotor_solver.frontier.step_function import Frontier
+from rotor_solver.limits import bytes_of_limit, check_slots
+from rotor_solver.persistent.problem import Problem
 from rotor_solver.persistent.program import (
     BRIEF,
     THOROUGH,
@@ -28,86 +27,18 @@ from rotor_solver.persistent.program import (
     units,
 )
 from rotor_solver.persistent.spacing import Spacing
-from rotor_solver.persistent.table import Problem, Table
+from rotor_solver.persistent.table import Table
 from rotor_solver.progress import watcher
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
 
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """A step function: limits[k] bytes, a_0 counted, are enough for sequences[k], which takes makespans[k] seconds.
-
-    Limits increase, makespans do not. No persistent sequence within limits[k] bytes takes less than lower_bounds[k]
-    seconds. `stored` is the makespan of storing everything.
-    """
-
-    limits: tuple[int, ...]
-    makespans: tuple[float, ...]
-    lower_bounds: tuple[float, ...]
-    sequences: tuple[Sequence, ...]
-    stored: float
-
-    def __len__(self) -> int:
-        return len(self.limits)
-
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        return iter(zip(self.limits, self.makespans, strict=True))
-
-    @property
-    def gap(self) -> float:
-        """How much longer a makespan is than its bound, at most, as a ratio: 0.01 is a hundredth."""
-        pairs = zip(self.makespans, self.lower_bounds, strict=True)
-        return max((made / least - 1 for made, least in pairs if least), default=0.0)
-
-    def sequence(self, mem_limit: float) -> Sequence:
-        """The fastest sequence known within `mem_limit` bytes.
-
-        InfeasibleError below the first limit; ValueError if `mem_limit` is not a number of bytes.
-        """
-        return self.sequences[self._position(mem_limit)]
-
-    def makespan(self, mem_limit: float) -> float:
-        """Seconds of `sequence(mem_limit)`, with the same errors."""
-        return self.makespans[self._position(mem_limit)]
-
-    def limit_for(self, overhead: float) -> int:
-        """The first limit whose makespan is at most 1 + `overhead` times that of storing everything.
-
-        ValueError if none of the limits is, or for an overhead that is not zero or more.
-        """
-        if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not overhead >= 0:
-            raise ValueError(f"overhead is {overhead!r}; it has to be zero or more: 0.1 for a tenth more time")
-        for limit, made in self:
-            if made <= self.stored * (1 + overhead):
-                return limit
-        raise ValueError(f"none of the {len(self)} limits keeps the overhead at {overhead}")
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the limits and the time that each of them costs over storing everything, to a file: .svg, .png, .pdf.
-
-        ImportError if matplotlib is missing; ValueError for a format that it does not know.
-        """
-        from rotor_solver.plot import draw
-
-        draw(path, self.limits, [made / self.stored - 1 if self.stored else 0.0 for made in self.makespans])
-
-    def _position(self, mem_limit: float) -> int:
-        limit = bytes_of_limit(mem_limit)
-        position = bisect.bisect_right(self.limits, limit) - 1
-        if position < 0:
-            least = self.limits[0] if self.limits else 0
-            message = f"the least limit of the frontier is {least} bytes; the limit is {limit}"
-            raise InfeasibleError(message, min_bytes=least, mem_limit=limit)
-        return position
-
-
 def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int = 500) -> Frontier:
     """What memory costs in time, from the least limit that works to that of storing everything.
 
-    With `limits` in bytes, for those only, without those that are too small for any plan. The whole range of memory is
-    divided into `slots`, at least, and there are no more steps than that. ValueError if a limit is not a number of
-    bytes, or if there is not one slot.
+    With `limits` in bytes, for those only; limits that are too small for any plan are left out. The whole range of
+    memory is divided into at least `slots`, and there are no more steps than that. Raises ValueError if a limit is not
+    a number of bytes, or if `slots` is not at least one.
     """
     check_slots(slots)
     problem, stored = Problem.of(chain), store_all(chain)
@@ -129,18 +60,19 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
             continue
         if limit >= whole.peak:
             best, seconds = stored, whole.makespan
-        elif limit == least:  # where there is hardly a choice, what a table does not tell apart matters most
+        elif limit == least:  # there is hardly a choice, so what a table does not tell apart matters most
             best = Persistent(slots).solve(chain, least)
             seconds = simulate(chain, best).makespan
         else:
             room = limit - chain.input_bytes
             sequence, more = _table_for(tables, room).sequence(room, seconds - problem.stored)
+            # Otherwise the plan for the limit before is still the fastest.
             if sequence is not None:
                 best, seconds = sequence, problem.stored + more
         found.append((limit, best))
 
     def bound(limit: int) -> float:
-        # Whatever a plan takes is a multiple of the divisor, so bytes beyond the last multiple are of no use.
+        # Whatever a plan takes is a multiple of the divisor, so bytes beyond the last multiple are useless.
         room = (limit - chain.input_bytes) // max(1, divisor) * max(1, divisor)
         read = problem.stored + _table_for(tables, room).lower_bound(room)
         return max(read, *(other for above, other in proven.items() if above >= limit), 0.0)
@@ -150,6 +82,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
         found = _closer(chain, _steepest(chain, [each for _, each in found]), slots, most, bound, proven)
     bounds = [bound(limit) for limit, _ in found]
     if found and found[0][0] == least:
+        # That limit was solved for by itself, with a bound of its own.
         bounds[0] = max(bounds[0], found[0][1].lower_bound or 0.0)
     makespans = [simulate(chain, sequence).makespan for _, sequence in found]
     bounds = list(map(min, bounds, makespans))
@@ -165,7 +98,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
 def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
     """The first limit on the frontier, in bytes, that costs at most `overhead` more time than storing everything.
 
-    ValueError if `overhead` is not zero or more, or if there is not one slot.
+    Raises ValueError if `overhead` is not zero or more, or if `slots` is not at least one.
     """
     return frontier(chain, slots=slots).limit_for(overhead)
 
@@ -177,16 +110,16 @@ _FAR = 0.02
 _SINGLE = 40
 """Plans for single limits, at most; a guess."""
 _PAIRS = 5e5
-"""Plans for single limits times pairs of slots that the tables looked at, at most; a guess. Where tables are large, so
+"""Plans for single limits times pairs of slots that the tables looked at, at most; a guess. If the tables are large, so
 are those of the single plans."""
 _CLOSER = 4
-"""Times as many rows as where a finer table follows; a guess. Here none follows."""
+"""Times as many rows as in the first table of a solve; a guess. There a finer table follows, here none does."""
 
 
 def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:
-    """Tables for all of `room` and for less and less of it, as far as there are plans; the smallest comes first.
+    """Tables for all of `room` and for less and less of it, as long as there are plans; the smallest comes first.
 
-    Where there is little memory, every byte counts more, and tables are cheap. A quarter each time is a guess.
+    With little memory, every byte counts more, and tables are cheap. A quarter each time is a guess.
     """
     tables = []
     while True:
@@ -237,8 +170,8 @@ def _closer(
 ) -> list[_Step]:
     """Add up to `most` plans for single limits, just below a step, where the tables' plans are far from the bound.
 
-    A table's slots are laid out for its largest limit; at others, what just fits can be missed. The bounds of the new
-    plans go into `proven`, by limit.
+    A table's slots are laid out for its largest limit. At other limits, it can miss what just fits. The bounds of the
+    new plans go into `proven`, by limit.
     """
     for _ in range(most):
         far = [
