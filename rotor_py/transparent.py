@@ -91,7 +91,7 @@ class Transparent(nn.Module):
         # A method that calls `self(...)` while it trains, as a LightningModule's `training_step` does, has to call this
         # module: the model's own forward would not follow the plan, and nobody would notice.
         trains = self.training and torch.is_grad_enabled()
-        if trains and isinstance(found, MethodType) and found.__self__ is model:
+        if trains and isinstance(found, MethodType) and found.__self__ is model and not _is_torchs(found):
             return MethodType(found.__func__, self)
         return found
 
@@ -140,6 +140,11 @@ def _is_own(kind: type, name: str) -> bool:
     Libraries that wrap a forward (Accelerate does) put it on what they were given, and mean that to call it.
     """
     return hasattr(inspect.getattr_static(kind, name, None), "__set__") or name == "forward"
+
+
+def _is_torchs(method: MethodType) -> bool:
+    """Whether torch defines a method: those of FSDP look their module up by identity, and none calls `self(...)`."""
+    return str(getattr(method.__func__, "__module__", "")).partition(".")[0] == "torch"
 
 
 def _blank(kind: type[Transparent]) -> Transparent:
