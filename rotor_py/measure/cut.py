@@ -87,7 +87,7 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
 
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
-    """`cut`, for layers that are given in the order in which they run. It raises the same errors."""
+    """`cut`, for layers that are given in the order in which they run. UnsupportedModelError as from `cut`."""
     # An input that needs a gradient needs the backward of every layer, so there is no prefix.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     leading = 0 if needs_gradient else next((i for i, (_, m) in enumerate(found) if _trains(m)), len(found))

@@ -52,7 +52,7 @@ class Plan:
         return self.cut_layers(layers(model))
 
     def cut_layers(self, named: list[Layer]) -> Cut:
-        """`cut`, for layers that follow each other."""
+        """`cut`, for layers in the order in which they run. PlanMismatchError if they are not those of the plan."""
         found = dict(named)
         planned = [name for group in [self.prefix, *self.stages] for name in group]
         # In order: a chain of the same layers in another order has the same names, and other costs.
