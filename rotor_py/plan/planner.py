@@ -56,7 +56,8 @@ from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import agree, count_optimizer_beside_file, make_room_for_optimizer, solve
 from rotor_py.plan.sources import source_of
-from rotor_py.plan.step_plan import PlanState, StepPlan, StepPlans
+from rotor_py.plan.step_plan import PlanState, StepPlan
+from rotor_py.plan.step_plans import StepPlans
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar

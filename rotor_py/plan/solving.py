@@ -10,7 +10,8 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.agreement import agreed_sequence, refuse_other_plans
 from rotor_py.plan.description import summary_of
-from rotor_py.plan.step_plan import StepPlan, StepPlans
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.step_plans import StepPlans
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, InfeasibleError, Persistent, Sequence
