@@ -19,7 +19,8 @@
 #     larger, the planner measures (event 1) and solves (event 2). A captured model may then run another graph than the
 #     one that was measured; it is measured and run once more. If no plan fits, or anything else goes wrong on the way,
 #     the plans that there were stay: one batch that is too large costs nothing. It is remembered, and a batch as large
-#     is refused at once. Two things are refused. Several processes take no input that none of their plans covers: each
+#     is refused at once. A plan is for one forward: where others are in flight and leave no room for this one, a warning
+#     says so (`forwards.py`). Two things are refused. Several processes take no input that none of their plans covers: each
 #     would plan for itself. And a model is not measured for larger and larger inputs without end.
 #  6. An optimizer is noticed. It counts in every budget. A sequence that leaves no room for it is given up, and another
 #     one is found. If there is none, training goes on with the old one, beyond the limit, and a warning says so. Where
@@ -48,6 +49,7 @@ from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
+from rotor_py.plan.forwards import Forwards
 from rotor_py.plan.input_spec import describe
 from rotor_py.plan.optimizers import noticed_cost, wait_for_optimizers
 from rotor_py.plan.refusals import Refusals
@@ -77,6 +79,7 @@ class Planner:
         self.plans = StepPlans()
         self._blank = source_of(core, settings.granularity)
         self._refusals = Refusals()
+        self._forwards = Forwards()
         self._grown = 0
         """how often a plan was made for an input that no plan covered"""
         self.wait_for_optimizers()
@@ -180,7 +183,10 @@ class Planner:
     def _run_planned(self, value: Any) -> Any:
         plan = self.in_use
         assert plan.sequence is not None
-        return plan.source.run(plan.cut, plan.sequence, value, preserve_rng_state=self.settings.preserve_rng_state)
+        self._forwards.warn_if_too_many(plan, self.model)
+        output = plan.source.run(plan.cut, plan.sequence, value, preserve_rng_state=self.settings.preserve_rng_state)
+        self._forwards.watch(output, plan)
+        return output
 
     def _make_ready(self, spec: StepSpec, value: Any) -> None:
         """Have a plan in use that serves a step on `value`, and a sequence."""
