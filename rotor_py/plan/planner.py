@@ -19,8 +19,8 @@
 #     larger, the planner measures (event 1) and solves (event 2). A captured model may then run another graph than the
 #     one that was measured; it is measured and run once more. If no plan fits, or anything else goes wrong on the way,
 #     the plans that there were stay: one batch that is too large costs nothing. It is remembered, and a batch as large
-#     is refused at once. A plan is for one forward: where others are in flight and leave no room for this one, a warning
-#     says so (`forwards.py`). Two things are refused. Several processes take no input that none of their plans covers: each
+#     is refused at once. A plan is for one forward: where others are in flight and leave no room for it, a warning says
+#     so (`forwards.py`). Two things are refused. Several processes take no input that none of their plans covers: each
 #     would plan for itself. And a model is not measured for larger and larger inputs without end.
 #  6. An optimizer is noticed. It counts in every budget. A sequence that leaves no room for it is given up, and another
 #     one is found. If there is none, training goes on with the old one, beyond the limit, and a warning says so. Where
