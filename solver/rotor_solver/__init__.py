@@ -15,6 +15,13 @@ from rotor_solver.chain import Chain
 from rotor_solver.extremes import RecomputeAll, StoreAll, min_bytes, recompute_all, store_all
 from rotor_solver.floating import Floating
 from rotor_solver.frontier import Frontier, frontier, limit_for
+from rotor_solver.in_flight import (
+    ForwardsSimulation,
+    JointPlan,
+    least_in_flight,
+    simulate_forwards,
+    solve_in_flight,
+)
 from rotor_solver.inputs_only import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
 from rotor_solver.kept_at_loss import PlanMemory, StageMemory
 from rotor_solver.limits import InfeasibleError
@@ -39,9 +46,11 @@ __all__ = [
     "ForwardCheck",
     "ForwardEnable",
     "ForwardNograd",
+    "ForwardsSimulation",
     "Frontier",
     "GriewankHeterogeneous",
     "InfeasibleError",
+    "JointPlan",
     "Loss",
     "Moment",
     "Operation",
@@ -59,13 +68,16 @@ __all__ = [
     "StoreAll",
     "forward_steps",
     "frontier",
+    "least_in_flight",
     "limit_for",
     "min_bytes",
     "moments",
     "recompute_all",
     "simulate",
+    "simulate_forwards",
     "skipped_outputs",
     "solve",
+    "solve_in_flight",
     "store_all",
     "unread_outputs",
     "watched",
