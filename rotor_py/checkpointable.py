@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -41,7 +42,10 @@ class Setting(Generic[T]):
         return found
 
     def __set__(self, instance: Checkpointable, value: T) -> None:
-        setattr(instance._planner.settings, self._name, value)
+        settings = instance._planner.settings
+        given: dict[str, Any] = {self._name: value}
+        replace(settings, **given)  # for its errors, before it is set
+        setattr(settings, self._name, value)
 
 
 class Checkpointable(Transparent):
@@ -66,6 +70,9 @@ class Checkpointable(Transparent):
             noticed when it takes its first step, and counts from then on.
         fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`, its default), so that their
             memory is there for activations. If they are kept, to accumulate, leave it False.
+        forwards_in_flight: how many forwards come before the backward of the first: 2 for a sum of two losses, siamese
+            networks, or a discriminator on real and fake. The plan then leaves room for what the others hold, whichever
+            backward comes first. More than that are noticed when they come, and planned for from the next step on.
         progress: called with (stages done, all stages, name of the next) while measuring. Without it, a bar is shown on
             a terminal if measuring takes longer than a moment.
         plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring. What was
@@ -81,8 +88,8 @@ class Checkpointable(Transparent):
     given as well, a strategy that needs more is refused.
 
     UnsupportedModelError for a model that cannot be trained from a plan, TypeError for an optimizer that is none,
-    ValueError for a limit that is none or for strategies that exclude each other; with `plan`, PlanMismatchError for
-    another model; with `custom_input` and a limit, InfeasibleError if no plan fits.
+    ValueError for a limit that is none, for less than one forward in flight, or for strategies that exclude each other;
+    with `plan`, PlanMismatchError for another model; with `custom_input` and a limit, InfeasibleError if no plan fits.
     """
 
     _planner: Planner
@@ -93,6 +100,7 @@ class Checkpointable(Transparent):
     preserve_rng_state = Setting[bool]()
     loss_tmp_memory_usage = Setting[int]()
     progress = Setting[Progress | None]()
+    forwards_in_flight = Setting[int]()
 
     def __init__(
         self,
@@ -107,6 +115,7 @@ class Checkpointable(Transparent):
         loss: Callable[[Any], torch.Tensor] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         fresh_grads: bool = False,
+        forwards_in_flight: int = 1,
         plan: str | Path | Plan | None = None,
         progress: Progress | None = None,
         granularity: int = 100,
@@ -131,6 +140,7 @@ class Checkpointable(Transparent):
             progress=progress,
             granularity=granularity,
             process_group=process_group,
+            forwards_in_flight=forwards_in_flight,
             by_hand=ByHand.asked_for(level, every_n_layers, max_checkpoints),
         )
         super().__init__(model)

@@ -50,6 +50,13 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 )
 @click.option("--fresh-grads", is_flag=True, help="Gradients are freed between steps: zero_grad(set_to_none=True).")
 @click.option(
+    "--forwards-in-flight",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Forwards before the first backward: 2 for a sum of two losses, or siamese networks.",
+)
+@click.option(
     "--verify", is_flag=True, help="Train one step, and compare peak, time and gradients with the plain step."
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the report as JSON; - is stdout.")

@@ -25,6 +25,7 @@ class Request:
     config: str | None
     slots: int
     fresh_grads: bool
+    forwards_in_flight: int
     verify: bool
     compare: bool
     sweep: bool

@@ -20,10 +20,12 @@ from rotor_solver import (
     Persistent,
     Sequence,
     StoreAll,
-    min_bytes,
+    recompute_all,
     simulate,
+    solve_in_flight,
     store_all,
 )
+from rotor_solver.in_flight import Footprint, least_in_flight_sequence, peak_in_any_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,9 @@ class Budget:
     Beside the fixed part, `before_bytes` are there while the layers before the chain run, and `stepping_bytes` while
     the optimizer steps: the chain's input, its output, and fresh gradients. The step itself needs `step_bytes` more;
     None if nothing is known about the optimizer. `snapshot_bytes` are needed as soon as anything is computed twice.
+
+    `forwards` are in flight at once, all by one sequence. Each of the others holds what its chain keeps from forward to
+    backward and `held_beside` more. Its snapshots are its own.
     """
 
     fixed: FixedMemory
@@ -41,6 +46,8 @@ class Budget:
     snapshot_bytes: int = 0
     stepping_bytes: int = 0
     step_bytes: int | None = None
+    forwards: int = 1
+    held_beside: int = 0
 
     def with_optimizer(self, cost: OptimizerCost) -> Budget:
         """The same budget, now that the optimizer is known."""
@@ -51,6 +58,27 @@ class Budget:
         """What the step needs whatever the plan is: for the layers before the chain, or for the optimizer."""
         return max(self.fixed.total + self.before_bytes, self.optimizer_peak_bytes)
 
+    def with_forwards(self, forwards: int, measurement: Measurement, gradient_bytes: int) -> Budget:
+        """The budget for as many forwards in flight at once; `gradient_bytes` are those of all trained parameters.
+
+        The backward of the first one leaves these gradients, so they are in memory while the others run.
+        """
+        if forwards == self.forwards:
+            return self
+        assert forwards > 1
+        carried = sum(each.nbytes for each in measurement.carried)
+        loss = measurement.loss
+        returned = measurement.stages[-1].activation_bytes + measurement.held_bytes
+        return replace(
+            self,
+            fixed=replace(self.fixed, gradients=max(self.fixed.gradients, gradient_bytes)),
+            chain=measurement.chain(fresh_gradients=False),
+            stepping_bytes=forwards * (measurement.input_bytes + returned),
+            forwards=forwards,
+            # How much of what the loss needs it keeps for its backward is not known.
+            held_beside=self.fixed.batch + carried + measurement.held_bytes + loss.kept_bytes + loss.temp_bytes,
+        )
+
     @property
     def optimizer_peak_bytes(self) -> int:
         """What is in memory while the optimizer steps, as far as the optimizer is known."""
@@ -58,21 +86,39 @@ class Budget:
 
     def peak_bytes(self, sequence: Sequence) -> int:
         """The predicted peak of a whole step that follows `sequence`."""
-        return max(self.floor_bytes, self.beside_chain(sequence) + simulate(self.chain, sequence).peak)
+        others = self.others_bytes(sequence)
+        running = simulate(self.chain, sequence).peak
+        if self.forwards > 1:  # one that is over leaves its output, which may be more than it took itself
+            running = max(running, Footprint.of(self.chain, sequence).waiting)
+        before = self.fixed.total + others + self.before_bytes
+        return max(before, self.optimizer_peak_bytes, self.beside_chain(sequence) + running)
 
     def beside_chain(self, sequence: Sequence) -> int:
-        """What is in memory beside the chain while it follows `sequence`: the fixed part, and the snapshots."""
-        return self.fixed.total + (self.snapshot_bytes if recomputes(sequence) else 0)
+        """What is in memory beside the chain while it follows `sequence`: the fixed part, snapshots, other forwards."""
+        snapshots = self.forwards * self.snapshot_bytes if recomputes(sequence) else 0
+        return self.fixed.total + snapshots + self.others_bytes(sequence)
+
+    def others_bytes(self, sequence: Sequence) -> int:
+        """What the other forwards in flight hold if they follow `sequence`, but for their snapshots."""
+        if self.forwards == 1:
+            return 0
+        return (self.forwards - 1) * (Footprint.of(self.chain, sequence).waiting + self.held_beside)
 
     def chain_limit(self, mem_limit: int) -> int:
-        """What is left for the chain, its input included, if something is computed twice."""
-        return mem_limit - self.fixed.total - self.snapshot_bytes
+        """What is left for the chain, its input included, if something is computed twice; for that of all forwards."""
+        others = (self.forwards - 1) * (self.held_beside + self.snapshot_bytes)
+        return mem_limit - self.fixed.total - self.snapshot_bytes - others
 
     def least_bytes(self) -> int:
         """The least limit for which there is a plan."""
         # Storing all may need least: it needs no snapshots, and recomputing may save less than they take.
         stored = self.peak_bytes(store_all(self.chain))
-        return min(stored, max(self.floor_bytes, self.fixed.total + self.snapshot_bytes + min_bytes(self.chain)))
+        return min(stored, self.peak_bytes(self._least_sequence()))
+
+    def _least_sequence(self) -> Sequence:
+        if self.forwards == 1:
+            return recompute_all(self.chain)
+        return least_in_flight_sequence(self.chain, self.forwards)
 
     def solve(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
         """A sequence for a whole step within `mem_limit` bytes.
@@ -84,12 +130,35 @@ class Budget:
         # Storing all needs no snapshots. It may fit into the limit although it does not fit into `chain_limit`, which
         # leaves room for them. Other algorithms are asked in any case: their sequence is wanted, not the fastest.
         if isinstance(algorithm, Persistent) and self.peak_bytes(stored) <= mem_limit:
-            return StoreAll().solve(self.chain, mem_limit)
+            return StoreAll().solve(self.chain, simulate(self.chain, stored).peak)
         if mem_limit < self.least_bytes():
             raise self.refuse(mem_limit)
-        sequence = algorithm.solve(self.chain, self.chain_limit(mem_limit))
+        if self.forwards == 1:
+            sequence = algorithm.solve(self.chain, self.chain_limit(mem_limit))
+        else:
+            sequence = self._solve_for_all(self.chain_limit(mem_limit), algorithm)
         assert self.peak_bytes(sequence) <= mem_limit
         return sequence
+
+    def _solve_for_all(self, limit: int, algorithm: Algorithm) -> Sequence:
+        """The sequence that all forwards in flight follow, so that their chains stay within `limit` together."""
+        if isinstance(algorithm, Persistent):
+            plan = solve_in_flight(self.chain, limit, self.forwards, alike=True, slots=algorithm.slots)
+            return Sequence(plan.sequences[0], "persistent", plan.lower_bound / self.forwards)
+        # Of another algorithm, nothing is known but that it keeps its limit: the largest limit at which all fit.
+        little, much, found = 0, limit + 1, None
+        while much - little > 1:
+            middle = (little + much) // 2
+            try:
+                sequence = algorithm.solve(self.chain, middle)
+            except InfeasibleError:
+                little = middle
+                continue
+            if peak_in_any_order([Footprint.of(self.chain, sequence)] * self.forwards) <= limit:
+                little, found = middle, sequence
+            else:
+                much = middle
+        return self._least_sequence() if found is None else found
 
     def refuse(self, mem_limit: int) -> InfeasibleError:
         """The error for a limit that is too small, in bytes of the whole step.
@@ -123,7 +192,8 @@ class Budget:
     def split(self) -> str:
         """The fixed part in words."""
         parts = self.parts()
-        return f"{format_bytes(self.fixed.total)} is fixed" + (f" ({parts})" if parts else "")
+        forwards = f" with {self.forwards} forwards in flight" if self.forwards > 1 else ""
+        return f"{format_bytes(self.fixed.total)} is fixed" + (f" ({parts})" if parts else "") + forwards
 
     def parts(self) -> str:
         """What the fixed part consists of, in words."""

@@ -1,12 +1,15 @@
 """Forwards in flight: those whose backward is still to come while another forward of the model begins.
 
-A plan is for one forward and its backward. What earlier forwards of a step hold comes on top of it: where losses are
-added up, in siamese networks, for a discriminator on real and fake, for the microbatches of a pipeline.
+Losses that are added up, siamese networks, a discriminator on real and fake, the microbatches of a pipeline have
+several. A plan leaves room for as many as were told or seen before (`StepPlan.most_in_flight`). Where it leaves none
+for the one that is about to begin, that one gets a sequence of its own, if there is one that still fits.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -14,21 +17,42 @@ from weakref import ref
 import torch
 
 from rotor_profiling import tensors_in
-from rotor_py.plan.description import memory_of
+from rotor_py.measure.budget import Budget, recomputes
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import format_bytes
+from rotor_solver import Chain, InfeasibleError, Persistent, Sequence
+from rotor_solver.in_flight import Footprint, with_room_at_loss
 
 _log = logging.getLogger("rotor_py")
+
+
+_MOST_KNOWN = 64
+"""Loads and sequences that are remembered; a guess, more than the kinds of steps that a model takes in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What one forward puts on the others, in bytes: `held` while it waits, and `working` more while it runs."""
+
+    held: int
+    working: int
+
+    @classmethod
+    def of(cls, budget: Budget, sequence: Sequence) -> _Load:
+        """Of a budget for several forwards."""
+        found = Footprint.of(budget.chain, sequence)
+        snapshot = budget.snapshot_bytes if recomputes(sequence) else 0
+        return cls(found.waiting + budget.held_beside + snapshot, found.working)
 
 
 class _Forward:
     """One forward, as long as somebody can still go backward through it. Its graph keeps it alive, and nothing else."""
 
-    __slots__ = ("__weakref__", "held_bytes", "used")
+    __slots__ = ("__weakref__", "plan", "sequence", "used")
 
-    def __init__(self, held_bytes: int) -> None:
-        self.held_bytes = held_bytes
+    def __init__(self, plan: StepPlan, sequence: Sequence) -> None:
+        self.plan, self.sequence = plan, sequence
         self.used = False
 
 
@@ -36,52 +60,103 @@ class Forwards:
     """The forwards of one model that are in flight."""
 
     def __init__(self) -> None:
-        self._known: list[ref[_Forward]] = []
-        self._held: tuple[StepPlan, object, int] | None = None
+        self._flying: list[ref[_Forward]] = []
+        self._remembered: dict[Hashable, tuple[object, Any]] = {}
         self._warned = 0
         """the most forwards at once that were warned of"""
 
-    def watch(self, output: Any, plan: StepPlan) -> None:
-        """A forward by `plan` has returned `output`. It is in flight until its backward begins or its graph is gone."""
-        forward = _Forward(self._held_by(plan))
+    def in_flight(self) -> list[_Forward]:
+        """Those whose backward has not begun, and whose graph somebody still has."""
+        found = [forward for each in self._flying if (forward := each()) is not None and not forward.used]
+        self._flying = [ref(each) for each in found]
+        return found
+
+    def watch(self, output: Any, plan: StepPlan, sequence: Sequence) -> None:
+        """A forward has returned `output`. It is in flight until its backward begins or its graph is gone."""
+        forward = _Forward(plan, sequence)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 # The hook belongs to the graph: where the output is dropped, it goes, and the forward with it.
                 tensor.register_hook(partial(_begin_backward, forward))
-        self._known.append(ref(forward))
+        self._flying.append(ref(forward))
 
-    def warn_if_too_many(self, plan: StepPlan, model: TrainedModel) -> None:
-        """Log a warning if a forward by `plan`, which is about to begin, does not fit beside those in flight."""
-        flying = [found for each in self._known if (found := each()) is not None and not found.used]
-        self._known = [ref(each) for each in flying]
-        if not flying or len(flying) < self._warned or plan.unlimited(model.settings):
-            return
-        assert plan.sequence is not None
-        limit = model.limit_bytes(model.device_of(plan.input_spec))
-        held = sum(each.held_bytes for each in flying)
-        peak = held + plan.budget.peak_bytes(plan.sequence)
-        if peak <= limit:
-            return
-        self._warned = len(flying) + 1
-        _log.warning(
-            "%d forwards of %s are in flight at once. Those before this one hold %s (%d bytes) until their backwards, "
-            "so the step takes up to %s (%d bytes); the limit is %s (%d bytes). Call backward() after each forward: "
-            "the gradients add up to the same. Or set a smaller mem_limit, so that each forward holds less.",
-            len(flying) + 1, type(model.core).__name__, format_bytes(held), held, format_bytes(peak), peak,
-            format_bytes(limit), limit,
-        )  # fmt: skip
+    def sequence_beside(self, flying: list[_Forward], plan: StepPlan, model: TrainedModel) -> Sequence:
+        """The sequence for a forward by `plan` that begins while those of `flying` wait.
 
-    def _held_by(self, plan: StepPlan) -> int:
-        """Bytes that a forward by `plan` leaves until its backward, its input and output included.
-
-        And the gradient of its output: the backward of a sum of losses makes those of all outputs before it goes on.
+        It is that of the plan if there is room for it; else one that fits into what is left, if there is any. Else a
+        warning is logged, once, and it is that of the plan, beyond the limit.
         """
-        if self._held is None or self._held[0] is not plan or self._held[1] is not plan.sequence:
-            kept = memory_of(plan)
-            output_bytes = plan.budget.chain.activation[-1]
-            given = kept.input_bytes + plan.budget.fixed.batch  # a captured model's input is no part of its chain
-            self._held = plan, plan.sequence, kept.kept_bytes + given + kept.beside_bytes + output_bytes
-        return self._held[2]
+        assert plan.sequence is not None
+        count = len(flying) + 1
+        for each in (plan, *(forward.plan for forward in flying)):
+            each.most_in_flight = max(each.most_in_flight, count)
+        if plan.unlimited(model.settings):
+            return plan.sequence
+        limit = model.limit_bytes(model.device_of(plan.input_spec))
+        budget = self._budget(plan, model, count)
+        loads = [self._load(forward.plan, forward.sequence, model) for forward in flying]
+        held, working = sum(each.held for each in loads), max(each.working for each in loads)
+        own = self._load(plan, plan.sequence, model)
+        running = budget.fixed.total - budget.held_beside + held + own.held + max(working, own.working)
+        peak = max(running, budget.optimizer_peak_bytes)
+        if peak <= limit:
+            return plan.sequence
+        # Not where processes follow the same sequences: what is in flight in the others is not known here.
+        if running > limit and model.alone and plan.found_for(model.settings):
+            rest = limit - budget.fixed.total - held - budget.held_beside - budget.snapshot_bytes
+            squeezed = self._squeezed(budget.chain, rest, working)
+            if squeezed is not None:
+                return squeezed
+        if count > self._warned:
+            self._warned = count
+            _warn(count, held, peak, limit, model)
+        return plan.sequence
+
+    def _budget(self, plan: StepPlan, model: TrainedModel, count: int) -> Budget:
+        """The budget of the plan for `count` forwards at least."""
+        device = model.device_of(plan.input_spec)
+        make = partial(model.with_forwards, plan.budget, plan.measurement, device, count)
+        found: Budget = self._remember(("budget", id(plan.budget), count), plan.budget, make)
+        return found
+
+    def _load(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> _Load:
+        # A budget for one forward does not say what it holds beside its chain.
+        budget = self._budget(plan, model, 2)
+        found: _Load = self._remember(
+            ("load", id(budget), id(sequence)), (budget, sequence), partial(_Load.of, budget, sequence)
+        )
+        return found
+
+    def _squeezed(self, chain: Chain, rest: int, working: int) -> Sequence | None:
+        """The best sequence within `rest` bytes that leaves `working` of them while it waits; None if there is none."""
+
+        def solve() -> Sequence | None:
+            try:
+                return Persistent().solve(with_room_at_loss(chain, working), max(0, rest))
+            except InfeasibleError:
+                return None
+
+        found: Sequence | None = self._remember(("squeezed", id(chain), rest, working), chain, solve)
+        return found
+
+    def _remember(self, key: Hashable, of: object, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once for each key; `of` are the objects whose ids are in the key."""
+        if key not in self._remembered:
+            if len(self._remembered) == _MOST_KNOWN:
+                self._remembered.clear()
+            self._remembered[key] = of, make()  # as long as `of` is here, no other object has its id
+        return self._remembered[key][1]
+
+
+def _warn(count: int, held: int, peak: int, limit: int, model: TrainedModel) -> None:
+    _log.warning(
+        "%d forwards of %s are in flight at once. Those before this one hold %s (%d bytes) until their backwards, "
+        "so the step takes up to %s (%d bytes); the limit is %s (%d bytes). Say forwards_in_flight=%d "
+        "(--forwards-in-flight %d), and the plan leaves room for them. Or call backward() after each forward: the "
+        "gradients add up to the same.",
+        count, type(model.core).__name__, format_bytes(held), held, format_bytes(peak), peak,
+        format_bytes(limit), limit, count, count,
+    )  # fmt: skip
 
 
 def _begin_backward(forward: _Forward, gradient: torch.Tensor) -> None:

@@ -19,8 +19,7 @@
 #     larger, the planner measures (event 1) and solves (event 2). A captured model may then run another graph than the
 #     one that was measured; it is measured and run once more. If no plan fits, or anything else goes wrong on the way,
 #     the plans that there were stay: one batch that is too large costs nothing. It is remembered, and a batch as large
-#     is refused at once. A plan is for one forward: where others are in flight and leave no room for it, a warning says
-#     so (`forwards.py`). Two things are refused. Several processes take no input that none of their plans covers: each
+#     is refused at once. Two things are refused. Several processes take no input that none of their plans covers: each
 #     would plan for itself. And a model is not measured for larger and larger inputs without end.
 #  6. An optimizer is noticed. It counts in every budget. A sequence that leaves no room for it is given up, and another
 #     one is found. If there is none, training goes on with the old one, beyond the limit, and a warning says so. Where
@@ -29,7 +28,11 @@
 #  7. A plan file is adopted, if it was made for such a model. Costs and sequence are those of the file. → solved. The
 #     first forward compares model and input with the file, as does a forward after a change of the model or on a larger
 #     input; processes compare their sequences. → agreed
-#  8. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
+#  8. A forward arrives while others are in flight, more than the plan has room for. It follows a sequence of its own if
+#     one fits beside them, else that of the plan, and a warning says what the step takes. As soon as none is in flight,
+#     a sequence is found that leaves room for so many; if there is none, training goes on beyond the limit, and a
+#     warning says so. Several processes only warn: they cannot know what is in flight in the others.
+#  9. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
 #
 # The model is in training mode in events 1 and 5, and when a file is made of a plan: the caller sees to it. In all
 # threads of a process, one planner at a time measures or solves (`planning_lock`).
@@ -56,7 +59,13 @@ from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.saved.fingerprint import model_fingerprint
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
-from rotor_py.plan.solving import agree, count_optimizer_beside_file, make_room_for_optimizer, solve
+from rotor_py.plan.solving import (
+    agree,
+    count_optimizer_beside_file,
+    make_room_for_forwards,
+    make_room_for_optimizer,
+    solve,
+)
 from rotor_py.plan.sources import source_of
 from rotor_py.plan.step_plan import PlanState, StepPlan
 from rotor_py.plan.step_plans import StepPlans
@@ -183,9 +192,10 @@ class Planner:
     def _run_planned(self, value: Any) -> Any:
         plan = self.in_use
         assert plan.sequence is not None
-        self._forwards.warn_if_too_many(plan, self.model)
-        output = plan.source.run(plan.cut, plan.sequence, value, preserve_rng_state=self.settings.preserve_rng_state)
-        self._forwards.watch(output, plan)
+        flying = self._forwards.in_flight()
+        sequence = self._forwards.sequence_beside(flying, plan, self.model) if flying else plan.sequence
+        output = plan.source.run(plan.cut, sequence, value, preserve_rng_state=self.settings.preserve_rng_state)
+        self._forwards.watch(output, plan, sequence)
         return output
 
     def _make_ready(self, spec: StepSpec, value: Any) -> None:
@@ -202,6 +212,7 @@ class Planner:
         plan = self.in_use
         try:
             agree(plan, self.model)
+            self._make_room_for_forwards(plan)
         except InfeasibleError as error:
             # It was measured on a larger input, with `measure()` for example. What this one needs may fit.
             assert plan.spec is not None
@@ -211,6 +222,12 @@ class Planner:
         else:
             return
         self._plan_for(spec, value)
+
+    def _make_room_for_forwards(self, plan: StepPlan) -> None:
+        """Event 8. Where several processes have to plan together, they do so for as many forwards as they were told."""
+        more = plan.most_in_flight > plan.budget.forwards and plan.found_for(self.settings) and self.model.alone
+        if more and not self._forwards.in_flight():
+            make_room_for_forwards(plan, self.model)
 
     def _plan_for(self, spec: StepSpec, value: Any) -> None:
         """Measure and solve for a step on `value`. If that fails, the plans that there are stay."""
@@ -270,7 +287,7 @@ class Planner:
                 _log.warning("%s", error)
 
     def copied(self) -> Planner:
-        """Event 8: a planner for a copy of the model. It refers to this model until that is copied along with it."""
+        """Event 9: a planner for a copy of the model. It refers to this model until that is copied along with it."""
         twin = Planner(self.model.whole, self.model.core, replace(self.settings))
         twin.plans = self.plans.copied(twin._blank)
         return twin

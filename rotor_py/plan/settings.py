@@ -32,9 +32,16 @@ class Settings:
     granularity: int = 100
     process_group: ProcessGroup | None = None
     by_hand: ByHand | None = None
+    forwards_in_flight: int = 1
 
     def __post_init__(self) -> None:
-        """TypeError if `optimizer` is no optimizer: its class, for example."""
+        """TypeError if `optimizer` is no optimizer: its class, for example.
+
+        ValueError if `forwards_in_flight` is not a whole number, one at least.
+        """
+        forwards = self.forwards_in_flight
+        if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
+            raise ValueError(f"forwards_in_flight is {forwards!r}; it has to be a whole number, one at least")
         given = self.optimizer
         if given is not None and (isinstance(given, type) or not hasattr(given, "param_groups")):
             raise TypeError(

@@ -52,6 +52,10 @@ class StepPlan:
     """the sequence to go on with, beyond the limit, where an optimizer that came late leaves no room for any plan"""
     solved_with: tuple[int | str | None, int] | None = None
     """`Settings.solved_with` when the sequence was found"""
+    found: Sequence | None = None
+    """the sequence that was found; another one in use is one that the user set"""
+    most_in_flight: int = 1
+    """the most forwards that were in flight at once when one of them followed this plan"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +106,10 @@ class StepPlan:
         """Whether there is no limit: a strategy by hand needs none, and none was given."""
         by_hand = settings.by_hand is not None if self.file is None else not self.file.limited
         return by_hand and settings.mem_limit is None
+
+    def found_for(self, settings: Settings) -> bool:
+        """Whether the best sequence was found for it, rather than given by hand, by a file, or by the user."""
+        return self.file is None and settings.by_hand is None and self.sequence is self.found
 
     def is_for(self, spec: StepSpec) -> bool:
         """Whether it was measured for such steps. What a plan from a file is for, its file says."""

@@ -89,8 +89,8 @@ class ReportFacts:
         return self.seconds_of(store_all(self.chain))
 
     def seconds_of(self, sequence: Sequence) -> float:
-        """Predicted time of a forward, loss and backward that follow `sequence`."""
-        return simulate(self.chain, sequence).makespan + self.before_chain_seconds
+        """Predicted time of forward, loss and backward that follow `sequence`, of all forwards in flight."""
+        return self.budget.forwards * (simulate(self.chain, sequence).makespan + self.before_chain_seconds)
 
     @property
     def overhead(self) -> float:

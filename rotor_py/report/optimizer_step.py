@@ -37,11 +37,12 @@ def optimizer_step(facts: ReportFacts) -> OptimizerStep | None:
     if budget.step_bytes is None:
         return None
     # A training loop holds the whole output to the end of its step, tensors without a gradient included.
-    output = measurement.stages[-1].activation_bytes + measurement.held_bytes
+    output = budget.forwards * (measurement.stages[-1].activation_bytes + measurement.held_bytes)
+    given = budget.forwards * measurement.input_bytes
     return OptimizerStep(
         fixed=budget.fixed.total,
-        input=measurement.input_bytes,
+        input=given,
         output=output,
-        gradients=budget.stepping_bytes - measurement.input_bytes - output,
+        gradients=budget.stepping_bytes - given - output,
         scratch=budget.step_bytes,
     )

@@ -29,6 +29,7 @@ class TrainingStep:
 
     `sample` is a tensor, a tuple of positional or a dict of keyword arguments; `loss` is a function of the output.
     With `fresh_grads`, gradients are freed between steps; without, they are set to zero and stay in memory.
+    With several `forwards`, their losses are added up, and one backward goes through all of them.
     Without `steps_optimizer`, the optimizer's state counts as memory, but the optimizer takes no step.
 
     Each of the methods begins with the same parameters, buffers and random state, and puts them back. Gradients and the
@@ -45,9 +46,11 @@ class TrainingStep:
         *,
         fresh_grads: bool,
         steps_optimizer: bool = True,
+        forwards: int = 1,
     ) -> None:
         self.model, self.sample, self.loss, self.optimizer = model, sample, loss, optimizer
         self.device, self.fresh_grads, self.steps_optimizer = device, fresh_grads, steps_optimizer
+        self.forwards = forwards
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:
@@ -77,11 +80,11 @@ class TrainingStep:
         return statistics.median(times)
 
     def operations(self, network: Network, sequence: Sequence, names: list[str]) -> tuple[TimedOperation, ...]:
-        """What a step does that follows `sequence` in stages called `names`, but for the optimizer's step."""
+        """What a step of one forward by `sequence` does in stages called `names`, but for the optimizer's step."""
         with self._restored():
             self._clear()
             return measured_operations(
-                lambda: self._forward_backward(network),
+                lambda: self._forward_backward(network, 1),
                 sequence,
                 names,
                 self._present(),
@@ -95,16 +98,21 @@ class TrainingStep:
             self.optimizer.step()
         del held  # not before: a training loop holds output and loss to the end of its step, so they count
 
-    def _forward_backward(self, network: Network) -> tuple[Any, torch.Tensor]:
-        """The output and the loss."""
-        sample = tree_map_only(torch.Tensor, _without_history, self.sample)
-        if isinstance(sample, dict):
-            output = network(**sample)
-        else:
-            output = network(*sample) if isinstance(sample, tuple) else network(sample)
-        loss = self.loss(output)
+    def _forward_backward(self, network: Network, forwards: int | None = None) -> tuple[Any, torch.Tensor]:
+        """The outputs of all forwards, with what they were called with; and the loss."""
+        held = []
+        for number in range(self.forwards if forwards is None else forwards):
+            # A batch of its own for every forward: as another view of the same images, or the rejected answers.
+            given = self.sample if number == 0 else tree_map_only(torch.Tensor, torch.clone, self.sample)
+            sample = tree_map_only(torch.Tensor, _without_history, given)
+            if isinstance(sample, dict):
+                output = network(**sample)
+            else:
+                output = network(*sample) if isinstance(sample, tuple) else network(sample)
+            held.append((sample, output))
+        loss: torch.Tensor = sum(self.loss(output) for _, output in held)  # type: ignore[assignment] # not an int
         loss.backward()
-        return output, loss
+        return held, loss
 
     def _clear(self) -> None:
         self.model.zero_grad(set_to_none=self.fresh_grads)

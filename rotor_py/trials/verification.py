@@ -79,7 +79,15 @@ def verify(
         torch.OutOfMemoryError: a step with a plan does not fit into the device. A plain step that does not is no error.
     """
     others = list(others)
-    step = TrainingStep(network.model, sample, loss or default_loss, optimizer, network.device, fresh_grads=fresh_grads)
+    step = TrainingStep(
+        network.model,
+        sample,
+        loss or default_loss,
+        optimizer,
+        network.device,
+        fresh_grads=fresh_grads,
+        forwards=network.forwards_in_flight,
+    )
 
     def tell(done: int, what: str) -> None:
         if progress is not None:

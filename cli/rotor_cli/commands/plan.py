@@ -52,6 +52,7 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
             loss=found.loss or default_loss,  # `verify` takes it, too: what is predicted is what is measured
             optimizer=found.optimizer,
             fresh_grads=request.fresh_grads,
+            forwards_in_flight=request.forwards_in_flight,
             progress=shown.doing("measuring"),
         )
         network.measure(found.sample)
@@ -74,6 +75,7 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
             *(("loss=loss",) if found.loss else ()),
             *(("optimizer=optimizer",) if found.optimizer else ()),
             *(("fresh_grads=True",) if request.fresh_grads else ()),
+            *((f"forwards_in_flight={forwards}",) if (forwards := request.forwards_in_flight) > 1 else ()),
         ),
         limited=request.limited,
     )

@@ -24,6 +24,10 @@ _BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes"})
 _IN_FILES = {"in_part": "lean", "skipped_output_seconds": "output_seconds"}
 """Names of parts that files know by an older name, so that saved plans go on loading."""
 _AROUND = ("before_bytes", "stepping_bytes", "step_bytes")
+_IN_FLIGHT = {"forwards": 1, "held_beside": 0}
+"""What is in a file only where several forwards are in flight, and what it is else."""
+_MOST_FORWARDS = 10**4
+"""A guess, far above the microbatches of any pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,14 @@ class PlanCosts:
         found = _renamed(asdict(self.measurement))
         del found["names"]
         around = {name: getattr(self.budget, name) for name in _AROUND}
+        if self.budget.forwards > 1:  # not else, so that earlier versions read the file
+            around |= {name: getattr(self.budget, name) for name in _IN_FLIGHT}
         return {**found, "fixed": asdict(self.budget.fixed), **around}
 
     @classmethod
     def from_data(cls, data: dict[str, Any], names: Sequence[str], *, fresh_gradients: bool) -> PlanCosts:
         """What `as_data` wrote, for stages of these names. ValueError if it is anything else."""
+        data = {**_IN_FLIGHT, **data}
         unknown = data.keys() ^ _PARTS.keys()
         if unknown:
             raise ValueError(
@@ -55,10 +62,12 @@ class PlanCosts:
         if len(found["lean"]) not in (0, len(names)):
             raise ValueError(f"there are lean of {len(found['lean'])} stages, and {len(names)} stages")
         _refuse_carried(found["carried"], len(names))
-        fixed, around = found.pop("fixed"), {name: found.pop(name) for name in _AROUND}
+        fixed, around = found.pop("fixed"), {name: found.pop(name) for name in (*_AROUND, *_IN_FLIGHT)}
+        if not 1 <= around["forwards"] <= _MOST_FORWARDS:
+            raise ValueError(f"forwards is {around['forwards']}; it has to be from one to {_MOST_FORWARDS}")
         found["in_part"] = found.pop("lean")
         measurement = Measurement(names=tuple(names), **found)
-        chain = measurement.chain(fresh_gradients=fresh_gradients)
+        chain = measurement.chain(fresh_gradients=fresh_gradients and around["forwards"] == 1)
         return cls(measurement, Budget(fixed, chain, snapshot_bytes=measurement.snapshot_bytes, **around))
 
 
@@ -136,4 +145,6 @@ _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "before_bytes": _size,
     "stepping_bytes": _size,
     "step_bytes": _or_none(_size),
+    "forwards": _size,
+    "held_beside": _size,
 }

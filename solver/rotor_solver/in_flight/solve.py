@@ -17,6 +17,7 @@ from rotor_solver.in_flight.joint_plan import Candidate, JointPlan, fastest_join
 from rotor_solver.in_flight.nested_chain import apart, nested_chain
 from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
 from rotor_solver.persistent import Persistent
+from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
 ORDERS = ("any", "reverse")
@@ -31,12 +32,13 @@ _LONGEST = 800
 
 
 def solve_in_flight(
-    chain: Chain, mem_limit: float, forwards: int, order: str = "any", *, slots: int = 500
+    chain: Chain, mem_limit: float, forwards: int, order: str = "any", *, alike: bool = False, slots: int = 500
 ) -> JointPlan:
     """The fastest plans known for `forwards` forwards of `chain` that together stay within `mem_limit` bytes.
 
     Every a_0 is counted. `order` says in which order the backwards may come: "any", or "reverse", from the last forward
-    to the first, which takes less time or memory. Plans for any order are safe in reverse.
+    to the first, which takes less time or memory. Plans for any order are safe in reverse. With `alike`, all forwards
+    follow one sequence, which is made for any order.
 
     Raises InfeasibleError if nothing fits; its `min_bytes` is `least_in_flight`. Raises ValueError if the limit is not
     a number of bytes, `forwards` or `slots` not one at least, or the order neither of the two.
@@ -55,9 +57,14 @@ def solve_in_flight(
     if peak_in_any_order([whole] * forwards) <= limit:
         return _joined([(whole, stored)] * forwards, peak_in_any_order, forwards * whole.makespan)
     nested, bound = _nested(chain, limit, forwards, slots)
-    if order == "reverse" and nested is not None:
+    if order == "reverse" and nested is not None and not alike:
         return _joined(nested, peak_in_reverse, bound)
-    found = fastest_join(_candidates(chain, limit, forwards, slots), forwards, limit)
+    candidates = _candidates(chain, limit, forwards, slots)
+    if alike:
+        same = [each for each in candidates if peak_in_any_order([each[0]] * forwards) <= limit]
+        found = [min(same, key=lambda each: each[0].makespan)] * forwards if same else None
+    else:
+        found = fastest_join(candidates, forwards, limit)
     if found is None:  # the least limit for any order may be more than that in reverse
         return _joined(_least_in_reverse(chain, forwards), peak_in_reverse, bound)
     # The fastest first: a step with fewer forwards then follows those.
@@ -77,6 +84,12 @@ def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
     if order == "reverse":
         least = min(least, peak_in_reverse([each for each, _ in _least_in_reverse(chain, forwards)]))
     return least
+
+
+def least_in_flight_sequence(chain: Chain, forwards: int, *, slots: int = 500) -> Sequence:
+    """The sequence that `forwards` forwards follow at the least limit, for backwards in any order."""
+    roomy = with_room_at_loss(chain, _least_for_any_order(chain, forwards)[1])
+    return Persistent(slots).solve(roomy, min_bytes(roomy))
 
 
 def _joined(found: list[Candidate], peak: Callable[[list[Footprint]], int], bound: float) -> JointPlan:
@@ -151,8 +164,7 @@ def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[C
 def _candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[Candidate]:
     """Plans for one forward among so many, with more and less room for the one that runs."""
     solver = Persistent(slots)
-    roomy = with_room_at_loss(chain, _least_for_any_order(chain, forwards)[1])
-    least = solver.solve(roomy, min_bytes(roomy))
+    least = least_in_flight_sequence(chain, forwards, slots=slots)
     yield Footprint.of(chain, least), least
     seconds: dict[int, float] = {}
 
