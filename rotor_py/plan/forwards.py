@@ -72,7 +72,7 @@ class Forwards:
         return found
 
     def watch(self, output: Any, plan: StepPlan, sequence: Sequence) -> None:
-        """A forward has returned `output`. It is in flight until its backward begins or its graph is gone."""
+        """A forward has returned `output`. It is in flight until its last backward begins or its graph is gone."""
         forward = _Forward(plan, sequence)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -160,4 +160,5 @@ def _warn(count: int, held: int, peak: int, limit: int, model: TrainedModel) -> 
 
 
 def _begin_backward(forward: _Forward, gradient: torch.Tensor) -> None:
-    forward.used = True
+    # A backward that retains the graph retains all that the forward holds.
+    forward.used = not torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,0 +1,268 @@
+"""Whatever a user writes around the forwards of a step: as plain training, and inside the limit once it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from torch import nn
+
+from rotor_profiling import memory_meter
+from rotor_py import Checkpointable
+
+CPU = torch.device("cpu")
+LARGEST = 256
+WIDTH = 64
+MOST = 3
+"""Forwards in flight at once."""
+OWN = 16_384
+"""Bytes that the test itself makes: copies of the random state, and scalars."""
+
+
+class _StopError(Exception):
+    """Raised on purpose."""
+
+
+class Breaking(nn.Module):
+    """Raises when it is told to."""
+
+    fails = False
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise _StopError
+        return value * 1.5
+
+
+class Tower(nn.Module):
+    """No chain: TorchDynamo captures it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + torch.dropout(torch.tanh(layer(value)), 0.2, self.training)
+        return value
+
+
+def chain() -> nn.Sequential:
+    layers = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(5)
+    ]
+    return nn.Sequential(*layers[:2], Breaking(), *layers[2:])
+
+
+def rows(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+class World:
+    """A network, what is in flight through it, and a log of all numbers that came out."""
+
+    def __init__(self, network: nn.Module, *, gradient: bool) -> None:
+        self.network, self.gradient = network, gradient
+        self.flying: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.log: list[bytes] = []
+
+    def write(self, *tensors: torch.Tensor | None) -> None:
+        self.log += [b"" if each is None else each.detach().numpy().tobytes() for each in tensors]
+
+    def forward(self, size: int, seed: int) -> None:
+        given = rows(size, seed).requires_grad_(self.gradient)
+        self.flying.append((given, self.network(given)))
+        self.write(self.flying[-1][1])
+
+    def backward(self, at: int, times: int) -> None:
+        given, output = self.flying.pop(at)
+        for number in range(times):
+            loss_of(output).backward(retain_graph=number < times - 1)
+        self.write(given.grad)
+
+    def backward_of_a_sum(self) -> None:
+        losses = [loss_of(output) for _, output in self.flying]
+        total: torch.Tensor = sum(losses)  # type: ignore[assignment] # not an int
+        total.backward()
+        self.write(*(given.grad for given, _ in self.flying))
+        self.flying.clear()
+
+    def drop(self, at: int) -> None:
+        self.flying.pop(at)
+
+    def look(self, size: int, seed: int, training: bool) -> None:
+        self.network.train(training)
+        with torch.no_grad():
+            self.write(self.network(rows(size, seed)))
+        self.network.train()
+
+    def break_forward(self, size: int) -> None:
+        breaking = [each for each in self.network.modules() if isinstance(each, Breaking)]
+        for each in breaking:
+            each.fails = True
+        with suppress(_StopError):
+            self.network(rows(size, 0))
+        for each in breaking:
+            each.fails = False
+
+    def break_backward(self, at: int) -> None:
+        def stop(gradient: torch.Tensor) -> None:
+            raise _StopError
+
+        _, output = self.flying.pop(at)
+        output.register_hook(stop)
+        with suppress(_StopError):
+            loss_of(output).backward()
+
+    def end(self) -> None:
+        """The step is over: its results, and no gradients from here on."""
+        self.write(*(parameter.grad for parameter in self.network.parameters()), *self.network.buffers())
+        self.network.zero_grad()
+
+
+class Steps(RuleBasedStateMachine):
+    """What the planned network does, a plain one does after each step."""
+
+    made_by: Callable[[], nn.Module] = chain
+
+    @initialize(told=st.integers(1, MOST), share=st.floats(0.0, 1.0), gradient=st.booleans())
+    def begin(self, told: int, share: float, gradient: bool) -> None:
+        make = type(self).made_by
+        torch.manual_seed(0)
+        planned = Checkpointable(make(), loss=loss_of, fresh_grads=True, forwards_in_flight=MOST)
+        planned.mem_limit = "1GB"
+        planned.measure(rows(LARGEST, 0).requires_grad_(gradient))
+        assert planned.budget is not None
+        self.least, self.stored = planned.budget.least_bytes(), planned.report().store_all_bytes
+        torch.manual_seed(0)
+        planned = Checkpointable(make(), loss=loss_of, fresh_grads=True, forwards_in_flight=told)
+        planned.measure(rows(LARGEST, 0).requires_grad_(gradient))
+        self.planned, self.known, self.checks = planned, told, dict[str, int]()
+        self.set_limit(share)
+        torch.manual_seed(0)
+        plain = make()
+        self.worlds = World(planned, gradient=gradient), World(plain, gradient=gradient)
+        self.meter = memory_meter(CPU)
+        self.meter.__enter__()
+        self.steps = 0
+        self.begin_step()
+
+    def set_limit(self, share: float) -> None:
+        self.planned.compute_sequence(int(self.least + share * (self.stored - self.least)))
+
+    def begin_step(self) -> None:
+        self.steps += 1
+        self.most = 0
+        self.done: list[Callable[[World], None]] = []
+        self.meter.mark(str(self.steps))
+
+    def do(self, act: Callable[[World], None]) -> None:
+        self.done.append(act)
+        self.run(act, self.worlds[0], len(self.done))
+        self.most = max(self.most, len(self.flying))
+
+    def run(self, act: Callable[[World], None], world: World, number: int) -> None:
+        torch.manual_seed(number)
+        act(world)
+        world.write(torch.get_rng_state())
+
+    @property
+    def flying(self) -> list[Any]:
+        return self.worlds[0].flying
+
+    @precondition(lambda self: len(self.flying) < MOST)
+    @rule(size=st.sampled_from((2, 100, LARGEST, LARGEST)))
+    def forward(self, size: int) -> None:
+        seed = len(self.done)
+        self.do(lambda world: world.forward(size, seed))
+
+    @precondition(lambda self: self.flying)
+    @rule(at=st.integers(0, MOST), times=st.sampled_from((1, 1, 2)))
+    def backward(self, at: int, times: int) -> None:
+        chosen = at % len(self.flying)
+        self.do(lambda world: world.backward(chosen, times))
+
+    @precondition(lambda self: self.flying)
+    @rule()
+    def backward_of_a_sum(self) -> None:
+        self.do(World.backward_of_a_sum)
+
+    @precondition(lambda self: self.flying)
+    @rule(at=st.integers(0, MOST))
+    def drop(self, at: int) -> None:
+        chosen = at % len(self.flying)
+        self.do(lambda world: world.drop(chosen))
+
+    @rule(size=st.sampled_from((2, 100, LARGEST)), training=st.booleans())
+    def look(self, size: int, training: bool) -> None:
+        self.do(lambda world: world.look(size, size, training))
+
+    @rule()
+    def break_forward(self) -> None:
+        self.do(lambda world: world.break_forward(LARGEST))
+
+    @precondition(lambda self: self.flying)
+    @rule(at=st.integers(0, MOST))
+    def break_backward(self, at: int) -> None:
+        chosen = at % len(self.flying)
+        self.do(lambda world: world.break_backward(chosen))
+
+    @precondition(lambda self: not self.flying)
+    @rule(share=st.none() | st.floats(0.0, 1.0))
+    def end_step(self, share: float | None) -> None:
+        self.do(World.end)
+        self.meter.mark(f"twin of {self.steps}")
+        for number, act in enumerate(self.done, 1):
+            self.run(act, self.worlds[1], number)
+        mine, plain = (world.log for world in self.worlds)
+        assert mine == plain
+        mine.clear()
+        plain.clear()
+        if self.most <= self.known:
+            assert isinstance(self.planned.mem_limit, int)
+            self.checks[str(self.steps)] = self.planned.mem_limit
+        self.known = max(self.known, self.most)
+        if share is not None:
+            self.set_limit(share)
+        self.begin_step()
+
+    def teardown(self) -> None:
+        self.flying.clear()
+        self.planned.zero_grad()
+        present = sum(each.nbytes for each in (*self.planned.parameters(), *self.planned.buffers()))
+        self.meter.mark("over")
+        self.meter.__exit__(None, None, None)
+        for step, limit in self.checks.items():
+            assert present + self.meter.phases[step].rise <= limit + OWN, (step, limit)
+        starts = [phase.start for name, phase in self.meter.phases.items() if name.isdigit() or name == "over"]
+        assert max(starts) - min(starts) <= OWN, "something is left from one step to the next"
+
+
+class CapturedSteps(Steps):
+    """The same for a model that TorchDynamo captures."""
+
+    made_by = Tower
+
+
+@pytest.mark.parametrize("machine", [Steps, CapturedSteps])
+def test_any_step_is_that_of_plain_training_inside_the_limit(machine: type[Steps]) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=12 if machine is Steps else 4,
+            stateful_step_count=30,
+            deadline=None,
+            phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking takes minutes
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
