@@ -12,8 +12,10 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from rotor_profiling import tensors_in
+from rotor_py.execute.graph_task import goes_through, retains_graph
 from rotor_py.plan.description import memory_of
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
@@ -40,15 +42,42 @@ class Forwards:
         self._held: tuple[StepPlan, object, int] | None = None
         self._warned = 0
         """the most forwards at once that were warned of"""
+        self._knows_split = False
+        """whether a backward for inputs alone has come, with another to follow for parameters"""
 
-    def watch(self, output: Any, plan: StepPlan) -> None:
+    def watch(self, output: Any, plan: StepPlan, model: TrainedModel) -> None:
         """A forward by `plan` has returned `output`. It is in flight until its backward begins or its graph is gone."""
         forward = _Forward(self._held_by(plan))
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 # The hook belongs to the graph: where the output is dropped, it goes, and the forward with it.
-                tensor.register_hook(partial(_begin_backward, forward))
+                tensor.register_hook(partial(self._begin_backward, forward, plan, model))
         self._known.append(ref(forward))
+
+    def _begin_backward(self, forward: _Forward, plan: StepPlan, model: TrainedModel, gradient: torch.Tensor) -> None:
+        forward.used = not retains_graph()  # with the graph, all that it holds stays
+        if not (forward.used or self._knows_split) and _is_for_inputs_alone(model):
+            self._knows_split = True
+            self._warn_of_split_backwards(forward, plan, model)
+
+    def _warn_of_split_backwards(self, forward: _Forward, plan: StepPlan, model: TrainedModel) -> None:
+        """Log a warning if the limit has no room for what is held from a backward for inputs to one for parameters."""
+        if plan.unlimited(model.settings):
+            return
+        assert plan.sequence is not None
+        limit, peak = model.limit_bytes(model.device_of(plan.input_spec)), plan.budget.peak_bytes(plan.sequence)
+        between = sum(plan.budget.chain.activation[1:])  # a gradient for the output of each stage
+        if peak + forward.held_bytes + between <= limit:
+            return
+        _log.warning(
+            "%s has one backward for inputs and a later one for weights (a zero-bubble schedule). Until the later one, "
+            "what the forward kept stays, %s (%d bytes), and so does a gradient for every stage, up to %s (%d bytes): "
+            "the step may need %s (%d bytes), and the limit is %s (%d bytes). Pass "
+            "dw_builder=rotor_py.distributed.pipelining.whole_backward to PipelineStage: then nothing is held.",
+            type(model.core).__name__, format_bytes(forward.held_bytes), forward.held_bytes, format_bytes(between),
+            between, format_bytes(peak + forward.held_bytes + between), peak + forward.held_bytes + between,
+            format_bytes(limit), limit,
+        )  # fmt: skip
 
     def warn_if_too_many(self, plan: StepPlan, model: TrainedModel) -> None:
         """Log a warning if a forward by `plan`, which is about to begin, does not fit beside those in flight."""
@@ -84,5 +113,8 @@ class Forwards:
         return self._held[2]
 
 
-def _begin_backward(forward: _Forward, gradient: torch.Tensor) -> None:
-    forward.used = True
+def _is_for_inputs_alone(model: TrainedModel) -> bool:
+    """Whether the backward that is running goes through none of the model's parameters."""
+    trained = [parameter for parameter in model.core.parameters() if parameter.requires_grad]
+    with torch.enable_grad():  # older releases of torch find the edge of a leaf by making a view of it
+        return bool(trained) and not any(goes_through(get_gradient_edge(each).node) for each in trained)

@@ -185,7 +185,7 @@ class Planner:
         assert plan.sequence is not None
         self._forwards.warn_if_too_many(plan, self.model)
         output = plan.source.run(plan.cut, plan.sequence, value, preserve_rng_state=self.settings.preserve_rng_state)
-        self._forwards.watch(output, plan)
+        self._forwards.watch(output, plan, self.model)
         return output
 
     def _make_ready(self, spec: StepSpec, value: Any) -> None:
