@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
-import torch
+from torch.autograd.graph import Node
 
+from rotor_py.execute.graph_task import current_task, goes_through, retains_graph
+from rotor_py.execute.program import Program
 from rotor_py.execute.store import ActivationStore
 from rotor_py.stage.attached_stage import AttachedStage
 
@@ -35,20 +38,32 @@ class Held:
 
 @dataclass(slots=True)
 class Pass:
-    """One backward pass over a tape: `position` is the first operation of the replay that it has not run."""
+    """One backward pass over a tape: `position` is the first operation of the replay that it has not run.
+
+    `used` are the stages that earlier passes have used up.
+    """
 
     task: int
     held: Held
     retain_graph: bool
+    used: frozenset[int]
     position: int = 0
 
 
 class Passes:
     """Hands what a forward left to the backward passes that follow it."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, program: Program) -> None:
+        self._program = program
         self._held: Held | None = held
         self._current: Pass | None = None
+        self._nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()
+        self._used: set[int] = set()
+        """the stages whose backward has run in a pass that did not retain the graph"""
+
+    def know(self, stage: int, node: Node) -> None:
+        """Know the node of a stage, as long as the graph is there."""
+        self._nodes[stage] = node
 
     @contextmanager
     def begin(self) -> Iterator[Held]:
@@ -62,12 +77,17 @@ class Passes:
             raise
 
     @contextmanager
-    def resume(self) -> Iterator[Pass]:
-        """The backward pass that calls this. If it ends in an error, what it holds is let go of (Rule 10).
+    def resume(self, stage: int) -> Iterator[Pass]:
+        """The backward pass that calls this for a stage. If it ends in an error, what it holds is let go of (Rule 10).
 
         RuntimeError if an earlier pass has used up what the forward left.
         """
         current = self._find()
+        if current is None or stage in current.used:
+            raise RuntimeError(
+                "this forward was already used by a backward, which freed what it had kept; call backward with "
+                "retain_graph=True the first time, or run the forward again"
+            )
         try:
             yield current
         except BaseException:
@@ -75,21 +95,29 @@ class Passes:
             current.held.clear()
             raise
 
-    def _find(self) -> Pass:
-        """The pass that is running, known by its graph task (Rule 8)."""
-        # Private functions of torch: nothing public tells one backward from the next, nor whether it retains the graph.
-        task = torch._C._current_graph_task_id()
+    def concerns_nodes(self) -> bool:
+        """Whether the pass that is running goes through the node of any stage."""
+        return any(goes_through(node) for node in self._nodes.values())
+
+    def _find(self) -> Pass | None:
+        """The pass that is running, known by its graph task (Rule 8); None if nothing is left for it."""
+        task, retain = current_task(), retains_graph()
         if self._current is None or self._current.task != task:
             if self._held is None:
-                raise RuntimeError(
-                    "this forward was already used by a backward, which freed what it had kept; call backward with "
-                    "retain_graph=True the first time, or run the forward again"
-                )
-            retain = torch._C._autograd._get_current_graph_task_keep_graph()
-            held = self._held
+                return None
+            held, used = self._held, frozenset(self._used)
             if retain:
                 held = held.copy()  # a pass lets go of inputs as it goes, and another one is to find them
             else:
-                self._held = None
-            self._current = Pass(task, held, retain)
+                self._held = self._left_by_this_pass(held)
+            self._current = Pass(task, held, retain, used)
         return self._current
+
+    def _left_by_this_pass(self, held: Held) -> Held | None:
+        """What another pass finds after one that does not retain the graph: None if this one goes through all nodes."""
+        self._used |= {stage for stage, node in self._nodes.items() if goes_through(node)}
+        if not (others := set(self._nodes) - self._used):
+            return None
+        left = held.copy()
+        left.release(self._program.read_before_backward(others))
+        return left

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from rotor_profiling.storage import tensors_in
+from rotor_py.execute.graph_task import goes_through, retains_graph
+from rotor_py.execute.unclaimed import Unclaimed
 from rotor_py.stage.runner import StageRunner
 
 _TENSOR = object()
@@ -47,6 +50,9 @@ class Owner(Protocol):
     def leave_frame(self, stage: int, frame: Frame) -> None:
         """Take the frame of a stage's output: a node can return nothing but tensors."""
 
+    def know(self, stage: int, node: Node) -> None:
+        """Know the node of a stage, as long as the graph is there."""
+
     def backward(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Gradients of the stage's input and parameters, for those of its output."""
 
@@ -57,7 +63,8 @@ class StageNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: Owner, stage: int, frame: Frame, *tensors: torch.Tensor) -> Any:
         """`tensors` are those of the input, and then the parameters, so that the engine knows of both."""
-        ctx.owner, ctx.stage = owner, stage
+        ctx.owner, ctx.stage, ctx.unclaimed = owner, stage, Unclaimed()
+        owner.know(stage, ctx)
         ctx.set_materialize_grads(False)  # a gradient that does not exist is not made, as in plain training
         value = frame.filled(tensors)
         output = owner.run_first(stage, value)
@@ -76,7 +83,31 @@ class StageNode(torch.autograd.Function):
                 f"create_graph=True cannot go through stage {ctx.owner.runners[ctx.stage].name!r}, which is recomputed "
                 "in the backward; raise the memory limit until it is stored, or train this loss without Checkpointable"
             )
-        return None, None, None, *ctx.owner.backward(ctx.stage, gradients)
+        return None, None, None, *_gradients(ctx, gradients)
+
+
+def _gradients(ctx: Any, arrived: tuple[torch.Tensor | None, ...]) -> Sequence[torch.Tensor | None]:
+    """Gradients of a stage's input and parameters for those that arrived; those of parameters are computed once.
+
+    A pass may want those of inputs or of parameters alone, and leave the graph for another one (see `Unclaimed`).
+    """
+    sources = [node for node, _ in ctx.next_functions]
+    if all(gradient is None for gradient in arrived):
+        return [None] * len(sources)
+    parameters = len(ctx.owner.runners[ctx.stage].parameters())
+    inputs = len(sources) - parameters
+    kept = ctx.unclaimed.take(arrived, leave=retains_graph())
+    if kept is not None and not _any_wanted(sources[:inputs]):
+        return [None] * inputs + list(kept)
+    found: list[torch.Tensor | None] = ctx.owner.backward(ctx.stage, arrived)
+    if parameters and retains_graph() and not _any_wanted(sources[inputs:]):
+        ctx.unclaimed.keep(arrived, found[inputs:])
+    return found
+
+
+def _any_wanted(sources: Iterable[Node | None]) -> bool:
+    """Whether the pass that runs now wants a gradient of any of these."""
+    return any(node is not None and goes_through(node) for node in sources)
 
 
 def _without_gradient(runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:

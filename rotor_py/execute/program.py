@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from collections.abc import Sequence as Operations
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,6 +49,12 @@ class Program:
     runs_again: frozenset[int]
     awaited: frozenset[int]
     backward_at: dict[int, int]
+
+    def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
+        """The inputs that the replay reads until it has come to the backward of all these stages."""
+        last = max(self.backward_at[stage] for stage in stages)
+        before = (step.operation for step in self.replay[:last])
+        return frozenset(each.stage for each in before if not isinstance(each, Loss | Backward))
 
 
 # Who trains by hand has no place to keep a program, and asks for it in every step. 64 is a guess: more sequences than a

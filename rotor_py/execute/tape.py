@@ -19,13 +19,16 @@
 #  7. The inner graph of a stage that was run again ends at aliases of the parameters, and at an entry that holds no
 #     tensor (see `StageRunner.attach`): an input that the backward does not need is freed as in plain training.
 #  8. A backward pass is known by its graph task. One that retains the graph works on a copy of what the tape holds, so
-#     that another can follow; one that does not uses it up, and a second one is refused (see `Passes`).
+#     that another can follow. One that does not uses up the nodes that it goes through, and leaves what the others
+#     need: nothing, as a rule. A second pass through the same node is refused (see `Passes`).
 #  9. Forwards that a sequence has right before the backward of a stage of rule 1 run from a hook on that stage's
 #     output, when its gradient arrives. No solver makes such sequences, but they can be written by hand.
 # 10. An error ends the forward or the backward pass in which it is raised. What was held for it is let go at once: the
 #     error's traceback would keep it otherwise. What a retained graph holds stays for the next pass, as in plain
 #     training.
-# 11. A forward right before the backward of its stage skips its output: nobody reads it (see `stage.skipped_output`).
+# 11. A pass may be for inputs alone, and another for parameters follow from the same gradients, node by node (the
+#     backwards of a zero-bubble pipeline). The first computes both; what is wanted later is kept (see `Unclaimed`).
+# 12. A forward right before the backward of its stage skips its output: nobody reads it (see `stage.skipped_output`).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from collections.abc import Sequence as Operations
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from rotor_profiling.storage import tensors_in
 from rotor_py.execute.in_flight import Held, Pass, Passes
@@ -78,7 +82,7 @@ class Tape:
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
         self._frames: dict[int, Frame] = {}
-        self._passes = Passes(Held() if store is None else Held(store))
+        self._passes = Passes(Held() if store is None else Held(store), instructions)
 
     def forward(self, value: Any) -> Any:
         """Run the operations before the loss; return the output, in the caller's graph."""
@@ -125,6 +129,10 @@ class Tape:
         """Take the frame of a stage's output from its node."""
         self._frames[stage] = frame
 
+    def know(self, stage: int, node: Node) -> None:
+        """Know the node of a stage, as long as the graph is there."""
+        self._passes.know(stage, node)
+
     def _first(self, runner: StageRunner, stage: int, value: Any, kept: Any) -> Any:
         before = self._versions(stage, kept)
         output, self.surroundings[stage] = runner.first(value)
@@ -133,7 +141,7 @@ class Tape:
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage` (Rule 3)."""
-        with self._passes.resume() as current:
+        with self._passes.resume(stage) as current:
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
             current.held.release(self.program.replay[self.program.backward_at[stage]].live)
@@ -147,7 +155,9 @@ class Tape:
                 tensor.register_hook(lambda _: self._arrived(stage))
 
     def _arrived(self, stage: int) -> None:
-        with self._passes.resume() as current:
+        if not self._passes.concerns_nodes():
+            return  # a pass for parameters of this stage alone: nobody reads what these forwards make
+        with self._passes.resume(stage) as current:
             self._advance(current, stage)
 
     def _advance(self, current: Pass, stage: int) -> None:

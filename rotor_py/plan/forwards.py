@@ -15,8 +15,10 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from rotor_profiling import tensors_in
+from rotor_py.execute.graph_task import goes_through, retains_graph
 from rotor_py.measure.budget import Budget, recomputes
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
@@ -64,6 +66,8 @@ class Forwards:
         self._remembered: dict[Hashable, tuple[object, Any]] = {}
         self._warned = 0
         """the most forwards at once that were warned of"""
+        self._knows_split = False
+        """whether a backward for inputs alone has come, with another to follow for parameters"""
 
     def in_flight(self) -> list[_Forward]:
         """Those whose backward has not begun, and whose graph somebody still has."""
@@ -71,14 +75,39 @@ class Forwards:
         self._flying = [ref(each) for each in found]
         return found
 
-    def watch(self, output: Any, plan: StepPlan, sequence: Sequence) -> None:
+    def watch(self, output: Any, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> None:
         """A forward has returned `output`. It is in flight until its last backward begins or its graph is gone."""
         forward = _Forward(plan, sequence)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 # The hook belongs to the graph: where the output is dropped, it goes, and the forward with it.
-                tensor.register_hook(partial(_begin_backward, forward))
+                tensor.register_hook(partial(self._begin_backward, forward, model))
         self._flying.append(ref(forward))
+
+    def _begin_backward(self, forward: _Forward, model: TrainedModel, gradient: torch.Tensor) -> None:
+        forward.used = not retains_graph()  # with the graph, all that it holds stays
+        if not (forward.used or self._knows_split) and _is_for_inputs_alone(model):
+            self._knows_split = True
+            self._warn_of_split_backwards(forward, model)
+
+    def _warn_of_split_backwards(self, forward: _Forward, model: TrainedModel) -> None:
+        """Log a warning if the limit has no room for what is held from a backward for inputs to one for parameters."""
+        plan = forward.plan
+        if plan.unlimited(model.settings):
+            return
+        held = self._load(plan, forward.sequence, model).held
+        limit, peak = model.limit_bytes(model.device_of(plan.input_spec)), plan.budget.peak_bytes(forward.sequence)
+        between = sum(plan.budget.chain.activation[1:])  # a gradient for the output of each stage
+        if peak + held + between <= limit:
+            return
+        _log.warning(
+            "%s has one backward for inputs and a later one for weights (a zero-bubble schedule). Until the later one, "
+            "what the forward kept stays, %s (%d bytes), and so does a gradient for every stage, up to %s (%d bytes): "
+            "the step may need %s (%d bytes), and the limit is %s (%d bytes). Pass "
+            "dw_builder=rotor_py.distributed.pipelining.whole_backward to PipelineStage: then nothing is held.",
+            type(model.core).__name__, format_bytes(held), held, format_bytes(between), between,
+            format_bytes(peak + held + between), peak + held + between, format_bytes(limit), limit,
+        )  # fmt: skip
 
     def sequence_beside(self, flying: list[_Forward], plan: StepPlan, model: TrainedModel) -> Sequence:
         """The sequence for a forward by `plan` that begins while those of `flying` wait.
@@ -159,6 +188,8 @@ def _warn(count: int, held: int, peak: int, limit: int, model: TrainedModel) -> 
     )  # fmt: skip
 
 
-def _begin_backward(forward: _Forward, gradient: torch.Tensor) -> None:
-    # A backward that retains the graph retains all that the forward holds.
-    forward.used = not torch._C._autograd._get_current_graph_task_keep_graph()
+def _is_for_inputs_alone(model: TrainedModel) -> bool:
+    """Whether the backward that is running goes through none of the model's parameters."""
+    trained = [parameter for parameter in model.core.parameters() if parameter.requires_grad]
+    with torch.enable_grad():  # older releases of torch find the edge of a leaf by making a view of it
+        return bool(trained) and not any(goes_through(get_gradient_edge(each).node) for each in trained)

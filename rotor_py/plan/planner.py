@@ -195,7 +195,7 @@ class Planner:
         flying = self._forwards.in_flight()
         sequence = self._forwards.sequence_beside(flying, plan, self.model) if flying else plan.sequence
         output = plan.source.run(plan.cut, sequence, value, preserve_rng_state=self.settings.preserve_rng_state)
-        self._forwards.watch(output, plan, sequence)
+        self._forwards.watch(output, plan, sequence, self.model)
         return output
 
     def _make_ready(self, spec: StepSpec, value: Any) -> None:

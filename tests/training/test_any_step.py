@@ -111,7 +111,7 @@ class World:
         for each in breaking:
             each.fails = True
         with suppress(_StopError):
-            self.network(rows(size, 0))
+            self.network(rows(size, 0).requires_grad_(self.gradient))
         for each in breaking:
             each.fails = False
 

@@ -1,0 +1,88 @@
+"""What a schedule of `torch.distributed.pipelining` asks of the memory of one rank.
+
+A `Checkpointable` is the module of a `PipelineStage`, as any module is. Each rank has a model and a plan of its own:
+nothing is agreed upon between the ranks of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from rotor_profiling import bytes_like, tensors_in
+
+
+def microbatches_in_flight(schedule: Any) -> dict[int, int]:
+    """The most microbatches that each stage of this rank has in flight at once, by the stage's index in the pipeline.
+
+    A microbatch is in flight from its forward until its backward is through. Where the schedule has one backward for
+    inputs and another for weights, that is the second, unless the stage does both at once (see `whole_backward`).
+    ValueError for a schedule that does not tell what it runs.
+    """
+    stages = {stage.stage_index: stage for stage in stages_of(schedule)}
+    if isinstance(schedule, ScheduleGPipe | Schedule1F1B):
+        # They run without a list of actions, or by another than they show: releases of torch differ.
+        ((index, stage),) = stages.items()
+        count = schedule._n_microbatches
+        return {index: count if isinstance(schedule, ScheduleGPipe) else min(count, stage.num_stages - index)}
+    now: Counter[int] = Counter()
+    most = dict.fromkeys(stages, 0)
+    for index, kind in _actions(schedule):
+        ends = "I" if stages[index].dw_builder is not None else "W"
+        if kind == "F":
+            now[index] += 1
+            most[index] = max(most[index], now[index])
+        elif kind in ("B", ends):
+            now[index] -= 1
+    return most
+
+
+def stages_of(schedule: Any) -> list[PipelineStage]:
+    """The stages that a schedule runs on this rank."""
+    # Attributes of torch's own: nothing public tells.
+    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+
+
+def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
+    """Index of the stage and kind of everything that this rank computes, in order: F, B, or I and W."""
+    order = getattr(schedule, "pipeline_order", None)
+    if not order:
+        raise ValueError(
+            f"{type(schedule).__name__} has no pipeline_order, which would tell what it runs in which order"
+        )
+    pending = [action for action in reversed(order[schedule.rank]) if action is not None]
+    while pending:
+        action = pending.pop()
+        if parts := getattr(action, "sub_actions", None):  # a forward and a backward that overlap
+            pending.extend(reversed(parts))
+        else:
+            yield action.stage_index, action.computation_type.value
+
+
+def buffer_bytes(stage: PipelineStage, microbatches: int, received: Any, returned: Any) -> int:
+    """Bytes that `stage` keeps to receive inputs and gradients in, for all microbatches, from its first step on.
+
+    `received` and `returned` are the input and the output of one microbatch: tensors, which may be on the device
+    "meta", or nested structures of them. What the first stage gets and the last one returns is not received. Take the
+    bytes off the limit of the stage's model: its plan counts one input and one gradient, not a set for each microbatch.
+    """
+    inputs = 0 if stage.is_first else bytes_like(tensors_in(received))
+    gradients = 0 if stage.is_last else bytes_like(tensors_in(returned))
+    return microbatches * (inputs + gradients)
+
+
+def whole_backward() -> Callable[[], None]:
+    """A `dw_builder` for `PipelineStage`: the backward for weights runs along with the one for inputs.
+
+    Without it, a zero-bubble schedule holds everything that a microbatch has kept from the first of its backwards to
+    the second, and a gradient for every stage of the plan on top; with it, nothing. Stages that are run again compute
+    both in the first anyway. The numbers are the same.
+    """
+    return _nothing_left
+
+
+def _nothing_left() -> None:
+    """Nothing is left to be done in the backward for weights."""

@@ -1,0 +1,263 @@
+"""What every process does in the tests of pipelines: each has a model of its own, which the next one's follows."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+from rotor_profiling import measured_peak, tensors_in
+from rotor_py import Checkpointable
+from rotor_py.distributed.pipelining import buffer_bytes, microbatches_in_flight, whole_backward
+from rotor_solver import store_all
+from tests.distributed.processes import device, here, kept, random_state
+
+SCHEDULES: dict[str, Any] = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "ZBV": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+SINGLE = ("GPipe", "1F1B")
+"""Schedules with one stage per rank; the others have two here."""
+V = ("ZBV", "DualPipeV")
+"""Schedules in which the first rank has the first and the last stage."""
+SAMPLES, WIDTH = 128, 32
+"""of one microbatch"""
+
+
+class Residual(nn.Module):
+    """No chain of modules: skip connections, dropout."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+            for _ in range(count)
+        )
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = value + nn.functional.dropout(block(value), 0.1, self.training)
+        return value
+
+
+def chain(count: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(count):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+
+
+def made(kind: str, index: int) -> nn.Module:
+    """The module of a stage: each has another number of layers."""
+    torch.manual_seed(index)
+    return (chain(3 + index % 2) if kind == "chain" else Residual(3 + index % 2)).train()
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def indices(name: str, rank: int) -> list[int]:
+    count = dist.get_world_size()
+    if name in SINGLE:
+        return [rank]
+    return [rank, 2 * count - 1 - rank] if name in V else [rank, rank + count]
+
+
+def microbatches(name: str) -> int:
+    count = dist.get_world_size()
+    return 4 * count if name == "DualPipeV" else 2 * count
+
+
+class Pipeline:
+    """The stages of one process, and their schedule. A `share` plans each, so much of the way to storing everything."""
+
+    def __init__(self, rank: int, name: str, kind: str, share: float | None, options: dict[str, Any]) -> None:
+        self.rank, self.name = rank, name
+        own = indices(name, rank)
+        self.models = [made(kind, index) for index in own]
+        self.limits: list[int] = []
+        if share is not None:
+            self.models = [self._planned(model, index, share) for model, index in zip(self.models, own, strict=True)]
+        count = dist.get_world_size() * (1 if name in SINGLE else 2)
+        self.stages = [
+            PipelineStage(model, index, count, device(), **options)
+            for model, index in zip(self.models, own, strict=True)
+        ]
+        self.schedule = SCHEDULES[name](
+            self.stages[0] if name in SINGLE else self.stages, microbatches(name), loss_fn=loss
+        )
+        self.first, self.last = 0 in own, count - 1 in own
+
+    def _planned(self, model: nn.Module, index: int, share: float) -> Checkpointable:
+        planned = Checkpointable(model)
+        planned.measure(torch.randn(SAMPLES, WIDTH, requires_grad=index > 0))
+        assert planned.budget is not None
+        least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
+        self.limits.append(least + int(share * (most - least)))
+        planned.compute_sequence(self.limits[-1])
+        return planned
+
+    def batch(self, step: int) -> list[torch.Tensor]:
+        generator = torch.Generator("cpu").manual_seed(step)
+        shape = (microbatches(self.name) * SAMPLES, WIDTH)
+        return [here(torch.randn(shape, generator=generator, device="cpu")) for _ in range(2)]
+
+    def step(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """One step; the losses of all microbatches, where they are computed."""
+        losses: list[torch.Tensor] = []
+        value, target = given
+        options: dict[str, Any] = {"target": target, "losses": losses} if self.last else {}
+        self.schedule.step(*([value] if self.first else []), **options)
+        return losses
+
+
+def trained(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    """All numbers of three steps."""
+    torch.manual_seed(pipeline.rank)
+    parameters = [(f"{i} {name}", p) for i, m in enumerate(pipeline.models) for name, p in m.named_parameters()]
+    optimizer = torch.optim.SGD([p for _, p in parameters], lr=0.1)
+    numbers: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        optimizer.zero_grad()
+        for number, value in enumerate(pipeline.step(pipeline.batch(step))):
+            numbers[f"loss {step} {number}"] = kept(value)
+        for name, parameter in parameters:
+            assert parameter.grad is not None, name
+            numbers[f"gradient {step} {name}"] = kept(parameter.grad)
+        optimizer.step()
+    return numbers | {name: kept(p) for name, p in parameters} | {"random": random_state()}
+
+
+def same_as_plain(rank: int, name: str, kind: str, share: float, whole: bool = False) -> tuple[list[str], list[str]]:
+    """The sequences, and the names of numbers that differ from plain pipelining."""
+    expected = trained(Pipeline(rank, name, kind, None, {}))
+    pipeline = Pipeline(rank, name, kind, share, {"dw_builder": whole_backward} if whole else {})
+    sequences = [str(model.sequence) for model in pipeline.models]
+    found = trained(pipeline)
+    assert found.keys() == expected.keys()
+    different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+    assert [str(model.sequence) for model in pipeline.models] == sequences  # what was planned before was followed
+    return sequences, different
+
+
+def planned_in_the_first_step(rank: int, name: str, limit: int, static: bool) -> tuple[list[str], list[str]]:
+    """As `same_as_plain`, with models that are planned when the first microbatch comes."""
+    sample = torch.zeros(SAMPLES, WIDTH, requires_grad=True)
+    options = {"input_args": sample, "output_args": sample} if static else {}
+    expected = trained(Pipeline(rank, name, "chain", None, options))
+    pipeline = Pipeline(rank, name, "chain", None, {})
+    planned = [
+        Checkpointable(model, mem_limit=limit + (index > 0) * 10**5) for index, model in enumerate(pipeline.models)
+    ]
+    for stage, model in zip(pipeline.stages, planned, strict=True):
+        stage.submod = model
+    pipeline.models = planned
+    found = trained(pipeline)
+    return (
+        [str(model.sequence) for model in planned],
+        [name for name, value in expected.items() if not torch.equal(value, found[name])],
+    )
+
+
+@dataclass
+class Peak:
+    """Bytes of one rank: the measured peak of a step, what it has to receive in, and what was planned, by stage."""
+
+    measured: int
+    buffers: int
+    limits: list[int]
+    predicted: list[int]
+    in_flight: list[int]
+
+
+def peak(rank: int, name: str, kind: str, share: float, whole: bool = False) -> Peak:
+    pipeline = Pipeline(rank, name, kind, share, {"dw_builder": whole_backward} if whole else {})
+    given = pipeline.batch(0)
+    for _ in range(2):
+        pipeline.step(given)
+    parameters = [p for model in pipeline.models for p in model.parameters()]
+    buffers = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
+    present = [*parameters, *(p.grad for p in parameters), *buffers, *given]
+    predicted = [plan.peak_bytes for plan in (model.plan() for model in pipeline.models)]
+    dist.barrier()
+    measured = measured_peak(lambda: pipeline.step(given), tensors_in(present), device())
+    sample = torch.empty(SAMPLES, WIDTH)
+    buffered = sum(buffer_bytes(stage, microbatches(name), sample, sample) for stage in pipeline.stages)
+    return Peak(
+        measured, buffered, pipeline.limits, predicted, list(microbatches_in_flight(pipeline.schedule).values())
+    )
+
+
+def warnings_of(rank: int, name: str, whole: bool) -> list[str]:
+    """What is logged of a step by models that are planned for one forward at a time."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    pipeline = Pipeline(rank, name, "chain", 0.3, {"dw_builder": whole_backward} if whole else {})
+    logging.getLogger("rotor_py").addHandler(handler)
+    try:
+        pipeline.step(pipeline.batch(0))
+    finally:
+        logging.getLogger("rotor_py").removeHandler(handler)
+    return said
+
+
+def received(stage: PipelineStage) -> list[Any]:
+    """Everything that a stage has to receive in."""
+    return [info for each in (stage.args_recv_info, stage.grad_recv_info) for infos in each.values() for info in infos]
+
+
+def buffers(rank: int, name: str) -> tuple[list[int], list[int]]:
+    """Bytes that the stages really have to receive in, and what is said beforehand."""
+    pipeline = Pipeline(rank, name, "chain", None, {})
+    sample = torch.empty(SAMPLES, WIDTH, device="meta")
+    said = [buffer_bytes(stage, microbatches(name), sample, sample) for stage in pipeline.stages]
+    pipeline.step(pipeline.batch(0))
+    found = [sum(i.buffer.nbytes for i in received(stage) if i.buffer is not None) for stage in pipeline.stages]
+    return found, said
+
+
+def flights(rank: int, name: str, whole: bool) -> tuple[dict[int, int], dict[int, int]]:
+    """The most microbatches in flight during a real step, counted, and what is read off the schedule."""
+    pipeline = Pipeline(rank, name, "chain", None, {"dw_builder": whole_backward} if whole else {})
+    pipeline.step(pipeline.batch(0))
+    now: Counter[int] = Counter()
+    most = {stage.stage_index: 0 for stage in pipeline.stages}
+
+    def counted(stage: PipelineStage, method: str, change: Any) -> None:
+        run = getattr(stage, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            now[stage.stage_index] += change(kwargs)
+            most[stage.stage_index] = max(most[stage.stage_index], now[stage.stage_index])
+            return result
+
+        setattr(stage, method, call)
+
+    for stage in pipeline.stages:
+        counted(stage, "forward_one_chunk", lambda options: 1)
+        counted(stage, "backward_one_chunk", lambda options: -(whole or options.get("full_backward", True)))
+        counted(stage, "backward_weight_one_chunk", lambda options: -(not whole))
+    pipeline.step(pipeline.batch(0))
+    assert not any(now.values())
+    return most, microbatches_in_flight(pipeline.schedule)

@@ -1,0 +1,71 @@
+"""A `Checkpointable` on each rank of a pipeline, under the schedules of torch, on two and on four processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import pipelines
+from tests.distributed.processes import Processes
+
+SHARE = 0.3
+"""How much of the way from the least possible limit to storing everything the models are planned for."""
+SPLIT = ["zero-bubble", "ZBV", "DualPipeV"]
+"""Schedules with one backward for inputs and one for weights."""
+KINDS = ["chain", "captured"]
+
+
+def assert_same(found: list[tuple[list[str], list[str]]]) -> None:
+    assert [different for _, different in found] == [[]] * len(found)
+    assert all("CF_" in sequence for sequences, _ in found for sequence in sequences)
+
+
+@pytest.mark.parametrize("name", pipelines.SCHEDULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_plain_pipelining(processes: Processes, name: str, kind: str) -> None:
+    assert_same(processes.run(pipelines.same_as_plain, name, kind, SHARE))
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "interleaved"])
+def test_both_backwards_at_once_have_the_same_numbers(processes: Processes, name: str) -> None:
+    assert_same(processes.run(pipelines.same_as_plain, name, "chain", SHARE, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", pipelines.SCHEDULES)
+def test_four_processes(four_processes: Processes, name: str) -> None:
+    assert_same(four_processes.run(pipelines.same_as_plain, name, "chain", SHARE))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["1F1B", "zero-bubble"])
+def test_models_are_planned_in_the_first_step_each_for_itself(processes: Processes, name: str, static: bool) -> None:
+    """torch may run a first microbatch of uninitialized memory, to infer shapes. No rank waits for another's plan."""
+    found = processes.run(pipelines.planned_in_the_first_step, name, 200_000, static)
+    assert_same(found)
+    assert len({sequence for sequences, _ in found for sequence in sequences}) > 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", pipelines.SCHEDULES)
+def test_the_schedule_tells_how_many_microbatches_are_in_flight(processes: Processes, name: str, whole: bool) -> None:
+    for counted, said in processes.run(pipelines.flights, name, whole):
+        assert said == counted
+
+
+@pytest.mark.parametrize("name", pipelines.SCHEDULES)
+def test_bytes_to_receive_in_are_known_beforehand(processes: Processes, name: str) -> None:
+    for found, said in processes.run(pipelines.buffers, name):
+        assert said == found
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_both_backwards_at_once_hold_less(processes: Processes, name: str) -> None:
+    split, whole = (processes.run(pipelines.peak, name, "chain", SHARE, each) for each in (False, True))
+    peaks = [[rank.measured for rank in found] for found in (split, whole)]
+    assert max(peaks[1]) < max(peaks[0])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_warning_says_what_two_backwards_hold_and_what_to_write(processes: Processes, whole: bool) -> None:
+    for said in processes.run(pipelines.warnings_of, "zero-bubble", whole):
+        assert any("dw_builder=" in each for each in said) == (not whole)
