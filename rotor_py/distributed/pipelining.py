@@ -43,7 +43,7 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
 def stages_of(schedule: Any) -> list[PipelineStage]:
     """The stages that a schedule runs on this rank."""
     # Attributes of torch's own: nothing public tells.
-    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+    return [schedule._stage] if hasattr(schedule, "_stage") else list(vars(schedule)["_stages"])
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
