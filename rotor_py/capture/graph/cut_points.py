@@ -16,6 +16,7 @@ from torch import fx
 from rotor_py.capture.graph.graph_facts import GraphFacts
 from rotor_py.capture.graph.graph_nodes import carries_gradient, new_bytes, tensors_of
 from rotor_py.capture.graph.mark_nodes import enter, leave
+from rotor_py.capture.graph.sizes import example_of
 
 _HUGE = 0.3
 """A stage that makes more than this part of all bytes is cut further, by carrying tensors past the cuts. A guess,
@@ -50,7 +51,7 @@ def find_cut_points(facts: GraphFacts, granularity: int) -> CutPoints:
     live = _liveness(facts)
     # Bytes that a node makes stand for its work: times are known only once stages are measured, and stages only once
     # the graph is cut.
-    weights = [max(1, new_bytes(node)) for node in facts.body]
+    weights = [max(1, new_bytes(node, facts.sizes)) for node in facts.body]
     crossings = _Crossings(facts, live)
     carried: list[fx.Node] = []
     possible = crossings.possible(carried)
@@ -107,7 +108,7 @@ class _Crossings:
             node
             for node, found in tensors.items()
             if len(found) == 1
-            and not isinstance(node.meta.get("example_value"), tuple)
+            and not isinstance(example_of(node), tuple)
             and node not in facts.outputs  # the caller holds it: dropping it as a checkpoint would free nothing
         }
 
