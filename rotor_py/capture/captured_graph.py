@@ -16,7 +16,7 @@ from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.cut_points import find_cut_points
 from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_input
-from rotor_py.capture.graph.graph_nodes import carries_gradient, tensors_of
+from rotor_py.capture.graph.graph_nodes import carries_gradient, name_of, tensors_of
 from rotor_py.capture.graph.graph_stage import context_of, stages_of
 from rotor_py.capture.graph.mark_nodes import enter, leave
 from rotor_py.capture.graph.run_graph import line_of, run_graph
@@ -85,6 +85,17 @@ class CapturedGraph:
     def trains(self) -> bool:
         """Whether anything in the graph has a gradient."""
         return self._facts is not None and any(map(carries_gradient, self._facts.body))
+
+    def same_as(self, other: CapturedGraph) -> bool:
+        """Whether both have the same stages but for sizes: numbers may differ, and what computes them."""
+        names, others = ([name for name, _ in each.layers] for each in (self, other))
+        return names == others and self.operators == other.operators
+
+    @property
+    def operators(self) -> list[str]:
+        """What makes the tensors of the stages, in order."""
+        assert self._facts is not None
+        return [f"{node.op} {name_of(node)}" for node in self._facts.body if tensors_of(node)]
 
     @property
     def silent(self) -> tuple[int, ...]:
