@@ -48,15 +48,15 @@ class CompiledForward:
 def compile_forward(model: nn.Module, marks: Hashable = None, *, open_sizes: bool = True) -> CompiledForward:
     """What runs the forward of `model`, and of models that are built alike.
 
-    With `open_sizes`, graphs have symbols for the sizes of inputs. `marks` says where modules of `fully_shard` begin
-    and end. A model with marks is captured as one graph or not at all: between two graphs its own code would run, on
-    holes instead of parameters. Where the graph would break, a call of the function raises torch's `Unsupported`.
+    With `open_sizes`, graphs have symbols for the sizes of inputs; without, each is for one shape. `marks` says where
+    modules of `fully_shard` begin and end. A model with marks is captured as one graph or not at all: between two
+    graphs its own code would run, on holes instead of parameters. Where the graph would break, a call of the function
+    raises torch's `Unsupported`.
     """
     key = _structure(model), marks, open_sizes
     # `model` is an argument of the function and no part of it, so a function keeps no model alive.
     if key not in _compiled:
-        dynamic = True if open_sizes else None  # None leaves it to TorchDynamo, which begins without symbols
-        function = torch.compile(_own_function(), backend=_backend, fullgraph=marks is not None, dynamic=dynamic)
+        function = torch.compile(_own_function(), backend=_backend, fullgraph=marks is not None, dynamic=open_sizes)
         _compiled[key] = CompiledForward(function)
     _compiled.move_to_end(key)
     if len(_compiled) > _MOST:

@@ -102,7 +102,7 @@ class CaptureSession:
         return self._main is not None and other._main is not None and self._main.graph.same_as(other._main.graph)
 
     def _measure_graphs(self, *args: Any, **options: Any) -> MeasuredGraphs:
-        """With symbols for sizes if that can be, else for this shape."""
+        """With symbols for sizes if that can be, else for this shape alone."""
         try:
             return measure_graphs(self._forward, *args, **options)
         except (UnsupportedModelError, TorchDynamoException) as error:
@@ -120,7 +120,7 @@ class CaptureSession:
         # The model may run a part of itself under `no_grad`, with a graph of its own.
         if graph in self._unplanned or not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
-        graph.split(arguments)
+        graph.split(arguments, self._main.graph if self._main is not None else None)
         if not graph.trains or not self._follows_plan(graph):
             return graph.run_unplanned(arguments)
         value, values = graph.enter(arguments)
@@ -155,9 +155,10 @@ def _cut_like(main: MeasuredGraph, graph: CapturedGraph) -> Cut:
     """Cut a graph as the main one was cut; PlanMismatchError if it is another one, and not the same for other sizes."""
     # Not the names alone: for small inputs, a model may do something else in the same modules, and that takes other
     # memory than was measured.
-    if not graph.same_as(main.graph):
-        sizes = [f"{len(each.layers)} pieces of {len(each.operators)} operators" for each in (main.graph, graph)]
-        raise PlanMismatchError("the captured graph", sizes[0], f"{sizes[1]}, or others")
+    names = [[name for name, _ in each.layers] for each in (main.graph, graph)]
+    if names[0] != names[1] or not graph.same_as(main.graph):
+        pieces = [f"{len(each.layers)} pieces" for each in (main.graph, graph)]
+        raise PlanMismatchError("the captured graph", pieces[0], f"{pieces[1]}, or others")
     found = dict(graph.layers)
     stages = tuple(joined([(name, found[name]) for name in group]) for group in main.cut.groups())
     for (name, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):

@@ -9,7 +9,7 @@
 #  1. A size of 1, which broadcasts. TorchDynamo takes every symbol to be two at least, and knows no graph for both.
 #  2. A size that the model's own code asks about (`if length > 64`, a loop over blocks of the input): the graph is for
 #     sizes with the same answers.
-#  3. A model that cannot be traced with symbols. It is traced as TorchDynamo does by itself.
+#  3. A model that cannot be traced with symbols: any shape.
 #
 # Parameters and buffers keep their sizes.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from torch import fx
@@ -73,6 +74,27 @@ def find_cut_points(facts: GraphFacts, granularity: int) -> CutPoints:
         smallest *= 1.5  # a guess: a few rounds suffice, and the number of stages ends not far below the bound
         ends = _merged(possible, weights, smallest)
     return CutPoints(ends, carried, live)
+
+
+def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> CutPoints | None:
+    """Cut a graph where `other` was cut at `cuts`; None if it cannot be cut there, or if it is not the same graph.
+
+    Where it is cut by itself depends on its sizes, and a plan serves smaller ones only if its stages are the same.
+    """
+    if facts.operators != other.operators:
+        return None
+    # Numbers, and what computes them, are other nodes where sizes are known than where they are open.
+    here, there = ([at for at, node in enumerate(each.body) if tensors_of(node)] for each in (facts, other))
+    partner = {other.body[at]: facts.body[position] for at, position in zip(there, here, strict=True)}
+    live = _liveness(facts)
+    ends = []
+    for end in cuts.ends[:-1]:
+        count = bisect_right(there, end)
+        found = here[count - 1] if there[count - 1] == end else here[count] - 1
+        if [partner[node] for node in cuts.live[end] if tensors_of(node)] != [n for n in live[found] if tensors_of(n)]:
+            return None
+        ends.append(found)
+    return CutPoints([*ends, len(facts.body) - 1], [partner[node] for node in cuts.carried], live)
 
 
 def _liveness(facts: GraphFacts) -> list[list[fx.Node]]:

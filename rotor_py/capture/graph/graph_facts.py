@@ -23,6 +23,7 @@ from rotor_py.capture.graph.graph_nodes import (
     memory_root,
     name_of,
     overwrites,
+    tensors_of,
 )
 from rotor_py.capture.graph.mark_nodes import MARKS
 from rotor_py.capture.graph.sizes import Sizes
@@ -61,6 +62,11 @@ class GraphFacts:
     marks: FSDPMarks | None = None
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
     """The owned placeholders that are holes, each with its parameter's place and the group that it is gathered with."""
+
+    @property
+    def operators(self) -> list[str]:
+        """What makes the tensors of the body, in order: equal for graphs that do the same, if for other sizes."""
+        return [f"{node.op} {name_of(node)}" for node in self.body if tensors_of(node)]
 
 
 def read_graph(

@@ -155,17 +155,23 @@ def _end(stage: nn.Module) -> GraphStage:
     return stage if isinstance(stage, GraphStage) else _end(list(stage.children())[-1])
 
 
-def stages_of(facts: GraphFacts, cuts: CutPoints) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
-    """The stages with their names, the values that all of them share, and what comes out of the last."""
+def stages_of(
+    facts: GraphFacts, cuts: CutPoints, names: list[str] | None = None
+) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
+    """The stages with their names, the values that all of them share, and what comes out of the last.
+
+    Without `names`, stages are named after what they make.
+    """
     bounds = [0, *(end + 1 for end in cuts.ends)]
     pieces = [facts.body[low:high] for low, high in itertools.pairwise(bounds)]
+    names = name_pieces(pieces, facts.sizes) if names is None else names
     early = {*facts.context, *facts.given}
     shared = list(dict.fromkeys(each for node in facts.body for each in node.all_input_nodes if each in early))
     made = set(facts.body)
     leaving: list[fx.Node] = list(dict.fromkeys(node for node in facts.outputs if node in made))
     result: list[tuple[str, nn.Module]] = []
     inputs: list[fx.Node] = []
-    for number, (name, piece) in enumerate(zip(name_pieces(pieces, facts.sizes), pieces, strict=True)):
+    for number, (name, piece) in enumerate(zip(names, pieces, strict=True)):
         last = number == len(pieces) - 1
         outputs = leaving if last else cuts.live[cuts.ends[number]]
         used = list(dict.fromkeys(each for node in piece for each in node.all_input_nodes if each in early))
