@@ -14,9 +14,10 @@ from torch import nn
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.compiled_models import TracedGraph, compile_forward, handing_graphs_to
+from rotor_py.capture.compiled_models import CompiledForward, TracedGraph, compile_forward, handing_graphs_to
 from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.run_graph import raise_own_error
+from rotor_py.capture.tracing import tracing
 from rotor_py.errors import UnsupportedModelError
 
 _log = logging.getLogger("rotor_py")
@@ -27,17 +28,18 @@ RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 
 @dataclass(slots=True)
 class _Compiled:
-    """What calls the model: `function` is made at the first call, under the marks of a sharded model."""
+    """What calls the model: `forward` is made at the first call, under the marks of a sharded model."""
 
     marks: FSDPMarks | None
-    function: Callable[..., Any] | None = None
+    forward: CompiledForward | None = None
 
 
 class CapturedForward:
     """The forward of one model, and the graphs that Dynamo made of it so far."""
 
-    def __init__(self, model: nn.Module, granularity: int) -> None:
+    def __init__(self, model: nn.Module, granularity: int, *, open_sizes: bool = True) -> None:
         self.model = model
+        self.open_sizes = open_sizes
         self._granularity = granularity
         self._compiled: _Compiled | None = None
         self._graphs: dict[TracedGraph, CapturedGraph] = {}
@@ -47,8 +49,17 @@ class CapturedForward:
         """Without the graphs: they are bound to this model, and a copy captures its own."""
         return {**self.__dict__, "_compiled": None, "_graphs": {}}
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], run_graph: RunGraph) -> Any:
+    def call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run_graph: RunGraph,
+        recaptured: Callable[[float], None] | None = None,
+    ) -> Any:
         """Run the model's forward, with `run_graph` in the place of every graph.
+
+        `recaptured` is called before TorchDynamo makes another graph where there is one already, with the seconds that
+        the last one took; 0 if nobody knows.
 
         For a sharded model, raises UnsupportedModelError if Dynamo breaks its graph, or if its parameters are gathered
         in a way of their own. An error of the model itself is raised as the model raises it.
@@ -59,21 +70,21 @@ class CapturedForward:
 
         def handle(traced: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             graph = self._captured(traced, marks)
-            # The graph runs inside of `compiled.function`, where holes and marks are on the model.
-            with marks.unmarked() if marks else nullcontext():
+            # The graph runs inside of `forward.function`, where holes and marks are on the model.
+            with now.paused(), marks.unmarked() if marks else nullcontext():
                 return run_graph(graph, arguments)
 
-        with (
-            handing_graphs_to(handle),
-            # Inside DistributedDataParallel, Dynamo would cut the graph where a bucket of gradients is full, so that
-            # compiled backwards overlap with communication. Stages have backwards of their own, and overlap anyway.
-            torch._dynamo.config.patch(optimize_ddp=False),
-            marks.marked() if marks else nullcontext(),
-        ):
-            if compiled.function is None:
-                compiled.function = compile_forward(self.model, marks.signature if marks else None)
+        def began() -> None:
+            if self._graphs and recaptured is not None:
+                recaptured(forward.seconds)
+
+        with handing_graphs_to(handle), tracing(began) as now, marks.marked() if marks else nullcontext():
+            if compiled.forward is None:
+                signature = marks.signature if marks else None
+                compiled.forward = compile_forward(self.model, signature, open_sizes=self.open_sizes)
+            forward = compiled.forward
             try:
-                return compiled.function(self.model, args, self._without_cache(kwargs))
+                return forward.function(self.model, args, self._without_cache(kwargs))
             except Unsupported as error:
                 if marks is None:
                     raise
@@ -84,6 +95,8 @@ class CapturedForward:
                     devices = [p.device for p in self.model.parameters()]
                     raise_own_error(self.model, args, kwargs, devices[0] if devices else torch.device("cpu"))
                 raise
+            finally:
+                forward.seconds = now.seconds or forward.seconds
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_py.capture.fsdp_marks import FSDPMarks
-from rotor_py.capture.graph.cut_points import find_cut_points
+from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points
 from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_input
 from rotor_py.capture.graph.graph_nodes import carries_gradient, tensors_of
 from rotor_py.capture.graph.graph_stage import context_of, stages_of
@@ -45,6 +45,7 @@ class CapturedGraph:
         self._buffers = buffers
         self._granularity = granularity
         self._facts: GraphFacts | None = None
+        self._cuts: CutPoints | None = None
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._entering: list[fx.Node] = []
         """What goes into the first stage."""
@@ -55,8 +56,10 @@ class CapturedGraph:
         self._context: fx.GraphModule | None = None
         self._owned: dict[fx.Node, torch.Tensor] = {}
 
-    def split(self, arguments: tuple[Any, ...]) -> None:
+    def split(self, arguments: tuple[Any, ...], like: CapturedGraph | None = None) -> None:
         """Cut the graph into stages at its first call. Only then are the parameters at hand; later calls do nothing.
+
+        If it is the same graph as `like` but for sizes, it is cut as that one was, where that is possible.
 
         Raises UnsupportedModelError if the model writes into its own input, or if a sharded module returns no tensor
         that a gradient could come through.
@@ -75,7 +78,12 @@ class CapturedGraph:
         self._owned = dict(facts.owned)
         if not facts.body:  # all of it is context, so nothing has a gradient
             return
-        self.layers, self._entering, self._leaving = stages_of(facts, find_cut_points(facts, self._granularity))
+        self._cuts, names = None, None
+        if like is not None and like._facts is not None and like._cuts is not None:
+            self._cuts, names = cut_points_like(facts, like._facts, like._cuts), [name for name, _ in like.layers]
+        if self._cuts is None:
+            self._cuts, names = find_cut_points(facts, self._granularity), None
+        self.layers, self._entering, self._leaving = stages_of(facts, self._cuts, names)
         # Only what the stages read or the graph returns. All else that the context makes is freed once it has run.
         made = set(facts.context)
         self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]
@@ -85,6 +93,12 @@ class CapturedGraph:
     def trains(self) -> bool:
         """Whether anything in the graph has a gradient."""
         return self._facts is not None and any(map(carries_gradient, self._facts.body))
+
+    def same_as(self, other: CapturedGraph) -> bool:
+        """Whether both do the same, if for other sizes: numbers may differ, and what computes them."""
+        assert self._facts is not None
+        assert other._facts is not None
+        return self._facts.operators == other._facts.operators
 
     @property
     def silent(self) -> tuple[int, ...]:

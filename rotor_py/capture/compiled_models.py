@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +22,7 @@ Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 
 _MOST = 32
 """The most functions that are kept: those used last. A guess. There is a bound because each holds traced graphs."""
-_compiled: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+_compiled: OrderedDict[Hashable, CompiledForward] = OrderedDict()
 _handler: ContextVar[Handler] = ContextVar("handler")
 
 
@@ -35,17 +36,28 @@ class TracedGraph:
         return _handler.get()(self, arguments)
 
 
-def compile_forward(model: nn.Module, marks: Hashable = None) -> Callable[..., Any]:
-    """The function (model, args, kwargs) that runs the forward of `model`, and of models that are built alike.
+@dataclass(slots=True)
+class CompiledForward:
+    """A function (model, args, kwargs) that TorchDynamo traces when it is called."""
 
-    `marks` says where modules of `fully_shard` begin and end. A model with marks is captured as one graph or not at
-    all: between two graphs its own code would run, on holes instead of parameters. Where the graph would break, a call
-    of the function raises torch's `Unsupported`.
+    function: Callable[..., Any]
+    seconds: float = 0.0
+    """What tracing took the last time."""
+
+
+def compile_forward(model: nn.Module, marks: Hashable = None, *, open_sizes: bool = True) -> CompiledForward:
+    """What runs the forward of `model`, and of models that are built alike.
+
+    With `open_sizes`, graphs have symbols for the sizes of inputs; without, each is for one shape. `marks` says where
+    modules of `fully_shard` begin and end. A model with marks is captured as one graph or not at all: between two
+    graphs its own code would run, on holes instead of parameters. Where the graph would break, a call of the function
+    raises torch's `Unsupported`.
     """
-    key = _structure(model), marks
+    key = _structure(model), marks, open_sizes
     # `model` is an argument of the function and no part of it, so a function keeps no model alive.
     if key not in _compiled:
-        _compiled[key] = torch.compile(_own_function(), backend=_backend, fullgraph=marks is not None)
+        function = torch.compile(_own_function(), backend=_backend, fullgraph=marks is not None, dynamic=open_sizes)
+        _compiled[key] = CompiledForward(function)
     _compiled.move_to_end(key)
     if len(_compiled) > _MOST:
         _compiled.popitem(last=False)
@@ -72,8 +84,8 @@ def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedG
 def _structure(model: nn.Module) -> Hashable:
     """Equal for models that may share code.
 
-    Dynamo's guards would keep unlike models apart, too. But a function may have only so many versions (eight in torch
-    2.13) before Dynamo runs it uncompiled.
+    Dynamo's guards would keep unlike models apart, too. But a function may have only so many versions before Dynamo
+    runs it uncompiled.
     """
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))

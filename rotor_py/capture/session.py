@@ -6,24 +6,29 @@ alone is planned, since a plan is a sequence over one chain of stages. What the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 from rotor_profiling import measure_loss
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.measure_graphs import MeasuredGraph, measure_graphs
+from rotor_py.capture.measure_graphs import MeasuredGraph, MeasuredGraphs, measure_graphs
+from rotor_py.capture.tracing import MOST_GRAPHS
 from rotor_py.capture.whole_step import trained_bytes, with_loss, with_other_graphs
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.measurement import Measurement
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
+from rotor_py.stage.protocol import offers_of
 from rotor_solver.progress import Progress
+
+_log = logging.getLogger("rotor_py")
 
 
 class CaptureSession:
@@ -32,9 +37,12 @@ class CaptureSession:
     def __init__(self, model: nn.Module, run_stages: Callable[[Cut, Any], Any], granularity: int) -> None:
         self.model = model
         self._run_stages = run_stages
+        self._granularity = granularity
         self._forward = CapturedForward(model, granularity)
-        self.cut_like: Callable[[list[Layer]], Cut] | None = None
-        """Cuts the layers of a graph as the plan's graph was cut; raises PlanMismatchError if the layers differ."""
+        self.cut_layers: Callable[[list[Layer]], Cut] | None = None
+        """For a plan from a file: cuts layers as the file says; raises PlanMismatchError if they are others."""
+        self._main: MeasuredGraph | None = None
+        """The graph that was measured."""
         self._planned: dict[CapturedGraph, Cut] = {}
         """The stages of the main graph, and of the same graph for other shapes of the input."""
         self._unplanned: set[CapturedGraph] = set()
@@ -43,24 +51,21 @@ class CaptureSession:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs: they are bound to this model, and a copy captures its own."""
-        # One that was made by measuring holds a graph. Any other belongs to a plan from a file, and is kept.
-        measured_here = isinstance(self.cut_like, partial)
-        cut_like = None if measured_here else self.cut_like
-        return {**self.__dict__, "_planned": {}, "_unplanned": set(), "cut_like": cut_like}
+        return {**self.__dict__, "_main": None, "_planned": {}, "_unplanned": set()}
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's forward by the plan.
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], recaptured: Callable[[float], None]) -> Any:
+        """Run the model's forward by the plan; `recaptured` is what `CapturedForward.call` says.
 
         Raises UnsupportedModelError if Dynamo did not call the main graph, and PlanMismatchError if it captured another
         graph than the plan is for. An error of the model itself is raised as the model raises it.
         """
         self._followed_plan = False
-        output = self._forward.call(args, kwargs, self._run_graph)
+        output = self._forward.call(args, kwargs, self._run_graph, recaptured)
         # An error, not a warning: without the plan, the step may have taken more memory than the limit allows.
         if not self._followed_plan:
             raise UnsupportedModelError(
                 "TorchDynamo did not hand over the model's graph this time, so the step would not have followed the "
-                "plan; TORCH_LOGS=recompiles,graph_breaks says why"
+                f"plan; it makes {MOST_GRAPHS} graphs at most, and TORCH_LOGS=recompiles,graph_breaks says for what"
             )
         return output
 
@@ -80,10 +85,10 @@ class CaptureSession:
         Raises UnsupportedModelError if no graph has a gradient, or if too much is kept outside all graphs, and
         UnusableLossError if the loss cannot be trained with.
         """
-        found = measure_graphs(self._forward, args, kwargs, device, progress=progress, **options)
+        found = self._measure_graphs(args, kwargs, device, progress=progress, **options)
         main = found.main
         # Without the shared values: they may be as large as an input, and the session outlives the step.
-        self.cut_like = partial(_cut_like, replace(main, shared=()))
+        self._main = replace(main, shared=())
         self._planned = {main.graph: main.cut}
         self._unplanned = {each.graph for each in found.graphs if each is not main}
         measurement = with_other_graphs(found)
@@ -92,12 +97,30 @@ class CaptureSession:
             measurement = with_loss(measurement, cost)
         return main.cut, measurement, main.shared
 
+    def same_graph(self, other: CaptureSession) -> bool:
+        """Whether both have measured the same graph, if for other sizes."""
+        return self._main is not None and other._main is not None and self._main.graph.same_as(other._main.graph)
+
+    def _measure_graphs(self, *args: Any, **options: Any) -> MeasuredGraphs:
+        """With symbols for sizes if that can be, else for this shape alone."""
+        try:
+            return measure_graphs(self._forward, *args, **options)
+        except (UnsupportedModelError, TorchDynamoException) as error:
+            if not self._forward.open_sizes:
+                raise
+            cause = str(error).partition("\n")[0]
+        # Not in the `except`: there, the error's traceback would keep tensors.
+        self._forward = CapturedForward(self.model, self._granularity, open_sizes=False)
+        found = measure_graphs(self._forward, *args, **options)
+        _log.info("every shape of the input takes a graph of its own: %s", cause)
+        return found
+
     def _run_graph(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         """Run a graph: by the plan if it is the main one, or the same for other shapes."""
         # The model may run a part of itself under `no_grad`, with a graph of its own.
         if graph in self._unplanned or not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
-        graph.split(arguments)
+        graph.split(arguments, self._main.graph if self._main is not None else None)
         if not graph.trains or not self._follows_plan(graph):
             return graph.run_unplanned(arguments)
         value, values = graph.enter(arguments)
@@ -112,9 +135,8 @@ class CaptureSession:
         """
         if graph in self._planned:
             return True
-        assert self.cut_like is not None
         try:
-            self._planned[graph] = replace(self.cut_like(graph.layers), input_owned=True)
+            self._planned[graph] = replace(self._cut(graph), input_owned=True)
         except PlanMismatchError:
             if not self._followed_plan:
                 raise
@@ -122,17 +144,27 @@ class CaptureSession:
             return False
         return True
 
+    def _cut(self, graph: CapturedGraph) -> Cut:
+        if self._main is not None:
+            return _cut_like(self._main, graph)
+        assert self.cut_layers is not None
+        return self.cut_layers(graph.layers)
 
-def _cut_like(main: MeasuredGraph, layers: list[Layer]) -> Cut:
-    """Cut the layers of a graph as those of the main graph were cut; PlanMismatchError if they differ."""
-    found = dict(layers)
-    # By name alone: shapes are what may differ.
-    if list(found) != [name for name, _ in main.graph.layers]:
-        raise PlanMismatchError(
-            "the captured graph", f"{len(main.graph.layers)} pieces", f"{len(found)} pieces, or others"
-        )
+
+def _cut_like(main: MeasuredGraph, graph: CapturedGraph) -> Cut:
+    """Cut a graph as the main one was cut; PlanMismatchError if it is another one, and not the same for other sizes."""
+    # Not the names alone: for small inputs, a model may do something else in the same modules, and that takes other
+    # memory than was measured.
+    names = [[name for name, _ in each.layers] for each in (main.graph, graph)]
+    if names[0] != names[1] or not graph.same_as(main.graph):
+        pieces = [f"{len(each.layers)} pieces" for each in (main.graph, graph)]
+        raise PlanMismatchError("the captured graph", pieces[0], f"{pieces[1]}, or others")
+    found = dict(graph.layers)
     stages = tuple(joined([(name, found[name]) for name in group]) for group in main.cut.groups())
-    # What measuring found out about a stage also holds for the same stage with other shapes.
-    for (_, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
+    for (name, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
+        # What measuring found out about a stage also holds for the same stage with other shapes.
         remember_effects(stage, recall_effects(measured))
+        ways = [offers_of(each).partial_forward() is not None for each in (measured, stage)]
+        if ways[0] and not ways[1]:  # the plan may store it in part
+            raise PlanMismatchError(f"stage {name}", "one that can be stored in part", "one that cannot")
     return Cut(tuple((name, found[name]) for name, _ in main.cut.prefix), stages)

@@ -41,6 +41,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -135,7 +136,6 @@ class Planner:
 
     def _measure(self, value: Any) -> None:
         spec = self.model.step_on(value)
-        self.plans.make_room(spec)
         # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
         source = self._blank.renewed()
         device = self.model.device_of(spec.input)
@@ -145,7 +145,8 @@ class Planner:
         budget = self.model.budget(measured, device, noticed_cost(self))
         # Capturing may have changed the model: buffers and modules that its first forward makes.
         spec = replace(spec, model=ModelState.of(self.model.core))
-        self.plans.in_use = StepPlan(source, measured.measurement, budget, spec=spec, cut=measured.cut)
+        plan = StepPlan(source, measured.measurement, budget, spec=spec, cut=measured.cut)
+        self.plans.take_up(plan, spec.model)
 
     def solve(
         self, limit: int | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
@@ -184,10 +185,31 @@ class Planner:
         except PlanMismatchError:
             if self.in_use.file is not None or not self.captured:
                 raise
-        # The model takes another way than the one that was measured, for another shape for example. Not in the
-        # `except`: there, the error's traceback would keep what the first attempt has made.
-        self._plan_for(self.model.step_on(value), value)
+        # Not in the `except`: there, the error's traceback would keep what the first attempt has made.
+        return self._run_other_way(value)
+
+    def _run_other_way(self, value: Any) -> Any:
+        """The model takes another way than the one that the plan in use is for, for another shape for example."""
+        spec = self.model.step_on(value)
+        for plan in self.plans.for_other_ways(spec, self._covers(value), self._revive):
+            try:
+                agree(plan, self.model)
+                return self._run_planned(value)
+            except (InfeasibleError, PlanMismatchError):
+                continue
+        known = self.in_use.input_spec
+        if not self.model.alone and not self._blank.covers(spec.input, known):
+            raise UnsupportedModelError(
+                f"for {describe(spec.input)} the model does something else than for {describe(known)}, for which there "
+                "is a plan, and processes that train together cannot each make one; call measure() in all of them with "
+                "both inputs"
+            )
+        self._plan_for(spec, value)
         return self._run_planned(value)
+
+    def _covers(self, value: Any) -> Callable[[StepPlan], bool]:
+        """Whether a step plan was made for an input at least as large as `value`."""
+        return lambda plan: self._blank.covers(plan.input_spec, value)
 
     def _run_planned(self, value: Any) -> Any:
         plan = self.in_use
@@ -205,7 +227,7 @@ class Planner:
             plan.compare_with_file(spec, value, self.model)
             agree(plan, self.model)
             return
-        known = self.plans.turn_to(spec, self._revive)
+        known = self.plans.turn_to(spec, self._covers(value), self._revive)
         if not known or not self._blank.covers(self.in_use.input_spec, value):
             self._plan_for(spec, value)
             return
@@ -232,6 +254,7 @@ class Planner:
     def _plan_for(self, spec: StepSpec, value: Any) -> None:
         """Measure and solve for a step on `value`. If that fails, the plans that there are stay."""
         known = None if self.plans.in_use is None else self.plans.in_use.spec
+        grows = known is None or (known.model == spec.model and not self._blank.covers(known.input, value))
         with self.plans.kept_on_error():
             self._measure_again(spec, value)
             try:
@@ -239,7 +262,7 @@ class Planner:
             except InfeasibleError as error:
                 self._refusals.remember(spec, error)
                 raise
-        self._grown += known is None or known.model == spec.model
+        self._grown += grows
 
     def _measure_again(self, spec: StepSpec, value: Any) -> None:
         """Plan for a first or larger input, or another kind of step; UnsupportedModelError if there is no end to it."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,12 +19,14 @@ from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import Cut, cut, is_chain
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stages import measure
-from rotor_py.plan.input_spec import covers, reaches
+from rotor_py.plan.input_spec import covers, describe, reaches, spec_of
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from rotor_solver.progress import Progress
+
+_log = logging.getLogger("rotor_py")
 
 
 class Measured(NamedTuple):
@@ -55,6 +59,9 @@ class Source(Protocol):
 
     def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
         """Cut the model into stages and measure them on `value`. UnsupportedModelError if it cannot be cut."""
+
+    def same_graph(self, other: Source) -> bool:
+        """Whether the stages of both are the same but for sizes."""
 
     def adopt(self, plan: Plan) -> Cut | None:
         """Cut as a plan from a file says; None if the cut shows when the model runs.
@@ -98,6 +105,9 @@ class LayerSource:
         measurement = measure(found, value, device, loss=settings.loss, progress=progress, **_options(settings))
         return Measured(found, measurement, value)
 
+    def same_graph(self, other: Source) -> bool:
+        return True
+
     def adopt(self, plan: Plan) -> Cut:
         return plan.cut(self._model)
 
@@ -140,14 +150,17 @@ class GraphSource:
         )
         return Measured(found, measurement, (arguments, keywords, shared))
 
+    def same_graph(self, other: Source) -> bool:
+        return isinstance(other, GraphSource) and self._session.same_graph(other._session)
+
     def adopt(self, plan: Plan) -> None:
-        self._session.cut_like = plan.cut_layers
+        self._session.cut_layers = plan.cut_layers
 
     def run(self, cut: Cut | None, sequence: Sequence, value: Any, *, preserve_rng_state: bool) -> Any:
         arguments, keywords = value
         # Dynamo calls `_run_stages` in the course of the forward, and hands over nothing of ours.
         self._following = sequence, preserve_rng_state
-        return self._session.run(arguments, keywords)
+        return self._session.run(arguments, keywords, partial(_tell_of_capture, value))
 
     def _run_stages(self, cut: Cut, value: Any) -> Any:
         """Run the stages of the main graph, for the shapes that TorchDynamo found this time: `cut` is theirs."""
@@ -162,6 +175,14 @@ class GraphSource:
 def source_of(model: nn.Module, granularity: int) -> Source:
     """Layers where the model is a chain of them: they need no capturing, and have names that a user knows."""
     return LayerSource(model) if is_chain(model) else GraphSource(model, granularity)
+
+
+def _tell_of_capture(value: Any, seconds: float) -> None:
+    before = f", which took {seconds:.1f} s the last time" if seconds else ""
+    _log.warning(
+        "TorchDynamo captures another graph of the model%s: the input is %s; TORCH_LOGS=recompiles says why",
+        before, describe(spec_of(value)),
+    )  # fmt: skip
 
 
 class _Replay:

@@ -115,6 +115,10 @@ class StepPlan:
         """Whether it was measured for such steps. What a plan from a file is for, its file says."""
         return self.file is None and self.spec is not None and self.spec.same_step(spec)
 
+    def is_replaced_by(self, other: StepPlan) -> bool:
+        """Whether `other` was measured for such steps, too, and on the same graph."""
+        return other.spec is not None and self.is_for(other.spec) and self.source.same_graph(other.source)
+
     def restore_effects(self) -> None:
         """Have remembered of each layer what was found out for this plan."""
         # Plans share layers, and another kind of step may have shown something else of them.

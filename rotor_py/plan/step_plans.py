@@ -3,6 +3,9 @@
 A discriminator is trained in one step, and gets gradients for its input in the next; adapters are switched; layers are
 frozen and trained again. Each kind of step has its own graph, costs and sequence. They are found when such a step comes
 for the first time, and kept while others train.
+
+A model may also take another way for some sizes of its input, in a step of the same kind: it has another graph there.
+Which one shows only when the model runs.
 """
 
 from __future__ import annotations
@@ -28,15 +31,15 @@ class StepPlans:
         self.in_use: StepPlan | None = None
         self._waiting: list[StepPlan] = []
 
-    def make_room(self, spec: StepSpec) -> None:
-        """Have no plan in use, and none for steps like `spec`. A plan in use for other steps waits from now on.
+    def take_up(self, plan: StepPlan, present: ModelState) -> None:
+        """Have a new plan in use, and forget others for the same graph in steps of its kind. The one in use may wait.
 
-        A plan from a file does not: it is for whatever its file says, and is given up.
+        A plan from a file does not: it is for whatever its file says, and is given up. `present` says which layers the
+        model has.
         """
-        if self.in_use is not None and self.in_use.file is None and not self.in_use.is_for(spec):
-            self._put_aside(spec.model)
-        self.in_use = None
-        self._forget(spec)
+        before, self.in_use = self.in_use, plan
+        waiting = [each for each in (*self._waiting, before) if each is not None and each.file is None]
+        self._keep([each for each in waiting if not each.is_replaced_by(plan)], present)
 
     @contextmanager
     def kept_on_error(self) -> Iterator[None]:
@@ -50,22 +53,26 @@ class StepPlans:
                 in_use.restore_effects()
             raise
 
-    def turn_to(self, spec: StepSpec, revived: Callable[[StepPlan], None]) -> bool:
-        """Have the plan for steps like `spec` in use; False if there is none. `revived` is called with one that waited.
+    def turn_to(self, spec: StepSpec, covers: Callable[[StepPlan], bool], revived: Callable[[StepPlan], None]) -> bool:
+        """Have a plan for steps like `spec` in use, one that `covers` its input if possible; False if there is none.
 
-        While it waited, the limit may have been changed, and gradients may be left over from other steps.
+        `revived` is called with a plan that waited: the limit may have been changed in the meantime, and gradients may
+        be left over from other steps.
         """
-        if self.in_use is not None and self.in_use.is_for(spec):
-            return True
-        found = next((each for each in self._waiting if each.is_for(spec)), None)
-        if found is None:
+        found = [each for each in self._all() if each.is_for(spec)]
+        found.sort(key=covers, reverse=True)  # of equals the first: the one in use
+        if not found:
             return False
-        self._forget(spec)  # first, so that it takes no place from those that wait
-        self._put_aside(spec.model)
-        found.restore_effects()
-        self.in_use = found
-        revived(found)
+        self._put_in_use(found[0], spec.model, revived)
         return True
+
+    def for_other_ways(
+        self, spec: StepSpec, covers: Callable[[StepPlan], bool], revived: Callable[[StepPlan], None]
+    ) -> Iterator[StepPlan]:
+        """Have each of the plans in use, in turn, that the one in use is not, and that may serve a step like `spec`."""
+        for each in [each for each in self._waiting if each.is_for(spec) and covers(each)]:
+            self._put_in_use(each, spec.model, revived)
+            yield each
 
     def count_optimizer(self, cost: OptimizerCost, limit_bytes: int | None) -> None:
         """Count an optimizer for the plans that wait; one that leaves no room for it is solved again in its turn.
@@ -95,16 +102,19 @@ class StepPlans:
             twin.in_use = replace(StepPlan.adopted(self.in_use.file, source), budget=self.in_use.budget)
         return twin
 
-    def _put_aside(self, present: ModelState) -> None:
-        """Let the plan in use wait. Forget plans for layers that the model has no more, as `present` says.
+    def _all(self) -> list[StepPlan]:
+        return self._waiting if self.in_use is None else [self.in_use, *self._waiting]
 
-        Nobody else would let go of such layers, and no budget counts their memory.
-        """
-        if self.in_use is not None and self.in_use.spec is not None:
-            self._forget(self.in_use.spec)
-            self._waiting.append(self.in_use)
-        kept = [each for each in self._waiting if each.spec is not None and each.spec.model.same_layers(present)]
+    def _put_in_use(self, plan: StepPlan, present: ModelState, revived: Callable[[StepPlan], None]) -> None:
+        if plan is self.in_use:
+            return
+        waiting = [*self._waiting, *([] if self.in_use is None else [self.in_use])]
+        self._keep([each for each in waiting if each is not plan], present)
+        plan.restore_effects()
+        self.in_use = plan
+        revived(plan)
+
+    def _keep(self, waiting: list[StepPlan], present: ModelState) -> None:
+        """Let these wait, but for layers that the model has no more: nobody else would let go of their memory."""
+        kept = [each for each in waiting if each.spec is not None and each.spec.model.same_layers(present)]
         self._waiting = kept[-_MOST_WAITING:]
-
-    def _forget(self, spec: StepSpec) -> None:
-        self._waiting = [each for each in self._waiting if not each.is_for(spec)]

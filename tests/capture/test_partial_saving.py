@@ -25,6 +25,7 @@ from rotor_py import Checkpointable
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.capture.graph.min_cut import _CHEAP, _cut, _memory_read, _size, find_saved_part
 from rotor_py.capture.graph.saved_values import find_saved_values
+from rotor_py.capture.graph.sizes import Sizes
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence, min_bytes, simulate, solve, store_all
 from tests.capture.steps import adamw, compare, limits
@@ -162,7 +163,7 @@ def test_what_is_dropped_is_what_cheap_operators_made() -> None:
 @given(st.data())
 def test_as_little_is_kept_as_an_exhaustive_search_finds(data: st.DataObject) -> None:
     body = data.draw(graphs())
-    saved, roots = find_saved_values(body)
+    saved, roots = find_saved_values(body, Sizes())
     own = [node for node in body.graph.nodes if roots.get(node) is node]
     cheap = {node for node in own if node.op == "call_function" and node.target in _CHEAP}
     reads = {node: _memory_read(node, roots) for node in own}
@@ -176,10 +177,11 @@ def test_as_little_is_kept_as_an_exhaustive_search_finds(data: st.DataObject) ->
 
     free = {node for node in own if node.op == "get_attr"}
     choices = (set(each) | free for n in range(len(own) + 1) for each in itertools.combinations(set(own) - free, n))
-    least = min(sum(map(_size, kept - free)) for kept in choices if enough(kept))
-    found = _cut(list(body.graph.nodes), saved, roots, free)
+    bytes_of = {node: _size(node, Sizes()) for node in body.graph.nodes}
+    least = min(sum(bytes_of[node] for node in kept - free) for kept in choices if enough(kept))
+    found = _cut(list(body.graph.nodes), saved, roots, free, bytes_of)
     assert enough(found | free)
-    assert sum(map(_size, found - free)) == least
+    assert sum(bytes_of[node] for node in found - free) == least
 
 
 @st.composite
@@ -378,4 +380,4 @@ def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None
     x.meta["example_value"] = torch.randn(4, 4, requires_grad=True)
     y = graph.call_function(torch.ops.rotor_tests.halved.default, (graph.call_function(torch.tanh, (x,)),))
     graph.output((y,))
-    assert find_saved_part(fx.GraphModule({}, graph), 0) is None
+    assert find_saved_part(fx.GraphModule({}, graph), 0, Sizes()) is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from torch import fx
@@ -16,6 +17,7 @@ from torch import fx
 from rotor_py.capture.graph.graph_facts import GraphFacts
 from rotor_py.capture.graph.graph_nodes import carries_gradient, new_bytes, tensors_of
 from rotor_py.capture.graph.mark_nodes import enter, leave
+from rotor_py.capture.graph.sizes import example_of
 
 _HUGE = 0.3
 """A stage that makes more than this part of all bytes is cut further, by carrying tensors past the cuts. A guess,
@@ -50,7 +52,7 @@ def find_cut_points(facts: GraphFacts, granularity: int) -> CutPoints:
     live = _liveness(facts)
     # Bytes that a node makes stand for its work: times are known only once stages are measured, and stages only once
     # the graph is cut.
-    weights = [max(1, new_bytes(node)) for node in facts.body]
+    weights = [max(1, new_bytes(node, facts.sizes)) for node in facts.body]
     crossings = _Crossings(facts, live)
     carried: list[fx.Node] = []
     possible = crossings.possible(carried)
@@ -72,6 +74,27 @@ def find_cut_points(facts: GraphFacts, granularity: int) -> CutPoints:
         smallest *= 1.5  # a guess: a few rounds suffice, and the number of stages ends not far below the bound
         ends = _merged(possible, weights, smallest)
     return CutPoints(ends, carried, live)
+
+
+def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> CutPoints | None:
+    """Cut a graph where `other` was cut at `cuts`; None if it cannot be cut there, or if it is not the same graph.
+
+    Where it is cut by itself depends on its sizes, and a plan serves smaller ones only if its stages are the same.
+    """
+    if facts.operators != other.operators:
+        return None
+    # Numbers, and what computes them, are other nodes where sizes are known than where they are open.
+    here, there = ([at for at, node in enumerate(each.body) if tensors_of(node)] for each in (facts, other))
+    partner = {other.body[at]: facts.body[position] for at, position in zip(there, here, strict=True)}
+    live = _liveness(facts)
+    ends = []
+    for end in cuts.ends[:-1]:
+        count = bisect_right(there, end)
+        found = here[count - 1] if there[count - 1] == end else here[count] - 1
+        if [partner[node] for node in cuts.live[end] if tensors_of(node)] != [n for n in live[found] if tensors_of(n)]:
+            return None
+        ends.append(found)
+    return CutPoints([*ends, len(facts.body) - 1], [partner[node] for node in cuts.carried], live)
 
 
 def _liveness(facts: GraphFacts) -> list[list[fx.Node]]:
@@ -107,7 +130,7 @@ class _Crossings:
             node
             for node, found in tensors.items()
             if len(found) == 1
-            and not isinstance(node.meta.get("example_value"), tuple)
+            and not isinstance(example_of(node), tuple)
             and node not in facts.outputs  # the caller holds it: dropping it as a checkpoint would free nothing
         }
 

@@ -23,8 +23,10 @@ from rotor_py.capture.graph.graph_nodes import (
     memory_root,
     name_of,
     overwrites,
+    tensors_of,
 )
 from rotor_py.capture.graph.mark_nodes import MARKS
+from rotor_py.capture.graph.sizes import Sizes
 from rotor_py.distributed.shard_groups import ShardGroup
 
 _GRAD_MODE = torch._C._set_grad_enabled
@@ -55,16 +57,25 @@ class GraphFacts:
     """The nodes that name a module, such as the body of a higher-order operator."""
     given: list[fx.Node]
     """The other placeholders: what the caller passes in."""
+    sizes: Sizes
+    """What the symbols of the graph stand for."""
     marks: FSDPMarks | None = None
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
     """The owned placeholders that are holes, each with its parameter's place and the group that it is gathered with."""
+
+    @property
+    def operators(self) -> list[str]:
+        """What makes the tensors of the body, in order: equal for graphs that do the same, if for other sizes."""
+        return [f"{node.op} {name_of(node)}" for node in self.body if tensors_of(node)]
 
 
 def read_graph(
     graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset[int], marks: FSDPMarks | None = None
 ) -> GraphFacts:
     """Read a graph that is to be called with `inputs`; `buffers` are the ids of the model's buffers."""
-    reader = _Reader(buffers, marks)
+    inputs = list(inputs)
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    reader = _Reader(Sizes(placeholders, inputs), buffers, marks)
     remaining = iter(inputs)
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
@@ -81,8 +92,8 @@ def read_graph(
 class _Reader:
     """A graph as far as it has been read, node by node."""
 
-    def __init__(self, buffers: frozenset[int], marks: FSDPMarks | None) -> None:
-        self.facts = GraphFacts([], [], [], {}, {}, {}, [], marks)
+    def __init__(self, sizes: Sizes, buffers: frozenset[int], marks: FSDPMarks | None) -> None:
+        self.facts = GraphFacts([], [], [], {}, {}, {}, [], sizes, marks)
         self._buffers = buffers
         self._places = marks.places if marks else {}
         self._modes = Modes()

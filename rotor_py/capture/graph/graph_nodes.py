@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from rotor_py.capture.graph.sizes import Sizes, example_of
+
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
 """Parts of the names of operators that draw random numbers; torch has no list of them for functions and methods."""
 _IN_PLACE = {operator.setitem, operator.delitem}
@@ -29,23 +31,17 @@ def carries_gradient(node: fx.Node) -> bool:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """The tensors of the node's value as Dynamo saw them: fake tensors, which have no data."""
-    # Dynamo writes "example_value"; graphs from torch's other tracers have "val".
-    found = node.meta.get("example_value", node.meta.get("val"))
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(example_of(node)) if isinstance(leaf, torch.Tensor)]
 
 
-def new_bytes(node: fx.Node) -> int:
+def new_bytes(node: fx.Node, sizes: Sizes) -> int:
     """Bytes of memory that the node allocates; none if its value lies in the memory of its inputs."""
+    return sum(map(sizes.bytes_of, _new_tensors(node)))
+
+
+def _new_tensors(node: fx.Node) -> list[torch.Tensor]:
     known = {_memory(tensor) for each in node.all_input_nodes for tensor in tensors_of(each)}
-    return sum(size_of(tensor) for tensor in tensors_of(node) if _memory(tensor) not in known)
-
-
-def size_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor. Of a dimension that may change, the size that Dynamo saw first counts."""
-    count = tensor.element_size()
-    for size in tensor.shape:
-        count *= size if isinstance(size, int) else int(size.node.hint or 1)
-    return count
+    return [tensor for tensor in tensors_of(node) if _memory(tensor) not in known]
 
 
 def overwrites(node: fx.Node) -> bool:
@@ -88,7 +84,7 @@ def memory_root(node: fx.Node) -> fx.Node:
     From a node that allocates nothing, the search goes on with its first input: for views and in-place operators, that
     is the tensor that they look at or write into.
     """
-    while (inputs := node.all_input_nodes) and new_bytes(node) == 0 and tensors_of(node):
+    while (inputs := node.all_input_nodes) and tensors_of(node) and not _new_tensors(node):
         node = inputs[0]
     return node
 

@@ -20,6 +20,7 @@ from rotor_py.capture.graph.graph_facts import GraphFacts
 from rotor_py.capture.graph.graph_nodes import tensors_of
 from rotor_py.capture.graph.min_cut import SavedPart, find_saved_part
 from rotor_py.capture.graph.run_graph import run_graph
+from rotor_py.capture.graph.sizes import Sizes
 from rotor_py.capture.graph.skipped_output import skipping_output
 from rotor_py.capture.graph.stage_names import name_pieces
 from rotor_py.distributed.shard_groups import ShardGroup
@@ -33,7 +34,8 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     Its input and output are tuples of tensors and numbers: first what is live there, then the values that all stages
     share, `shared` in number. The stage reads the shared values at the positions `reads`, and hands all of them on
-    unless it is the `last`. `signature` is equal for pieces that do the same. `carried` is what `StageOffers` says. In
+    unless it is the `last`. `signature` is equal for pieces that do the same. `sizes` are
+    those of the input that the graph was cut for. `carried` is what `StageOffers` says. In
     the graph of a `sharded` model, `groups` are those of the parameters that the stage uses, and `begun` those among
     them whose modules begin before it.
     """
@@ -47,6 +49,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         last: bool,
         carried: dict[str, int],
         signature: Hashable,
+        sizes: Sizes,
         groups: tuple[ShardGroup, ...] = (),
         begun: tuple[ShardGroup, ...] = (),
         sharded: bool = False,
@@ -60,6 +63,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self.last = last
         self.carried = carried
         self._signature = signature
+        self._sizes = sizes
         # In tuples, which modules do not look into: these graphs must not become submodules, since they have no
         # parameters of their own and run on the body's.
         self._skipping_output = (skipping_output(body),)
@@ -95,7 +99,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return self._signature, value_kind((live, [shared[position] for position in self.reads]))
 
     def _find_saved_part(self) -> _InPart | None:
-        found = find_saved_part(self.body, len(self.reads))
+        found = find_saved_part(self.body, len(self.reads), self._sizes)
         if found is None:
             return None
         (bare,) = self._skipping_output
@@ -151,17 +155,23 @@ def _end(stage: nn.Module) -> GraphStage:
     return stage if isinstance(stage, GraphStage) else _end(list(stage.children())[-1])
 
 
-def stages_of(facts: GraphFacts, cuts: CutPoints) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
-    """The stages with their names, the values that all of them share, and what comes out of the last."""
+def stages_of(
+    facts: GraphFacts, cuts: CutPoints, names: list[str] | None = None
+) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
+    """The stages with their names, the values that all of them share, and what comes out of the last.
+
+    Without `names`, stages are named after what they make.
+    """
     bounds = [0, *(end + 1 for end in cuts.ends)]
     pieces = [facts.body[low:high] for low, high in itertools.pairwise(bounds)]
+    names = name_pieces(pieces, facts.sizes) if names is None else names
     early = {*facts.context, *facts.given}
     shared = list(dict.fromkeys(each for node in facts.body for each in node.all_input_nodes if each in early))
     made = set(facts.body)
     leaving: list[fx.Node] = list(dict.fromkeys(node for node in facts.outputs if node in made))
     result: list[tuple[str, nn.Module]] = []
     inputs: list[fx.Node] = []
-    for number, (name, piece) in enumerate(zip(name_pieces(pieces), pieces, strict=True)):
+    for number, (name, piece) in enumerate(zip(names, pieces, strict=True)):
         last = number == len(pieces) - 1
         outputs = leaving if last else cuts.live[cuts.ends[number]]
         used = list(dict.fromkeys(each for node in piece for each in node.all_input_nodes if each in early))
@@ -177,6 +187,7 @@ def stages_of(facts: GraphFacts, cuts: CutPoints) -> tuple[list[tuple[str, nn.Mo
             last=last,
             carried={node.name: tensors.index(node) for node in cuts.carried if node in tensors},
             signature=tuple(emitter.signature),
+            sizes=facts.sizes,
             groups=tuple(emitter.groups),
             begun=tuple(emitter.begun),
             sharded=facts.marks is not None,

@@ -18,8 +18,9 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from rotor_py.capture.graph.graph_nodes import overwrites, size_of, tensors_of
+from rotor_py.capture.graph.graph_nodes import overwrites, tensors_of
 from rotor_py.capture.graph.saved_values import find_saved_values
+from rotor_py.capture.graph.sizes import Sizes
 from rotor_py.stage.partial_saving import Call, Recipe, Value
 
 _log = logging.getLogger("rotor_py")
@@ -85,25 +86,27 @@ class SavedPart:
         return found
 
 
-def find_saved_part(body: fx.GraphModule, shared: int) -> SavedPart | None:
+def find_saved_part(body: fx.GraphModule, shared: int, sizes: Sizes) -> SavedPart | None:
     """What `body` keeps if it is stored in part; None if that saves less than a tenth, or cannot be found.
 
-    Its last `shared` inputs are those that all stages share, and in memory in any case.
+    Its last `shared` inputs are those that all stages share, and in memory in any case. `sizes` says what its symbols
+    stand for.
     """
     nodes = list(body.graph.nodes)
     # What an operator has overwritten is lost, and a value that was made under a mode would be made again without it.
     if any(node.op == "call_module" or node.target in _MODES or _writes(node) for node in nodes):
         return None
     try:
-        saved, roots = find_saved_values(body)
+        saved, roots = find_saved_values(body, sizes)
     except Exception as error:  # an operator may refuse tensors without memory, in ways of its own
         _log.debug("a stage is stored whole or not at all, since its graph cannot be run without memory: %s", error)
         return None
     inputs = [node for node in nodes if node.op == "placeholder"]
     free = {*(node for node in nodes if node.op == "get_attr"), *inputs[len(inputs) - shared :]}
-    cut = _cut(nodes, saved, roots, free)
+    bytes_of = {node: _size(node, sizes) for node in nodes}
+    cut = _cut(nodes, saved, roots, free, bytes_of)
     dropped = saved - cut
-    if not dropped or sum(map(_size, dropped)) < _WORTHWHILE * sum(map(_size, saved - free)):
+    if not dropped or _total(dropped, bytes_of) < _WORTHWHILE * _total(saved - free, bytes_of):
         return None
     numbers = {node: number for number, node in enumerate(nodes)}
     calls: dict[int, Call] = {}
@@ -158,8 +161,12 @@ def _writes(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and overwrites(node)
 
 
-def _size(node: fx.Node) -> int:
-    return max(map(size_of, tensors_of(node)), default=0)
+def _size(node: fx.Node, sizes: Sizes) -> int:
+    return max(map(sizes.bytes_of, tensors_of(node)), default=0)
+
+
+def _total(nodes: set[fx.Node], bytes_of: dict[fx.Node, int]) -> int:
+    return sum(map(bytes_of.__getitem__, nodes))
 
 
 def _is_cheap(node: fx.Node) -> bool:
@@ -169,7 +176,13 @@ def _is_cheap(node: fx.Node) -> bool:
     return known and len(tensors) == 1 and tensors[0].is_floating_point()
 
 
-def _cut(nodes: list[fx.Node], saved: set[fx.Node], roots: dict[fx.Node, fx.Node], free: set[fx.Node]) -> set[fx.Node]:
+def _cut(
+    nodes: list[fx.Node],
+    saved: set[fx.Node],
+    roots: dict[fx.Node, fx.Node],
+    free: set[fx.Node],
+    bytes_of: dict[fx.Node, int],
+) -> set[fx.Node]:
     """The nodes to keep, of those that allocate memory. Of cuts of equal capacity, the one that makes least again.
 
     A node is two points of the network, "made" and "kept", with its bytes as the capacity between them. All other edges
@@ -179,7 +192,7 @@ def _cut(nodes: list[fx.Node], saved: set[fx.Node], roots: dict[fx.Node, fx.Node
     flow.add_nodes_from(("saved", "made"))
     own = [node for node in nodes if roots.get(node) is node]
     for node in own:
-        flow.add_edge((node, "made"), (node, "kept"), capacity=0 if node in free else _size(node))
+        flow.add_edge((node, "made"), (node, "kept"), capacity=0 if node in free else bytes_of[node])
         if node in saved:
             flow.add_edge((node, "kept"), "saved")
         if not _is_cheap(node):  # a source: the cut has to pass between it and all that is saved

@@ -15,13 +15,14 @@ from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from rotor_py.capture.graph.graph_nodes import attribute_of
+from rotor_py.capture.graph.sizes import Sizes, example_of
 
 
-def find_saved_values(body: fx.GraphModule) -> tuple[set[fx.Node], dict[fx.Node, fx.Node]]:
+def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> tuple[set[fx.Node], dict[fx.Node, fx.Node]]:
     """The nodes whose memory autograd saves, and for every node with a tensor the one that allocated its memory.
 
-    Raises TypeError for tensors of a subclass or without strides. What an operator raises that does not take tensors
-    without memory passes through.
+    `sizes` says what the symbols of the graph stand for. Raises TypeError for tensors of a subclass or without strides.
+    What an operator raises that does not take tensors without memory passes through.
     """
     maker: dict[int, fx.Node] = {}
     roots: dict[fx.Node, fx.Node] = {}
@@ -44,16 +45,15 @@ def find_saved_values(body: fx.GraphModule) -> tuple[set[fx.Node], dict[fx.Node,
             if node.op == "output":
                 break
             # All values stay alive to the end, so that no storage's number is used twice.
-            values[node] = _run(body, node, values, mode)
+            values[node] = _run(body, node, values, mode, sizes)
             for tensor in _tensors(values[node]):
                 roots[node] = maker.setdefault(tensor.untyped_storage()._cdata, node)
     return saved, roots
 
 
-def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any:
+def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode, sizes: Sizes) -> Any:
     if node.op == "placeholder":
-        example = node.meta.get("example_value", node.meta.get("val"))
-        return fx.node.map_aggregate(example, lambda each: _like(each))
+        return fx.node.map_aggregate(example_of(node), lambda each: _like(each, sizes))
     if node.op == "get_attr":
         found = attribute_of(body, node.target)
         if not isinstance(found, torch.Tensor):
@@ -66,24 +66,20 @@ def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: 
     return node.target(*args, **kwargs)  # type: ignore[operator]  # a function
 
 
-def _like(value: Any) -> Any:
+def _like(value: Any, sizes: Sizes) -> Any:
     """A tensor of this mode like one of Dynamo's, which belongs to a mode of its own and has symbolic shapes."""
     if isinstance(value, torch.Tensor):
         _refuse_special(value)
-        size, stride = [_number(each) for each in value.shape], [_number(each) for each in value.stride()]
+        size, stride = list(map(sizes.number, value.shape)), list(map(sizes.number, value.stride()))
         like = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
         return like.requires_grad_(value.requires_grad)
-    return _number(value)
+    return sizes.number(value)
 
 
 def _refuse_special(tensor: torch.Tensor) -> None:
     """TypeError for a tensor whose memory is not simply strided, so that bytes and views of it mean something else."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
         raise TypeError(f"{type(tensor).__name__} of layout {tensor.layout}")
-
-
-def _number(value: Any) -> Any:
-    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from rotor_py.capture.graph.sizes import example_of
 from rotor_py.stage.skipped_output import skip_output
 
 # Listed, not found by what autograd saves: that is not known before the stage runs.
@@ -97,7 +98,7 @@ def _skippable(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    found = node.meta.get("example_value", node.meta.get("val"))
+    found = example_of(node)
     return isinstance(found, torch.Tensor) and found.is_floating_point()
 
 

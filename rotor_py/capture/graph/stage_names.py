@@ -7,9 +7,10 @@ from collections import Counter
 from torch import fx
 
 from rotor_py.capture.graph.graph_nodes import module_path, new_bytes
+from rotor_py.capture.graph.sizes import Sizes
 
 
-def name_pieces(pieces: list[list[fx.Node]]) -> list[str]:
+def name_pieces(pieces: list[list[fx.Node]], sizes: Sizes) -> list[str]:
     """A name for each piece: the path of the module in which it makes most bytes.
 
     The path ends one level below the part that all modules of the piece share. A name that occurs more than once is
@@ -19,7 +20,9 @@ def name_pieces(pieces: list[list[fx.Node]]) -> list[str]:
     for piece in pieces:
         weights: Counter[str] = Counter()
         for node in piece:
-            weights[module_path(node)] += new_bytes(node) + 1  # one more, so that a piece of views alone has a name
+            weights[module_path(node)] += (
+                new_bytes(node, sizes) + 1
+            )  # one more, so that a piece of views alone has a name
         found.append(_name(weights))
     repeated = {name for name, count in Counter(found).items() if count > 1}
     seen: Counter[str] = Counter()

@@ -1,0 +1,94 @@
+"""How TorchDynamo is told to trace a model: with symbols for the sizes of inputs, so that one graph serves many shapes.
+
+# Note [Sizes of inputs]
+#
+# Tracing takes seconds. By itself, TorchDynamo traces a model for one shape, again when a size differs, and again when
+# another one does. Here it takes a symbol for every size from the start. Three things still need a graph of their own,
+# and a line in the log says so when one is made:
+#
+#  1. A size of 1, which broadcasts. TorchDynamo takes every symbol to be two at least, and knows no graph for both.
+#  2. A size that the model's own code asks about (`if length > 64`, a loop over blocks of the input): the graph is for
+#     sizes with the same answers.
+#  3. A model that cannot be traced with symbols: any shape.
+#
+# Parameters and buffers keep their sizes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.fx.experimental._config as shape_config
+from torch._dynamo.callback import callback_handler as callbacks
+
+MOST_GRAPHS = 64
+"""Graphs of one model. TorchDynamo's own limit is 8, after which it runs the model as it is, without a plan. A guess:
+a model may ask about the length of its input, and a data set has dozens of lengths."""
+_LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch._dynamo.config, name))
+
+
+class Tracing:
+    """The tracing in the course of one call, in this thread: `began` is called once, before it begins."""
+
+    def __init__(self, began: Callable[[], None]) -> None:
+        self.seconds = 0.0
+        """What it took so far. Of a model whose graph breaks, the pieces are traced one by one."""
+        self._began = began
+        self._thread = get_ident()
+        self._since: float | None = None
+        self._paused = False
+
+    def start(self, *_: Any) -> None:
+        if get_ident() != self._thread or self._paused:
+            return
+        if not self.seconds:
+            self._began()
+        self._since = time.perf_counter()
+
+    def end(self, *_: Any) -> None:
+        if get_ident() == self._thread and self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is traced in this context is not the model: an operator of the graph may compile what it runs."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+
+@contextmanager
+def tracing(began: Callable[[], None]) -> Iterator[Tracing]:
+    """Have TorchDynamo trace as the Note says, as long as this context lasts."""
+    found = Tracing(began)
+    settings = {
+        _LIMIT: MOST_GRAPHS,
+        # Inside DistributedDataParallel, Dynamo would cut the graph where a bucket of gradients is full, so that
+        # compiled backwards overlap with communication. Stages have backwards of their own, and overlap anyway.
+        "optimize_ddp": False,
+        # With symbols for sizes, every other number of the input would get one, too. A size can be left open; a
+        # temperature is a part of what the graph computes.
+        "specialize_float": True,
+    }
+    with (
+        torch._dynamo.config.patch(settings),
+        # One symbol for two sizes that happen to be equal would tie them together: a batch of 8 sequences of length 8
+        # could have no other length.
+        shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined] # torch adds it when it is imported
+    ):
+        callbacks.register_start_callback(found.start)
+        callbacks.register_end_callback(found.end)
+        try:
+            yield found
+        finally:
+            callbacks.remove_start_callback(found.start)
+            callbacks.remove_end_callback(found.end)

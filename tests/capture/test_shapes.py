@@ -1,0 +1,295 @@
+"""Batches of other shapes: they follow the plan at once, within the limit, and what is captured again is said."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, InfeasibleError
+from rotor_py.capture import compiled_models
+from tests.checkpointable.steps import CPU, between, square, step_peak
+from tests.plan.test_step_plans import plans_counted
+
+F = nn.functional
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One entry for every graph that is captured; nothing is known from other tests."""
+    made: list[object] = []
+    backend = compiled_models._backend
+    monkeypatch.setattr(compiled_models, "_backend", lambda *given: made.append(0) or backend(*given))
+    monkeypatch.setattr(compiled_models, "_compiled", OrderedDict())
+    return made
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log `rotor_py` says."""
+    return [record.getMessage() for record in caplog.records if record.name == "rotor_py"]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        batch, length, width = value.shape
+        parts = self.mixed(self.norm(value)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
+        value = value + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        return value + self.outer(F.gelu(self.inner(value)))
+
+
+class Language(nn.Module):
+    """A small language model that is called with keywords and returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(50, 32), nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(Block(32) for _ in range(3))
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        value = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            value = F.dropout(block(value), 0.1, self.training)
+        return {"logits": self.head(value) * mask[..., None]}
+
+
+def sentences(count: int, length: int) -> dict[str, Any]:
+    return {"ids": torch.randint(50, (count, length)), "mask": torch.rand(count, length) < 0.9}
+
+
+class Images(nn.Module):
+    """A small U-Net, called with a nested structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 8, 3, padding=1)
+        self.down, self.up = nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.blocks = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList((nn.BatchNorm2d(16), *(nn.GroupNorm(4, 16) for _ in range(3))))
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        image, (scale,) = batch["image"], batch["scales"]
+        first = F.relu(self.enter(image))
+        value = self.down(first)
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            value = value + F.relu(norm(block(value)))
+        return (first + self.up(value)).mean((2, 3)) * scale
+
+
+def pictures(count: int, size: int) -> dict[str, Any]:
+    return {"batch": {"image": torch.randn(count, 3, size, size), "scales": (torch.rand(count, 1),)}}
+
+
+def planned_for(model: nn.Module, batch: Any, share: float = 0.0) -> tuple[Checkpointable, nn.Module]:
+    """A model planned for `batch`, at a `share` of the way from the least limit to storing all; and the model alone."""
+    plain = copy.deepcopy(model).train()
+    planned = Checkpointable(model, loss=square, fresh_grads=True)
+    planned.measure(batch)
+    planned.compute_sequence(between(planned, share))
+    return planned, plain
+
+
+def assert_trains_like(planned: Checkpointable, plain: nn.Module, batch: dict[str, Any]) -> None:
+    """A step has the bits of plain training, inside the limit."""
+    outputs = []
+    plain.load_state_dict(planned.state_dict())
+    for network in (planned, plain):
+        network.zero_grad()
+        torch.manual_seed(1)
+        outputs.append(square(network(**batch)))
+        outputs[-1].backward()
+    assert torch.equal(*outputs)
+    for (name, found), expected in zip(planned.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad), name
+    for found, expected in zip(planned.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, expected)
+    limit = planned._planner.model.limit_bytes(CPU)
+    assert step_peak(planned, batch, fresh_grads=True) <= limit
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, Any]], list[tuple[int, int]]]] = {
+    # Planned for sizes that are equal, which says nothing about later ones.
+    "language": (Language, sentences, [(16, 16), (16, 11), (9, 16), (5, 3), (2, 2)]),
+    "images": (Images, pictures, [(6, 24), (5, 24), (2, 24), (6, 16), (3, 10)]),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_smaller_shapes_follow_the_plan_with_nothing_captured_or_measured(
+    kind: str, captured: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    make, batches, shapes = CASES[kind]
+    torch.manual_seed(0)
+    planned, plain = planned_for(make(), batches(*shapes[0]))
+    assert len(captured) == 1
+    with plans_counted(planned) as measured:
+        for shape in shapes:
+            assert_trains_like(planned, plain, batches(*shape))
+    assert len(captured) == 1
+    assert not measured
+    assert not said(caplog)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_size_of_one_takes_a_graph_of_its_own_which_is_said_once(
+    kind: str, captured: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    make, batches, shapes = CASES[kind]
+    torch.manual_seed(0)
+    planned, plain = planned_for(make(), batches(*shapes[0]))
+    length = shapes[0][1]
+    with plans_counted(planned) as measured:
+        for shape in ((1, length), (1, length - 2), (1, length)):
+            assert_trains_like(planned, plain, batches(*shape))
+    assert not measured
+    assert len(captured) == 2
+    (line,) = said(caplog)
+    assert line.startswith("TorchDynamo captures another graph of the model, which took ")
+    assert f"the input is [1, {'3, 24, 24' if kind == 'images' else '16'}]" in line
+
+
+def test_a_larger_batch_is_planned_for_with_nothing_captured(captured: list[object]) -> None:
+    torch.manual_seed(0)
+    planned, plain = planned_for(Language(), sentences(4, 8))
+    fresh, _ = planned_for(copy.deepcopy(planned.model), sentences(24, 40))
+    planned.mem_limit = "1GB"
+    for shape in ((24, 40), (4, 8)):
+        assert_trains_like(planned, plain, sentences(*shape))
+    assert len(captured) == 1
+    # Cut by the bytes of this batch, not by those of the one that it was captured with.
+    assert planned.names == fresh.names
+    assert planned.inspection_values.stages[0].saved_bytes == fresh.inspection_values.stages[0].saved_bytes
+
+
+class Halves(nn.Module):
+    """Its graph breaks, and what goes on has sizes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+        self.after = nn.Linear(32, 8)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.before:
+            value = value + layer(value).tanh()
+        length = value.shape[1]
+        torch._dynamo.graph_break()
+        return self.after(value).sum(1) / length
+
+
+def test_what_follows_a_graph_break_serves_every_shape_too(captured: list[object]) -> None:
+    torch.manual_seed(0)
+    planned, plain = planned_for(Halves(), {"value": torch.randn(16, 12, 32)})
+    before = len(captured)
+    for shape in ((16, 9), (7, 12), (3, 3)):
+        assert_trains_like(planned, plain, {"value": torch.randn(*shape, 32)})
+    assert len(captured) == before
+
+
+class Asking(nn.Module):
+    """Its code asks for the very length of its input, so every length has a graph; all of them do the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.factors = [1 + number / 64 for number in range(64)]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + layer(value).tanh() * self.factors[value.shape[1]]
+        return value
+
+
+def test_twenty_lengths_with_a_graph_each_all_follow_the_plan(
+    captured: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """TorchDynamo by itself makes eight graphs, and then runs a model as it is."""
+    torch.manual_seed(0)
+    planned, plain = planned_for(Asking(), {"value": torch.randn(8, 40, 32)})
+    with plans_counted(planned) as measured:
+        for length in range(40, 20, -1):
+            assert_trains_like(planned, plain, {"value": torch.randn(8, length, 32)})
+    assert not measured
+    assert len(captured) == 20
+    assert len(said(caplog)) == 19
+    assert all("captures another graph" in line for line in said(caplog))
+
+
+class Padding(nn.Module):
+    """For short inputs it does something else in the same layers, which takes more memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if value.shape[1] <= 16:
+                wide = value.repeat(1, 8, 1)
+                value = value + layer(wide).tanh().sin().unflatten(1, (8, -1)).mean(1)
+            else:
+                value = value + layer(value).tanh().sin()
+        return value
+
+
+def test_a_model_that_does_something_else_for_small_inputs_has_a_plan_for_them_too(
+    captured: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    planned, plain = planned_for(Padding(), {"value": torch.randn(8, 64, 32)}, share=0.5)
+    long = planned.sequence
+    with plans_counted(planned) as measured:
+        assert_trains_like(planned, plain, {"value": torch.randn(8, 14, 32)})
+    assert measured, "the costs of the long inputs say nothing about short ones"
+    assert any("planning again" in line for line in said(caplog))
+    with plans_counted(planned) as measured:
+        for length in (64, 13, 40, 9, 14):
+            assert_trains_like(planned, plain, {"value": torch.randn(8, length, 32)})
+        assert_trains_like(planned, plain, {"value": torch.randn(8, 64, 32)})
+    assert not measured
+    assert planned.sequence is long
+    assert len(captured) == 2
+
+
+def test_a_small_input_that_takes_too_much_is_refused_and_others_train_on(captured: list[object]) -> None:
+    torch.manual_seed(0)
+    planned, plain = planned_for(Padding(), {"value": torch.randn(8, 64, 32)})
+    with pytest.raises(InfeasibleError):
+        planned(torch.randn(8, 16, 32))
+    with plans_counted(planned) as measured:
+        assert_trains_like(planned, plain, {"value": torch.randn(8, 60, 32)})
+    assert not measured
+
+
+def test_a_model_that_cannot_be_traced_with_symbols_is_traced_for_its_shape(
+    captured: list[object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    backend = compiled_models._backend
+
+    def refuse_symbols(graph: Any, inputs: list[Any]) -> Any:
+        if any(isinstance(node.meta.get("example_value"), torch.SymInt) for node in graph.graph.nodes):
+            raise RuntimeError("no symbols here")
+        return backend(graph, inputs)
+
+    monkeypatch.setattr(compiled_models, "_backend", refuse_symbols)
+    with caplog.at_level(logging.INFO, "rotor_py"):
+        planned, plain = planned_for(Asking(), {"value": torch.randn(8, 40, 32)})
+    assert any("every shape of the input takes a graph of its own: " in line for line in said(caplog))
+    for length in (40, 33):
+        assert_trains_like(planned, plain, {"value": torch.randn(8, length, 32)})
+    assert len(captured) == 2
