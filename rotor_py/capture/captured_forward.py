@@ -67,7 +67,9 @@ class CapturedForward:
             handing_graphs_to(handle),
             # Inside DistributedDataParallel, Dynamo would cut the graph where a bucket of gradients is full, so that
             # compiled backwards overlap with communication. Stages have backwards of their own, and overlap anyway.
-            torch._dynamo.config.patch(optimize_ddp=False),
+            # By default, Dynamo breaks the graph at recurrent layers, since compilers do badly on their operators. Here
+            # these run as they are.
+            torch._dynamo.config.patch(optimize_ddp=False, allow_rnn=True),
             marks.marked() if marks else nullcontext(),
         ):
             if compiled.function is None:

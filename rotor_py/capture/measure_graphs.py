@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,16 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling import RandomState
-from rotor_profiling.storage import storages
+from rotor_profiling import (
+    Layouts,
+    LossCost,
+    RandomState,
+    loss_layouts,
+    measure_loss,
+    storage_bytes,
+    storages,
+    tensors_in,
+)
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.saved_outside import SavedOutside
 from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Cut, cut_layers
-from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.stages import measure
+from rotor_py.measure.measurement import Measurement, PrefixCost
+from rotor_py.measure.stages import StageMeasurer, unmeasured_loss
 from rotor_py.units import format_bytes
 from rotor_solver.progress import Progress
 
@@ -37,13 +46,29 @@ class MeasuredGraph:
 
     graph: CapturedGraph
     cut: Cut
-    measurement: Measurement
+    stages: StageMeasurer
+    context: PrefixCost
+    loss: LossCost
     shared: tuple[Any, ...]
+    returned: tuple[weakref.ref[torch.Tensor], ...]
+    """The tensors that the last stage returned. Weak: measuring is not to hold what nobody else does."""
+
+    @property
+    def measurement(self) -> Measurement:
+        """The graph as a chain, without what runs outside it."""
+        return replace(self.stages.measurement(self.loss), prefix=self.context)
 
     @property
     def saved_bytes(self) -> int:
         """Bytes that the graph keeps for its backward where all stages are stored."""
         return sum(stage.saved_bytes for stage in self.measurement.stages)
+
+    def settle_layouts(self, tensors: Sequence[torch.Tensor], layouts: Layouts) -> None:
+        """Measure what depends on it again: the gradients of these `tensors`, some of them returned here, have these
+        layouts."""
+        # By id: tensors compare element by element.
+        found = {id(tensor): strides for tensor, strides in zip(tensors, layouts, strict=True)}
+        self.stages.settle_layouts(tuple(found.get(id(each())) for each in self.returned))
 
 
 @dataclass(slots=True)
@@ -55,6 +80,13 @@ class MeasuredGraphs:
     """What the model returned."""
     outside_bytes: int = 0
     """What autograd keeps for operators outside all graphs."""
+    loss: LossCost | None = None
+    """What the loss costs, if one was given."""
+
+    def measure_loss(self, loss: Callable[[Any], torch.Tensor], device: torch.device) -> None:
+        """Measure the loss on what the model returned, and what its gradients change in the main graph."""
+        self.loss = measure_loss(loss, self.output, device=device, output_bytes=_trained_bytes(self.output))
+        self.main.settle_layouts(tensors_in(self.output), loss_layouts(loss, self.output, device))
 
     @property
     def main(self) -> MeasuredGraph:
@@ -78,14 +110,14 @@ def measure_graphs(
     kwargs: dict[str, Any],
     device: torch.device,
     *,
-    progress: Progress | None,
+    loss: Callable[[Any], torch.Tensor] | None,
     **options: Any,
 ) -> MeasuredGraphs:
-    """Capture and measure all graphs of a model; `options` are those of `rotor_py.measure.stages.measure`.
+    """Capture and measure all graphs of a model, and the loss; `options` are those of `measure.stages.measure`.
 
     The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
-    if operators outside all graphs keep more than a hundredth of what the graphs keep. What the model raises passes
-    through.
+    if operators outside all graphs keep more than a hundredth of what the graphs keep, and UnusableLossError if the
+    loss cannot be trained with. What the model raises passes through.
     """
     model = forward.model
     found = MeasuredGraphs()
@@ -98,7 +130,7 @@ def measure_graphs(
             if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
-            measured, outputs = _measure_graph(graph, arguments, device, progress=progress, **options)
+            measured, outputs = _measure_graph(graph, arguments, device, **options)
         found.graphs.append(measured)
         return outputs
 
@@ -111,27 +143,37 @@ def measure_graphs(
             found.output = as_left(model, output)  # the model's own hooks have not run: `forward` was called
         finally:
             state.restore()
-    found.outside_bytes = outside.total_bytes
-    _refuse_much_outside(model, outside, sum(each.saved_bytes for each in found.graphs))
-    if not found.graphs:
-        raise UnsupportedModelError(
-            f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
-            "TORCH_LOGS=graph_breaks says why"
-        )
+        found.outside_bytes = outside.total_bytes
+        _refuse_much_outside(model, outside, sum(each.saved_bytes for each in found.graphs))
+        if not found.graphs:
+            raise UnsupportedModelError(
+                f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
+                "TORCH_LOGS=graph_breaks says why"
+            )
+        if loss is not None:
+            found.measure_loss(loss, device)
     return found
 
 
 def _measure_graph(
-    graph: CapturedGraph, arguments: tuple[Any, ...], device: torch.device, **options: Any
+    graph: CapturedGraph,
+    arguments: tuple[Any, ...],
+    device: torch.device,
+    *,
+    progress: Progress | None,
+    loss_temp_bytes: int,
+    **options: Any,
 ) -> tuple[MeasuredGraph, list[Any]]:
     """A graph with gradients, measured, and its outputs, with which the model's forward goes on."""
     value, values = graph.enter(arguments)
     # The caller of the graph holds its inputs, so they are no checkpoints that a plan could drop.
     cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
-    outputs: list[Any] = []
-    measurement = measure(cut, value, device, silent=graph.silent, done=outputs.append, **options)
-    measurement = replace(measurement, prefix=graph.context_cost(arguments, device))
-    return MeasuredGraph(graph, cut, measurement, value), graph.leave(outputs[0], values)
+    stages = StageMeasurer(cut, value, device, silent=graph.silent, **options)
+    made = stages.walk(progress)
+    stages.settle_layouts(())
+    returned = tuple(map(weakref.ref, tensors_in(made)))
+    context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, loss_temp_bytes)
+    return MeasuredGraph(graph, cut, stages, context, loss, value, returned), graph.leave(made, values)
 
 
 def _refuse_much_outside(model: nn.Module, outside: SavedOutside, captured_bytes: int) -> None:
@@ -141,6 +183,11 @@ def _refuse_much_outside(model: nn.Module, outside: SavedOutside, captured_bytes
             f"keeps {format_bytes(outside.total_bytes)} for the backward, which cannot be planned "
             f"({format_bytes(captured_bytes)} can); TORCH_LOGS=graph_breaks says why the graph breaks there"
         )
+
+
+def _trained_bytes(output: Any) -> int:
+    """Bytes of the tensors in a model's output that get a gradient."""
+    return storage_bytes(tensor for tensor in tensors_in(output) if tensor.requires_grad)
 
 
 @contextmanager

@@ -14,16 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling import measure_loss
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.measure_graphs import MeasuredGraph, measure_graphs
-from rotor_py.capture.whole_step import trained_bytes, with_loss, with_other_graphs
+from rotor_py.capture.measure_graphs import measure_graphs
+from rotor_py.capture.whole_step import whole_step
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.measurement import Measurement
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
-from rotor_solver.progress import Progress
 
 
 class CaptureSession:
@@ -69,9 +67,6 @@ class CaptureSession:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         device: torch.device,
-        *,
-        loss: Callable[[Any], torch.Tensor] | None,
-        progress: Progress | None,
         **options: Any,
     ) -> tuple[Cut, Measurement, tuple[Any, ...]]:
         """Capture and measure all graphs; nothing of the model is changed.
@@ -80,17 +75,13 @@ class CaptureSession:
         Raises UnsupportedModelError if no graph has a gradient, or if too much is kept outside all graphs, and
         UnusableLossError if the loss cannot be trained with.
         """
-        found = measure_graphs(self._forward, args, kwargs, device, progress=progress, **options)
+        found = measure_graphs(self._forward, args, kwargs, device, **options)
         main = found.main
-        # Without the shared values: they may be as large as an input, and the session outlives the step.
-        self.cut_like = partial(_cut_like, replace(main, shared=()))
+        # Not all that was found: the shared values may be as large as an input, and the session outlives the step.
+        self.cut_like = partial(_cut_like, main.graph, main.cut)
         self._planned = {main.graph: main.cut}
         self._unplanned = {each.graph for each in found.graphs if each is not main}
-        measurement = with_other_graphs(found)
-        if loss is not None:
-            cost = measure_loss(loss, found.output, device=device, output_bytes=trained_bytes(found.output))
-            measurement = with_loss(measurement, cost)
-        return main.cut, measurement, main.shared
+        return main.cut, whole_step(found), main.shared
 
     def _run_graph(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         """Run a graph: by the plan if it is the main one, or the same for other shapes."""
@@ -123,16 +114,14 @@ class CaptureSession:
         return True
 
 
-def _cut_like(main: MeasuredGraph, layers: list[Layer]) -> Cut:
+def _cut_like(graph: CapturedGraph, cut: Cut, layers: list[Layer]) -> Cut:
     """Cut the layers of a graph as those of the main graph were cut; PlanMismatchError if they differ."""
     found = dict(layers)
     # By name alone: shapes are what may differ.
-    if list(found) != [name for name, _ in main.graph.layers]:
-        raise PlanMismatchError(
-            "the captured graph", f"{len(main.graph.layers)} pieces", f"{len(found)} pieces, or others"
-        )
-    stages = tuple(joined([(name, found[name]) for name in group]) for group in main.cut.groups())
+    if list(found) != [name for name, _ in graph.layers]:
+        raise PlanMismatchError("the captured graph", f"{len(graph.layers)} pieces", f"{len(found)} pieces, or others")
+    stages = tuple(joined([(name, found[name]) for name in group]) for group in cut.groups())
     # What measuring found out about a stage also holds for the same stage with other shapes.
-    for (_, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
+    for (_, stage), (_, measured) in zip(stages, cut.stages, strict=True):
         remember_effects(stage, recall_effects(measured))
-    return Cut(tuple((name, found[name]) for name, _ in main.cut.prefix), stages)
+    return Cut(tuple((name, found[name]) for name, _ in cut.prefix), stages)

@@ -7,27 +7,34 @@ the whole step does not fit. Of stages of one kind, the first is measured and st
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rotor_profiling import (
+    Layouts,
     LossCost,
     StageCost,
     bytes_like,
     isolated,
     leaves_of,
+    loss_layouts,
     measure_loss,
     measure_options,
     stage_kind,
+    stage_layouts,
     storage_bytes,
     storages,
     tensors_in,
 )
 from rotor_profiling.isolate import trained_parameters
+from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.measure.carried_tensors import CarriedTensors
 from rotor_py.measure.cut import Cut, Layer
+from rotor_py.measure.gradient_layouts import GradientLayouts
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.prefix import run_prefix
 from rotor_py.stage.activity import During
@@ -47,115 +54,156 @@ def measure(
     value: Any,
     device: torch.device,
     *,
-    preserve_rng_state: bool = True,
-    fresh_gradients: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
     loss_temp_bytes: int = 0,
     progress: Progress | None = None,
-    silent: tuple[int, ...] = (),
-    done: Callable[[Any], None] | None = None,
+    **options: Any,
 ) -> Measurement:
-    """Measure every stage of `cut` on the input `value`, stage by stage; of equal stages, one.
+    """Measure every stage of `cut` on the input `value`, and the loss; `options` are those of `StageMeasurer`.
 
-    Without a `loss`, the loss counts as taking no time, and `loss_temp_bytes` of memory. `silent` are the positions,
-    among the tensors of the chain's output, of those that get no gradient. `done` is called with that output.
-    `progress` is called with the number of stages done, the number of all, and the name of the one that comes next.
+    Without a `loss`, the loss counts as taking no time, and `loss_temp_bytes` of memory. `progress` is called with the
+    number of stages done, the number of all, and the name of the one that comes next.
 
     Raises UnusableLossError if the loss cannot be trained with, and ValueError for a kind of device whose memory cannot
     be measured. What a stage raises passes through, with a note that names the stage.
     """
-    chain = _ChainMeasurer(cut, value, device, silent, preserve_rng_state, fresh_gradients)
-    value, prefix = run_prefix(cut, leaves_of(value), device)
-    input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(value))
-    chain.activation_bytes = input_bytes
-    for number, (name, _) in enumerate(cut.stages):
-        if progress is not None:
-            progress(number, len(cut.stages), name)
-        value = chain.measure_stage(number, value)
-    if progress is not None:
-        progress(len(cut.stages), len(cut.stages), "loss")
-    if done is not None:
-        done(value)
-    cost = LossCost(0.0, loss_temp_bytes, _SCALARS[device.type])
+    stages = StageMeasurer(cut, value, device, **options)
+    output = stages.walk(progress)
+    cost = unmeasured_loss(device, loss_temp_bytes)
+    layouts: Layouts = ()
     if loss is not None:
-        cost = measure_loss(loss, value, device=device, output_bytes=chain.activation_bytes)
-    return Measurement(
-        names=tuple(name for name, _ in cut.stages),
-        stages=tuple(chain.costs),
-        gradient_bytes=_gradient_bytes(cut),
-        input_bytes=input_bytes,
-        loss=cost,
-        prefix=prefix,
-        snapshot_bytes=_snapshot_bytes(cut),
-        carried=chain.carried.found,
-        held_bytes=chain.held_bytes(value),
-        in_part=tuple(chain.in_part) if any(chain.in_part) else (),
-    )
+        cost = measure_loss(loss, output, device=device, output_bytes=stages.activation_bytes)
+        layouts = loss_layouts(loss, output, device)
+    del output
+    stages.settle_layouts(layouts)
+    return stages.measurement(cost)
 
 
-class _ChainMeasurer:
-    """The stages of a chain, measured in order; `costs` and `in_part` are those of the stages so far."""
+def unmeasured_loss(device: torch.device, temp_bytes: int) -> LossCost:
+    """What a loss counts as that nobody has measured."""
+    return LossCost(0.0, temp_bytes, _SCALARS[device.type])
+
+
+class StageMeasurer:
+    """Measures the stages of a chain on the input `value`, of equal ones the first.
+
+    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. The processes of
+    `group` measure the same stages together.
+    """
 
     def __init__(
         self,
         cut: Cut,
         value: Any,
         device: torch.device,
-        silent: tuple[int, ...],
-        preserve_rng_state: bool,
-        fresh_gradients: bool,
+        *,
+        preserve_rng_state: bool = True,
+        fresh_gradients: bool = False,
+        silent: tuple[int, ...] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.costs: list[StageCost] = []
-        self.in_part: list[StageCost | None] = []
-        self.carried = CarriedTensors()
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
+        self._cut = cut
         self._stages = cut.stages
         self._device = device
         self._silent = silent
+        self._group = group
         self._preserve_rng_state = preserve_rng_state
         self._fresh_gradients = fresh_gradients
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
-        self._known: dict[Hashable, tuple[GraphEffects, tuple[StageCost, ...]]] = {}
+        self._known: dict[Hashable, _Found] = {}
+        self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
+        self._input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(self._input))
+        self._layouts = GradientLayouts(len(cut.stages))
+        self._begin()
 
-    def measure_stage(self, number: int, value: Any) -> Any:
+    def walk(self, progress: Progress | None = None) -> Any:
+        """Measure all stages, in order; return the chain's output."""
+        self._begin()
+        value = self._input
+        for number, (name, _) in enumerate(self._stages):
+            if progress is not None:
+                progress(number, len(self._stages), name)
+            value = self._measure_stage(number, value)
+        if progress is not None:
+            progress(len(self._stages), len(self._stages), "loss")
+        self._held_bytes = self._bytes_of_silent(value)
+        return value
+
+    def settle_layouts(self, of_output: Layouts) -> None:
+        """Measure again the stages whose gradients arrive in another layout than the one they were measured with.
+
+        `of_output` are the layouts of the gradients of the chain's output, as the loss makes them.
+        """
+        self._layouts.give_output(of_output)
+        # This ends: the gradients of a stage depend on the stages after it alone, so every walk settles one more.
+        while anywhere(self._layouts.differ(), self._group, self._device):
+            self._layouts.take_over()
+            self.walk()
+
+    def measurement(self, loss: LossCost) -> Measurement:
+        """What was measured, and what the loss costs."""
+        return Measurement(
+            names=tuple(name for name, _ in self._stages),
+            stages=tuple(self._costs),
+            gradient_bytes=_gradient_bytes(self._cut),
+            input_bytes=self._input_bytes,
+            loss=loss,
+            prefix=self._prefix,
+            snapshot_bytes=_snapshot_bytes(self._cut),
+            carried=self._carried.found,
+            held_bytes=self._held_bytes,
+            in_part=tuple(self._in_part) if any(self._in_part) else (),
+        )
+
+    def _begin(self) -> None:
+        self._costs: list[StageCost] = []
+        self._in_part: list[StageCost | None] = []
+        self._carried = CarriedTensors()
+        self._held_bytes = 0
+        self.activation_bytes = self._input_bytes
+
+    def _measure_stage(self, number: int, value: Any) -> Any:
         """Measure a stage on its input; return its output, the input of the next one."""
         name, function = self._stages[number]
         offers = offers_of(function)
         with gathered(function, offers.gathered_dtypes):
-            beside = self.carried.addresses(value)
-            cost, *others = self._cost((name, function), value, beside, offers.carried, number == len(self._stages) - 1)
-            self.costs.append(cost)
-            self.in_part.append(_worthwhile(cost, others))
+            beside = self._carried.addresses(value)
+            found = self._find(number, value, beside, offers.carried)
+            cost, *others = found.costs
+            self._costs.append(cost)
+            self._in_part.append(_worthwhile(cost, others))
             self.activation_bytes = cost.activation_bytes
             # Run again for its output: a stage of a known kind was not measured, and its numbers are its own.
             value = self._run(self._runner((name, function)), value)
-            self.carried.count_gradients(cost)
-            self.carried.pass_on(offers.carried, value, number + 1, [*self._owned, *beside])
+            self._layouts.note(number, found.layouts, tensors_in(value))
+            self._carried.count_gradients(cost)
+            self._carried.pass_on(offers.carried, value, number + 1, [*self._owned, *beside])
         return value
 
-    def held_bytes(self, output: Any) -> int:
+    def _bytes_of_silent(self, output: Any) -> int:
         """Bytes of what the caller gets of the chain's output without a gradient, beside what is carried."""
         tensors = tensors_in(output)
-        positions = [i for i in self._silent if i not in self.carried.now.values()]
+        positions = [i for i in self._silent if i not in self._carried.now.values()]
         return storage_bytes([tensors[i] for i in positions], self._owned)
 
-    def _cost(
-        self, stage: Layer, value: Any, beside: list[int], carried: Mapping[str, int], last: bool
-    ) -> tuple[StageCost, ...]:
-        """The cost of each way to run a stage: measured, or that of an earlier stage of its kind."""
-        name, function = stage
+    def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> _Found:
+        """What measuring a stage finds, or what it found of an earlier stage of its kind."""
+        name, function = self._stages[number]
+        last = number == len(self._stages) - 1
         silent = self._silent if last else ()
         apart = tuple({*carried.values(), *silent})
+        arriving = self._layouts.arriving[number]
         # The bytes of the input belong to the key: they do not follow from its shape, since what is carried or owned
         # does not count.
-        kind = (stage_kind(function, value), self.activation_bytes, last, apart)
+        kind = (stage_kind(function, value), self.activation_bytes, last, apart, arriving)
         if kind not in self._known:
             with During("measuring", name):
                 effects = find_effects(function, value, self._device)
             remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
-            runner = self._runner(stage)
+            runner = self._runner((name, function))
             parameters = storages(trained_parameters(function))
             costs = measure_options(
                 (runner, *([runner.by(1)] if runner.can_be_partial else [])),
@@ -167,11 +215,13 @@ class _ChainMeasurer:
                 output_held=last,
                 carried=apart,
                 silent=silent,
+                arriving=arriving,
             )
-            self._known[kind] = effects, costs
-        effects, costs = self._known[kind]
-        remember_effects(function, effects)
-        return costs
+            layouts = stage_layouts(runner, value, self._device, silent=silent, arriving=arriving)
+            self._known[kind] = _Found(effects, costs, layouts)
+        found = self._known[kind]
+        remember_effects(function, found.effects)
+        return found
 
     def _runner(self, stage: Layer) -> StageRunner:
         name, function = stage
@@ -181,6 +231,15 @@ class _ChainMeasurer:
         """The input of the following stage, with `requires_grad` where training has it."""
         with isolated(runner.function, self._device), torch.enable_grad():
             return leaves_of(runner.forward(leaves_of(value)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is known of a kind of stage: the costs of its ways to run, and the layouts of its input's gradients."""
+
+    effects: GraphEffects
+    costs: tuple[StageCost, ...]
+    layouts: Layouts
 
 
 def _worthwhile(cost: StageCost, others: list[StageCost]) -> StageCost | None:
