@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from rotor_profiling import LossCost
-from rotor_py.capture.measure_graphs import MeasuredGraphs
+from rotor_py.capture.measured_graphs import MeasuredGraphs
 from rotor_py.measure.measurement import Measurement
 from rotor_solver import simulate, store_all
 

@@ -92,7 +92,7 @@ class _SkippedOutputs(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
         self._unwritten: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(
