@@ -5,12 +5,14 @@ from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
 from rotor_profiling.stage.cost import StageCost, measure_options
-from rotor_profiling.stage.gradients import leaves_of
+from rotor_profiling.stage.gradients import Layouts, leaves_of
 from rotor_profiling.stage.kind import stage_kind, value_kind
+from rotor_profiling.stage.layouts import loss_layouts, stage_layouts
 from rotor_profiling.step import measured_curve, measured_peak, measured_phases
 from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
 
 __all__ = [
+    "Layouts",
     "LossCost",
     "MemoryMeter",
     "OptimizerCost",
@@ -22,6 +24,7 @@ __all__ = [
     "bytes_like",
     "isolated",
     "leaves_of",
+    "loss_layouts",
     "measure_loss",
     "measure_options",
     "measured_curve",
@@ -30,6 +33,7 @@ __all__ = [
     "memory_meter",
     "optimizer_cost",
     "stage_kind",
+    "stage_layouts",
     "storage_bytes",
     "storages",
     "tensors_in",

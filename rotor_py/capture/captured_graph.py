@@ -19,6 +19,7 @@ from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_i
 from rotor_py.capture.graph.graph_nodes import carries_gradient, tensors_of
 from rotor_py.capture.graph.graph_stage import context_of, stages_of
 from rotor_py.capture.graph.mark_nodes import enter, leave
+from rotor_py.capture.graph.recurrent_layers import draws_from_own_state, with_layers_apart
 from rotor_py.capture.graph.run_graph import line_of, run_graph
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Layer
@@ -38,7 +39,7 @@ class CapturedGraph:
         granularity: int,
         marks: FSDPMarks | None = None,
     ) -> None:
-        self.graph_module = graph_module
+        self.graph_module = graph_module = with_layers_apart(graph_module)
         self._marks = marks
         self.layers: list[Layer] = []
         """The stages; none if nothing in the graph has a gradient."""
@@ -61,8 +62,8 @@ class CapturedGraph:
 
         If it is the same graph as `like` but for sizes, it is cut as that one was, where that is possible.
 
-        Raises UnsupportedModelError if the model writes into its own input, or if a sharded module returns no tensor
-        that a gradient could come through.
+        Raises UnsupportedModelError if the model writes into its own input or draws from a random state that cannot be
+        set back, or if a sharded module returns no tensor that a gradient could come through.
         """
         if self._facts is not None:
             return
@@ -73,6 +74,12 @@ class CapturedGraph:
             raise UnsupportedModelError(
                 f"the model writes into its own input at {line_of(writing)}, and running a stage again would write "
                 "again; let it make a new tensor there"
+            )
+        if (drawing := next(filter(draws_from_own_state, facts.body), None)) is not None:
+            raise UnsupportedModelError(
+                f"there is dropout between recurrent layers at {line_of(drawing)}, which cuDNN draws from a random "
+                "state of its own, so that it cannot be run again with the same numbers; use single-layer modules with "
+                "nn.Dropout between them, or torch.backends.cudnn.enabled = False"
             )
         self._facts = facts  # only now, so that a graph that was refused is refused again
         self._owned = dict(facts.owned)
@@ -117,8 +124,7 @@ class CapturedGraph:
         values = dict(zip(self._placeholders, arguments, strict=True))
         self._bind(values)
         if self._context is not None:
-            with torch.no_grad():  # nothing in the context has a gradient, and a graph of it would only take memory
-                made = run_graph(self._context, [values[node] for node in self._facts.given])
+            made = self._run_context([values[node] for node in self._facts.given])
             values.update(zip(self._wanted, made, strict=True))
         return tuple(values[node] for node in self._entering), values
 
@@ -150,10 +156,17 @@ class CapturedGraph:
             return PrefixCost(0.0, 0)
         given = [arguments[self._placeholders.index(node)] for node in self._facts.given]
         # `enter` has run it before, so libraries have allocated what they keep for good.
-        with torch.no_grad(), memory_meter(device) as meter:
-            made = self._context(*given)
+        with memory_meter(device) as meter:
+            made = self._run_context(given)
         (phase,) = meter.phases.values()
         return PrefixCost(0.0, max(0, phase.rise - storage_bytes(tensors_in(made))))
+
+    def _run_context(self, given: list[Any]) -> Any:
+        assert self._context is not None
+        # Nothing in it has a gradient. But gradients are on where the model runs it, and some kernels look at that: an
+        # LSTM on the CPU has other last digits where they are off.
+        with torch.enable_grad():
+            return run_graph(self._context, given)
 
     def _bind(self, values: dict[fx.Node, Any]) -> None:
         """Replace parameters and buffers in the stages if this call brings other tensors than the last one.

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from rotor_profiling import RandomState
-from rotor_profiling.storage import storages
+from rotor_profiling import (
+    RandomState,
+    storages,
+    tensors_in,
+)
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
+from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs
 from rotor_py.capture.saved_outside import SavedOutside
 from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import UnsupportedModelError
-from rotor_py.measure.cut import Cut, cut_layers
-from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.stages import measure
+from rotor_py.measure.cut import cut_layers
+from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_py.measure.stages import unmeasured_loss
 from rotor_py.units import format_bytes
 from rotor_solver.progress import Progress
 
@@ -31,61 +36,20 @@ _TABLES = frozenset(vars(nn.Module()))
 """The attributes of every module: parameters, buffers, hooks, the mode. Measuring restores them by other means."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MeasuredGraph:
-    """A graph with gradients: how it was cut, what its stages cost, and the values that all of them share."""
-
-    graph: CapturedGraph
-    cut: Cut
-    measurement: Measurement
-    shared: tuple[Any, ...]
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes that the graph keeps for its backward where all stages are stored."""
-        return sum(stage.saved_bytes for stage in self.measurement.stages)
-
-
-@dataclass(slots=True)
-class MeasuredGraphs:
-    """All graphs with gradients of a model's forward, in the order in which Dynamo called them."""
-
-    graphs: list[MeasuredGraph] = field(default_factory=list)
-    output: Any = None
-    """What the model returned."""
-    outside_bytes: int = 0
-    """What autograd keeps for operators outside all graphs."""
-
-    @property
-    def main(self) -> MeasuredGraph:
-        """The graph that is planned: the one that keeps most for its backward."""
-        return max(self.graphs, key=lambda each: each.saved_bytes)
-
-    @property
-    def before(self) -> list[MeasuredGraph]:
-        """The graphs that run before the main one."""
-        return self.graphs[: self.graphs.index(self.main)]
-
-    @property
-    def after(self) -> list[MeasuredGraph]:
-        """The graphs that run after the main one."""
-        return self.graphs[self.graphs.index(self.main) + 1 :]
-
-
 def measure_graphs(
     forward: CapturedForward,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device,
     *,
-    progress: Progress | None,
+    loss: Callable[[Any], torch.Tensor] | None,
     **options: Any,
 ) -> MeasuredGraphs:
-    """Capture and measure all graphs of a model; `options` are those of `rotor_py.measure.stages.measure`.
+    """Capture and measure all graphs of a model, and the loss; `options` are those of `measure.stages.measure`.
 
     The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
-    if operators outside all graphs keep more than a hundredth of what the graphs keep. What the model raises passes
-    through.
+    if operators outside all graphs keep more than a hundredth of what the graphs keep, and UnusableLossError if the
+    loss cannot be trained with. What the model raises passes through.
     """
     model = forward.model
     found = MeasuredGraphs()
@@ -98,7 +62,7 @@ def measure_graphs(
             if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
-            measured, outputs = _measure_graph(graph, arguments, device, progress=progress, **options)
+            measured, outputs = _measure_graph(graph, arguments, device, **options)
         found.graphs.append(measured)
         return outputs
 
@@ -111,31 +75,47 @@ def measure_graphs(
             found.output = as_left(model, output)  # the model's own hooks have not run: `forward` was called
         finally:
             state.restore()
-    found.outside_bytes = outside.total_bytes
-    _refuse_much_outside(model, outside, sum(each.saved_bytes for each in found.graphs))
-    if not found.graphs:
-        raise UnsupportedModelError(
-            f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
-            "TORCH_LOGS=graph_breaks says why"
-        )
+        found.outside_bytes = outside.total_bytes
+        _refuse_much_outside(model, outside, sum(each.saved_bytes for each in found.graphs))
+        if not found.graphs:
+            raise UnsupportedModelError(
+                f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
+                "TORCH_LOGS=graph_breaks says why"
+            )
+        if loss is not None:
+            found.measure_loss(loss, device)
     return found
 
 
 def _measure_graph(
-    graph: CapturedGraph, arguments: tuple[Any, ...], device: torch.device, **options: Any
+    graph: CapturedGraph,
+    arguments: tuple[Any, ...],
+    device: torch.device,
+    *,
+    progress: Progress | None,
+    loss_temp_bytes: int,
+    **options: Any,
 ) -> tuple[MeasuredGraph, list[Any]]:
     """A graph with gradients, measured, and its outputs, with which the model's forward goes on."""
     value, values = graph.enter(arguments)
     # The caller of the graph holds its inputs, so they are no checkpoints that a plan could drop.
     cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
-    outputs: list[Any] = []
-    measurement = measure(cut, value, device, silent=graph.silent, done=outputs.append, **options)
-    measurement = replace(measurement, prefix=graph.context_cost(arguments, device))
-    return MeasuredGraph(graph, cut, measurement, value), graph.leave(outputs[0], values)
+    stages = StageMeasurer(cut, value, device, silent=graph.silent, **options)
+    made = stages.walk(progress)
+    stages.settle_layouts(())
+    returned = tuple(map(weakref.ref, tensors_in(made)))
+    context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, loss_temp_bytes)
+    return MeasuredGraph(graph, cut, stages, context, loss, value, returned), graph.leave(made, values)
 
 
 def _refuse_much_outside(model: nn.Module, outside: SavedOutside, captured_bytes: int) -> None:
     if outside.total_bytes > _TRIFLE * captured_bytes:
+        if outside.packed_line is not None:
+            raise UnsupportedModelError(
+                f"{outside.packed_line} of {type(model).__name__} runs a recurrent layer on a packed sequence, whose "
+                "memory depends on the lengths in each batch, so it cannot be planned beforehand; give the layer the "
+                "padded tensor, and leave the padding out of the loss"
+            )
         raise UnsupportedModelError(
             f"{outside.line} of {type(model).__name__} runs outside the graphs that TorchDynamo captures, and "
             f"keeps {format_bytes(outside.total_bytes)} for the backward, which cannot be planned "

@@ -5,19 +5,22 @@ Such memory cannot be planned: between graphs the model's own code runs, and not
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rotor_profiling.storage import storages
 
 # Frames of torch and of this package are on the stack of every operator; the line to name is the user's.
 _LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent
+_RECURRENT = inspect.getsourcefile(nn.RNNBase)
 
 
 class SavedOutside:
@@ -28,7 +31,11 @@ class SavedOutside:
         self.known = known
         self.bytes: dict[int, int] = {}
         self.lines: dict[str, int] = {}
-        self._hooks = saved_tensors_hooks(self._note, lambda tensor: tensor)
+        self.packed_line: str | None = None
+        """A line that runs a recurrent layer on a packed sequence."""
+        # Dynamo would trace the hooks as a part of the model, and compile them again for every kind of tensor.
+        pack, unpack = torch.compiler.disable(self._note), torch.compiler.disable(lambda tensor: tensor)
+        self._hooks = saved_tensors_hooks(pack, unpack)
 
     def __enter__(self) -> SavedOutside:
         self._hooks.__enter__()
@@ -64,8 +71,16 @@ class SavedOutside:
         if new:
             self.bytes |= new
             line = _user_line()
+            if any(_runs_packed(frame) for frame, _ in traceback.walk_stack(None)):
+                self.packed_line = line
             self.lines[line] = self.lines.get(line, 0) + sum(new.values())
         return tensor
+
+
+def _runs_packed(frame: FrameType) -> bool:
+    """Whether a frame is the forward of a recurrent layer on a packed sequence."""
+    # By their variable: Dynamo runs parts of a forward as functions of its own, in the same file.
+    return frame.f_code.co_filename == _RECURRENT and frame.f_locals.get("batch_sizes") is not None
 
 
 def _user_line() -> str:

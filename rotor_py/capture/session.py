@@ -9,26 +9,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from rotor_profiling import measure_loss
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.measure_graphs import MeasuredGraph, MeasuredGraphs, measure_graphs
+from rotor_py.capture.measure_graphs import measure_graphs
+from rotor_py.capture.measured_graphs import MeasuredGraphs
 from rotor_py.capture.tracing import MOST_GRAPHS
-from rotor_py.capture.whole_step import trained_bytes, with_loss, with_other_graphs
+from rotor_py.capture.whole_step import whole_step
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.measurement import Measurement
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
-from rotor_solver.progress import Progress
 
 _log = logging.getLogger("rotor_py")
+
+
+class _MainGraph(NamedTuple):
+    """The graph that was measured, and its stages."""
+
+    graph: CapturedGraph
+    cut: Cut
 
 
 class CaptureSession:
@@ -41,7 +47,7 @@ class CaptureSession:
         self._forward = CapturedForward(model, granularity)
         self.cut_layers: Callable[[list[Layer]], Cut] | None = None
         """For a plan from a file: cuts layers as the file says; raises PlanMismatchError if they are others."""
-        self._main: MeasuredGraph | None = None
+        self._main: _MainGraph | None = None
         """The graph that was measured."""
         self._planned: dict[CapturedGraph, Cut] = {}
         """The stages of the main graph, and of the same graph for other shapes of the input."""
@@ -74,9 +80,6 @@ class CaptureSession:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         device: torch.device,
-        *,
-        loss: Callable[[Any], torch.Tensor] | None,
-        progress: Progress | None,
         **options: Any,
     ) -> tuple[Cut, Measurement, tuple[Any, ...]]:
         """Capture and measure all graphs; nothing of the model is changed.
@@ -85,17 +88,13 @@ class CaptureSession:
         Raises UnsupportedModelError if no graph has a gradient, or if too much is kept outside all graphs, and
         UnusableLossError if the loss cannot be trained with.
         """
-        found = self._measure_graphs(args, kwargs, device, progress=progress, **options)
+        found = self._measure_graphs(args, kwargs, device, **options)
         main = found.main
-        # Without the shared values: they may be as large as an input, and the session outlives the step.
-        self._main = replace(main, shared=())
+        # Not all that was found: the shared values may be as large as an input, and the session outlives the step.
+        self._main = _MainGraph(main.graph, main.cut)
         self._planned = {main.graph: main.cut}
         self._unplanned = {each.graph for each in found.graphs if each is not main}
-        measurement = with_other_graphs(found)
-        if loss is not None:
-            cost = measure_loss(loss, found.output, device=device, output_bytes=trained_bytes(found.output))
-            measurement = with_loss(measurement, cost)
-        return main.cut, measurement, main.shared
+        return main.cut, whole_step(found), main.shared
 
     def same_graph(self, other: CaptureSession) -> bool:
         """Whether both have measured the same graph, if for other sizes."""
@@ -151,7 +150,7 @@ class CaptureSession:
         return self.cut_layers(graph.layers)
 
 
-def _cut_like(main: MeasuredGraph, graph: CapturedGraph) -> Cut:
+def _cut_like(main: _MainGraph, graph: CapturedGraph) -> Cut:
     """Cut a graph as the main one was cut; PlanMismatchError if it is another one, and not the same for other sizes."""
     # Not the names alone: for small inputs, a model may do something else in the same modules, and that takes other
     # memory than was measured.

@@ -75,6 +75,9 @@ def tracing(began: Callable[[], None]) -> Iterator[Tracing]:
         # Inside DistributedDataParallel, Dynamo would cut the graph where a bucket of gradients is full, so that
         # compiled backwards overlap with communication. Stages have backwards of their own, and overlap anyway.
         "optimize_ddp": False,
+        # By default, Dynamo breaks the graph at recurrent layers, since compilers do badly on their operators. Here
+        # these run as they are.
+        "allow_rnn": True,
         # With symbols for sizes, every other number of the input would get one, too. A size can be left open; a
         # temperature is a part of what the graph computes.
         "specialize_float": True,

@@ -7,12 +7,11 @@ What earlier graphs keep for their backward is in memory throughout, and counts 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from rotor_profiling import LossCost, storage_bytes, tensors_in
-from rotor_py.capture.measure_graphs import MeasuredGraphs
+from rotor_profiling import LossCost
+from rotor_py.capture.measured_graphs import MeasuredGraphs
 from rotor_py.measure.measurement import Measurement
 from rotor_solver import simulate, store_all
 
@@ -20,8 +19,8 @@ _FRAMES_HOLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
 """Whether a frame that resumes after a graph break holds on to its inputs: seen in torch 2.5, not in 2.11 and 2.13."""
 
 
-def with_other_graphs(found: MeasuredGraphs) -> Measurement:
-    """The measurement of the main graph, with what other graphs and operators outside graphs keep and need."""
+def whole_step(found: MeasuredGraphs) -> Measurement:
+    """The measurement of the main graph, with what other graphs, operators outside all graphs and the loss need."""
     main = found.main.measurement
     seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes + found.outside_bytes
     output_bytes = main.stages[-1].activation_bytes
@@ -37,18 +36,7 @@ def with_other_graphs(found: MeasuredGraphs) -> Measurement:
         # Their peaks include the gradient of the main graph's output, and the solver counts it beside the loss, too.
         temp = max(0, temp - output_bytes)
     kept += sum(other.saved_bytes for other in found.before)
+    if found.loss is not None:
+        seconds, temp = seconds + found.loss.seconds, temp + found.loss.temp_bytes
+        kept += found.loss.kept_bytes
     return replace(main, loss=LossCost(seconds, temp, kept))
-
-
-def with_loss(measurement: Measurement, cost: LossCost) -> Measurement:
-    """The measurement with the cost of the loss added to what counts as the loss already."""
-    before = measurement.loss
-    total = LossCost(
-        before.seconds + cost.seconds, before.temp_bytes + cost.temp_bytes, before.kept_bytes + cost.kept_bytes
-    )
-    return replace(measurement, loss=total)
-
-
-def trained_bytes(output: Any) -> int:
-    """Bytes of the tensors in a model's output that get a gradient."""
-    return storage_bytes(tensor for tensor in tensors_in(output) if tensor.requires_grad)

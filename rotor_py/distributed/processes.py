@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_profiling import bytes_like
 from rotor_py.distributed.sharded_bytes import gathered_bytes
-from rotor_py.distributed.whole_parameters import group_of
+from rotor_py.distributed.whole_parameters import group_of, is_sharded
 
 
 def around(model: nn.Module) -> DistributedDataParallel | None:
@@ -32,6 +33,21 @@ def processes(model: nn.Module) -> dist.ProcessGroup | None:
     """The processes that train `model` together; None if the model shows none."""
     ddp = around(model)
     return ddp.process_group if ddp is not None else group_of(model)
+
+
+def meeting_in_stages(model: nn.Module) -> dist.ProcessGroup | None:
+    """The processes that wait for each other inside stages of `model`, so that all have to run these equally often."""
+    synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    return processes(model) if synchronized or is_sharded(model) else None
+
+
+def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether any process of `group` has found it. All have to call this; `device` is the one that they train on."""
+    if group is None:
+        return found
+    flag = torch.tensor(float(found), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 
 from rotor_py.capture.graph.graph_stage import in_context
 from rotor_py.capture.session import CaptureSession
+from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import as_entered, is_sharded
 from rotor_py.execute import regions
 from rotor_py.execute.program import Program, program
@@ -102,7 +103,8 @@ class LayerSource:
 
     def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
         found = cut(self._model, value, device)
-        measurement = measure(found, value, device, loss=settings.loss, progress=progress, **_options(settings))
+        options = _options(self._model, settings)
+        measurement = measure(found, value, device, loss=settings.loss, progress=progress, **options)
         return Measured(found, measurement, value)
 
     def same_graph(self, other: Source) -> bool:
@@ -146,7 +148,7 @@ class GraphSource:
     def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
         arguments, keywords = value
         found, measurement, shared = self._session.measure(
-            arguments, keywords, device, loss=settings.loss, progress=progress, **_options(settings)
+            arguments, keywords, device, loss=settings.loss, progress=progress, **_options(self._model, settings)
         )
         return Measured(found, measurement, (arguments, keywords, shared))
 
@@ -202,8 +204,9 @@ class _Replay:
         return replay(runners, self._read[1], value)
 
 
-def _options(settings: Settings) -> dict[str, Any]:
+def _options(model: nn.Module, settings: Settings) -> dict[str, Any]:
     return {
+        "group": meeting_in_stages(model),
         "preserve_rng_state": settings.preserve_rng_state,
         "fresh_gradients": settings.fresh_grads,
         "loss_temp_bytes": settings.loss_tmp_memory_usage,

@@ -53,7 +53,7 @@ def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
 
 def skip_output(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call an operator with a graph, and do not compute its output, which its backward never reads."""
-    with _SkippedOutputs():  # type: ignore[no-untyped-call]  # torch leaves it so
+    with _SkippedOutputs():
         return function(*args, **kwargs)
 
 
@@ -91,6 +91,10 @@ class _SkippedOutputs(TorchDispatchMode):
     are theirs. Operators that are not in `_MAKERS`, a cast of the input for instance, run as ever.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._unwritten: list[torch.UntypedStorage] = []
+
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -99,7 +103,23 @@ class _SkippedOutputs(TorchDispatchMode):
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
         if make is None or types or any(each.layout is not torch.strided for each in tensors):
             return func(*args, **(kwargs or {}))
-        return make(func, *args, **(kwargs or {}))
+        if make is _sum and self._is_unwritten(args[0]) and _widens_nothing(*args):
+            # A linear layer adds its bias in place, but not under a dispatch mode. So that it takes no more memory here
+            # than in other runs, its sum is in the memory of its product.
+            return args[0].detach()
+        made = make(func, *args, **(kwargs or {}))
+        self._unwritten.append(made.untyped_storage())
+        return made
+
+    def _is_unwritten(self, tensor: Any) -> bool:
+        return any(tensor.untyped_storage()._cdata == each._cdata for each in self._unwritten)
+
+
+def _widens_nothing(a: torch.Tensor, b: Any) -> bool:
+    """Whether a + b is like a: `b` is broadcast to it, and of the same dtype and device."""
+    if not isinstance(b, torch.Tensor) or (a.dtype, a.device) != (b.dtype, b.device) or b.dim() > a.dim():
+        return False
+    return all(size in (1, wide) for size, wide in zip(reversed(b.shape), reversed(a.shape), strict=False))
 
 
 def _product(_: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_solver import Sequence, recompute_all
@@ -104,6 +105,15 @@ def test_the_last_product_is_not_computed(make: Callable[[], tuple[nn.Module, to
         output = run(sample)
     assert (whole.count, part.count) == (1, 0)
     assert (output.shape, output.stride(), output.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+def test_skipping_takes_no_more_memory_than_computing() -> None:
+    """A linear layer makes a product and adds its bias in place, if its input is not contiguous."""
+    layer, sample = nn.Linear(6, 50), torch.randn(9, 40, 6).transpose(0, 1)
+    run = forward_skipping_output(layer)
+    assert run is not None
+    whole = measured_peak(lambda: layer(sample), [], torch.device("cpu"))
+    assert measured_peak(lambda: run(sample), [], torch.device("cpu")) <= whole
 
 
 class Own(nn.Linear):

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
-from rotor_profiling.stage.gradients import leaves_of, scalar_after
+from rotor_profiling.stage.gradients import Layouts, gradients_for, leaves_of, scalar_after
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.storage import storage_bytes, storages, tensors_in
 
@@ -27,6 +27,7 @@ class Place:
     output_held: bool = False
     carried: Sequence[int] = ()
     silent: Sequence[int] = ()
+    arriving: Layouts = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def _run_in_graph(runner: Runner, value: Any, place: Place, meter: MemoryMeter) 
     meter.mark("forward")
     output = runner.forward(leaf)
     meter.mark("between")
-    source = scalar_after(output, place.silent)
+    source = scalar_after(output, place.silent, place.arriving)
     if not place.output_held:
         output = None  # in training, only graphs hold it by then
     if source is not None:
@@ -135,10 +136,7 @@ def _run_with_own_graph(
     meter.mark("attach")
     attached, output = runner.attach(value, surroundings)
     meter.mark("gradient")
-    gradients = [
-        torch.ones_like(tensor) if tensor.requires_grad and position not in place.silent else None
-        for position, tensor in enumerate(tensors_in(output))
-    ]
+    gradients = gradients_for(output, place.silent, place.arriving)
     meter.mark("replay")
     del output  # inside the phase: `saved` counts the output, so scratch is counted from when it was still there
     kept = attached.backward(gradients)

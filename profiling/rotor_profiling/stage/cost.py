@@ -10,6 +10,7 @@ import torch
 
 from rotor_profiling.isolate import isolated
 from rotor_profiling.stage.bytes import Place, StageBytes, measure_bytes
+from rotor_profiling.stage.gradients import Layouts
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.stage.seconds import measure_seconds
 
@@ -46,6 +47,7 @@ def measure_options(
     output_held: bool = False,
     carried: Sequence[int] = (),
     silent: Sequence[int] = (),
+    arriving: Layouts = (),
 ) -> tuple[StageCost, ...]:
     """Measure the ways to run one stage on the input `value`, whose tensors that need a gradient have `requires_grad`.
 
@@ -57,11 +59,12 @@ def measure_options(
     backward runs, as they do if gradients are kept between steps. `output_held` says that the caller keeps the output
     until the backward is done, which is so for the last stage. `carried` are the positions, among the output's tensors,
     of those that are kept beside the chain: they count neither as |a_{i+1}| nor as saved, only as in memory while the
-    stage runs. `silent` are the positions of those that get no gradient although they could.
+    stage runs. `silent` are the positions of those that get no gradient although they could. `arriving` are the layouts
+    of the gradients that the backward is given for the output's tensors.
 
     ValueError for a kind of device whose memory cannot be measured.
     """
-    place = Place(device, input_bytes, owned, fresh_gradients, output_held, carried, silent)
+    place = Place(device, input_bytes, owned, fresh_gradients, output_held, carried, silent, arriving)
     found: list[StageBytes] = []
     with isolated(runners[0].function, device) as parameters, torch.enable_grad():
         for runner in runners:
@@ -69,5 +72,5 @@ def measure_options(
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter)
             found.append(measure_bytes(runner, value, parameters, place))
-        seconds = measure_seconds(runners, value, device)
+        seconds = measure_seconds(runners, value, device, arriving)
     return tuple(StageCost(**asdict(nbytes), **asdict(timed)) for nbytes, timed in zip(found, seconds, strict=True))

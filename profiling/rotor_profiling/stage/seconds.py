@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.stage.gradients import leaves_of, with_graph
+from rotor_profiling.stage.gradients import Layouts, gradients_for, leaves_of, with_graph
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.timing import lap_seconds
 
@@ -24,7 +24,9 @@ class StageSeconds:
     skipped_output_seconds: float
 
 
-def measure_seconds(runners: Sequence[Runner], value: Any, device: torch.device) -> list[StageSeconds]:
+def measure_seconds(
+    runners: Sequence[Runner], value: Any, device: torch.device, arriving: Layouts = ()
+) -> list[StageSeconds]:
     """Time the ways to run one stage: the first by itself, the others by how much longer they take, run by run.
 
     Two ways are compared inside a run, because from run to run a busy machine differs by more than they do.
@@ -32,7 +34,8 @@ def measure_seconds(runners: Sequence[Runner], value: Any, device: torch.device)
     runner = runners[0]
     with torch.no_grad():
         _, surroundings = runner.first(value)
-    gradients = [torch.ones_like(tensor) for tensor in with_graph(runner.forward(leaves_of(value)))]
+    made = gradients_for(runner.forward(leaves_of(value)), layouts=arriving)
+    gradients = [gradient for gradient in made if gradient is not None]
 
     def run(lap: Callable[[], None]) -> None:
         with torch.no_grad():

@@ -26,6 +26,7 @@ from rotor_py.capture.graph.graph_nodes import (
     tensors_of,
 )
 from rotor_py.capture.graph.mark_nodes import MARKS
+from rotor_py.capture.graph.recurrent_layers import draws_random_numbers
 from rotor_py.capture.graph.sizes import Sizes
 from rotor_py.distributed.shard_groups import ShardGroup
 
@@ -133,7 +134,13 @@ class _Reader:
         """Whether a node can run before all nodes of the body, with the same result."""
         # Random numbers have to be drawn in the model's order. A norm may move its running statistics; measuring puts
         # them back after a stage, but not after the context. A mark has to run where it stands.
-        if carries_gradient(node) or is_random(node) or "_norm" in name_of(node) or node.target in MARKS:
+        if (
+            carries_gradient(node)
+            or is_random(node)
+            or draws_random_numbers(node)
+            or "_norm" in name_of(node)
+            or node.target in MARKS
+        ):
             return False
         inputs, owned = node.all_input_nodes, self.facts.owned
         # A sharded parameter is a hole outside the stage that gathers it, frozen or not.

@@ -1,0 +1,55 @@
+"""The layouts of the gradients that a backward gives to what went in, found by running it once.
+
+Which layout that is depends on the operators, and on the layout of the gradient that they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rotor_profiling.isolate import RandomState, isolated
+from rotor_profiling.stage.gradients import Layouts, gradients_for, leaves_of
+from rotor_profiling.stage.runner import Runner
+from rotor_profiling.storage import tensors_in
+
+
+def stage_layouts(
+    runner: Runner, value: Any, device: torch.device, *, silent: Sequence[int] = (), arriving: Layouts = ()
+) -> Layouts:
+    """The layouts of the gradients that a stage's backward gives to the tensors of its input `value`.
+
+    `arriving` are those of the gradients that it is given for its outputs; the ones at the positions `silent` get none.
+    Nothing of the model is changed.
+    """
+    with isolated(runner.function, device), torch.enable_grad():
+        leaf = leaves_of(value)
+        outputs = tensors_in(runner.forward(leaf))
+        gradients = gradients_for(outputs, silent, arriving)
+        given = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None]
+        del outputs, gradients
+        return _layouts_at(leaf, [y for y, _ in given], [g for _, g in given])
+
+
+def loss_layouts(loss: Callable[[Any], torch.Tensor], output: Any, device: torch.device) -> Layouts:
+    """The layouts of the gradients that the backward of `loss` gives to the tensors of `output`."""
+    state = RandomState.now((device,))
+    try:
+        with torch.enable_grad():
+            leaf = leaves_of(output)
+            return _layouts_at(leaf, [loss(leaf)], [None])
+    finally:
+        state.restore()
+
+
+def _layouts_at(leaf: Any, outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Layouts:
+    tensors = tensors_in(leaf)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if not outputs or not wanted:  # torch.autograd.grad refuses both
+        return (None,) * len(tensors)
+    # Not `backward`: where a leaf keeps its gradient, that is copied into the leaf's own layout.
+    found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+    made = [next(found) if tensor.requires_grad else None for tensor in tensors]
+    return tuple(None if gradient is None else gradient.stride() for gradient in made)

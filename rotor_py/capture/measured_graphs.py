@@ -1,0 +1,91 @@
+"""The graphs of a model, once they are measured, and the loss on what the model returns."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rotor_profiling import (
+    Layouts,
+    LossCost,
+    loss_layouts,
+    measure_loss,
+    storage_bytes,
+    tensors_in,
+)
+from rotor_py.capture.captured_graph import CapturedGraph
+from rotor_py.measure.cut import Cut
+from rotor_py.measure.measurement import Measurement, PrefixCost
+from rotor_py.measure.stage_measurer import StageMeasurer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredGraph:
+    """A graph with gradients: how it was cut, what its stages cost, and the values that all of them share."""
+
+    graph: CapturedGraph
+    cut: Cut
+    stages: StageMeasurer
+    context: PrefixCost
+    loss: LossCost
+    shared: tuple[Any, ...]
+    returned: tuple[weakref.ref[torch.Tensor], ...]
+    """The tensors that the last stage returned. Weak: measuring is not to hold what nobody else does."""
+
+    @property
+    def measurement(self) -> Measurement:
+        """The graph as a chain, without what runs outside it."""
+        return replace(self.stages.measurement(self.loss), prefix=self.context)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the graph keeps for its backward where all stages are stored."""
+        return sum(stage.saved_bytes for stage in self.measurement.stages)
+
+    def settle_layouts(self, tensors: Sequence[torch.Tensor], layouts: Layouts) -> None:
+        """Measure again what depends on it: the gradients of `tensors` have `layouts`, some of which come from here."""
+        # By id: tensors compare element by element.
+        found = {id(tensor): strides for tensor, strides in zip(tensors, layouts, strict=True)}
+        self.stages.settle_layouts(tuple(found.get(id(each())) for each in self.returned))
+
+
+@dataclass(slots=True)
+class MeasuredGraphs:
+    """All graphs with gradients of a model's forward, in the order in which Dynamo called them."""
+
+    graphs: list[MeasuredGraph] = field(default_factory=list)
+    output: Any = None
+    """What the model returned."""
+    outside_bytes: int = 0
+    """What autograd keeps for operators outside all graphs."""
+    loss: LossCost | None = None
+    """What the loss costs, if one was given."""
+
+    def measure_loss(self, loss: Callable[[Any], torch.Tensor], device: torch.device) -> None:
+        """Measure the loss on what the model returned, and what its gradients change in the main graph."""
+        self.loss = measure_loss(loss, self.output, device=device, output_bytes=_trained_bytes(self.output))
+        self.main.settle_layouts(tensors_in(self.output), loss_layouts(loss, self.output, device))
+
+    @property
+    def main(self) -> MeasuredGraph:
+        """The graph that is planned: the one that keeps most for its backward."""
+        return max(self.graphs, key=lambda each: each.saved_bytes)
+
+    @property
+    def before(self) -> list[MeasuredGraph]:
+        """The graphs that run before the main one."""
+        return self.graphs[: self.graphs.index(self.main)]
+
+    @property
+    def after(self) -> list[MeasuredGraph]:
+        """The graphs that run after the main one."""
+        return self.graphs[self.graphs.index(self.main) + 1 :]
+
+
+def _trained_bytes(output: Any) -> int:
+    """Bytes of the tensors in a model's output that get a gradient."""
+    return storage_bytes(tensor for tensor in tensors_in(output) if tensor.requires_grad)

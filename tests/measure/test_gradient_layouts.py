@@ -1,0 +1,130 @@
+"""Gradients arrive in layouts of their own, and stages are measured with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rotor_profiling import loss_layouts, measured_peak, stage_layouts
+from rotor_py import Checkpointable, store_all
+from rotor_py.measure.gradient_layouts import GradientLayouts
+from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_py.stage.runner import StageRunner
+
+CPU = torch.device("cpu")
+LABELS = torch.randint(200, (16, 12), generator=torch.Generator().manual_seed(0))
+
+
+class First(nn.Module):
+    """The first of what a layer returns."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.layer(value)[0]
+
+
+def recurrent() -> nn.Module:
+    return First(nn.LSTM(48, 48, batch_first=True))
+
+
+def lstms() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(48, 48), recurrent(), recurrent(), nn.Linear(48, 20))
+
+
+def with_elementwise_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(48, 48), recurrent(), nn.Tanh(), nn.Dropout(0.1), nn.Sigmoid(), nn.Linear(48, 20))
+
+
+def with_large_output() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 200))
+
+
+def square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def cross_entropy(output: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.transpose(1, 2), LABELS)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (lstms, square),
+        (with_elementwise_layers, square),
+        (with_large_output, cross_entropy),
+        (with_large_output, torch.sum),
+    ],
+)
+def test_copies_that_backwards_begin_with_are_inside_the_limit(
+    make: Callable[[], nn.Sequential], loss: Callable[[Any], torch.Tensor]
+) -> None:
+    torch.manual_seed(0)
+    planned, sample = Checkpointable(make(), loss=loss, fresh_grads=True), torch.randn(16, 12, 48)
+    planned.measure(sample)
+    assert planned.budget is not None
+    least, whole = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
+
+    def step() -> None:
+        output = planned(sample)
+        loss(output).backward()
+
+    for limit in (least, (least + whole) // 2, whole):
+        predicted = planned.budget.peak_bytes(planned.compute_sequence(limit))
+        planned.zero_grad()
+        assert 0.98 * predicted <= measured_peak(step, [*planned.parameters(), sample], CPU) <= limit
+
+
+def test_a_stage_says_in_which_layout_it_gives_gradients() -> None:
+    sample = torch.randn(16, 12, 48, requires_grad=True)
+    batch_first, time_first = sample.stride(), torch.empty(12, 16, 48).transpose(0, 1).stride()
+    lstm, linear, tanh = (StageRunner(layer, "0") for layer in (recurrent(), nn.Linear(48, 8), nn.Tanh()))
+    assert stage_layouts(lstm, sample, CPU) == (time_first,)
+    assert stage_layouts(linear, sample, CPU) == (batch_first,)
+    assert stage_layouts(tanh, sample, CPU, arriving=(time_first,)) == (time_first,)
+    assert stage_layouts(lstm, sample, CPU, silent=(0,)) == (None,)
+    assert stage_layouts(lstm, sample.detach(), CPU) == (None,)
+
+
+def test_a_loss_says_in_which_layout_it_gives_gradients() -> None:
+    output = {"a": torch.randn(3, 5, requires_grad=True), "b": torch.randn(3), "c": torch.randn(2, 4).requires_grad_()}
+    assert loss_layouts(lambda found: (found["a"].t() * torch.ones(5, 3)).sum(), output, CPU) == ((1, 3), None, None)
+    assert loss_layouts(lambda found: found["c"].sum(), output, CPU) == (None, None, (0, 0))
+
+
+def test_layouts_that_mean_the_same_do_not_differ() -> None:
+    layouts = GradientLayouts(2)
+    layouts.note(0, (), [torch.empty(1, 5), torch.empty(4, 3), torch.empty(0, 3)])
+    layouts.note(1, ((1, 1), (3, 1), (1, 7)), [torch.empty(2, 2)])
+    assert not layouts.differ()
+    layouts.note(1, ((1, 1), (1, 4), None), [torch.empty(2, 2)])
+    assert layouts.differ()
+    layouts.take_over()
+    assert layouts.arriving == [(None, (1, 4), None), ()]
+    assert not layouts.differ()
+    layouts.give_output(((1, 2),))
+    assert layouts.differ()
+
+
+@pytest.mark.parametrize(("make", "walks"), [(with_large_output, 1), (lstms, 2), (with_elementwise_layers, 5)])
+def test_a_chain_is_measured_again_only_where_layouts_differ(
+    make: Callable[[], nn.Sequential], walks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    walk = StageMeasurer.walk
+
+    def counting(stages: StageMeasurer, *progress: Any) -> Any:
+        counted.append(1)
+        return walk(stages, *progress)
+
+    monkeypatch.setattr(StageMeasurer, "walk", counting)
+    Checkpointable(make(), loss=square).measure(torch.randn(16, 12, 48))
+    assert len(counted) == walks
