@@ -43,7 +43,10 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
 def stages_of(schedule: Any) -> list[PipelineStage]:
     """The stages that a schedule runs on this rank."""
     # Attributes of torch's own: nothing public tells.
-    return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
+    several: Any = getattr(schedule, "_stages", None)
+    if several is None:
+        several = [getattr(schedule, "_stage", None)]
+    return list(several)
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:

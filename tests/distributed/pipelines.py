@@ -126,7 +126,7 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         value, target = given
         options: dict[str, Any] = {"target": target, "losses": losses} if self.last else {}
-        self.schedule.step(*([value] if self.first else []), **options)
+        self.schedule.step(*([value] if self.first else []), **options, return_outputs=False)
         return losses
 
 
@@ -180,10 +180,13 @@ def planned_in_the_first_step(rank: int, name: str, limit: int, static: bool) ->
 
 @dataclass
 class Peak:
-    """Bytes of one rank: the measured peak of a step, what it has to receive in, and what was planned, by stage."""
+    """Bytes of one rank: the measured peak of a step, and what was planned, by stage.
+
+    `beside` is what no plan knows of: whole batch and target, and what the rank has to receive in.
+    """
 
     measured: int
-    buffers: int
+    beside: int
     limits: list[int]
     predicted: list[int]
     in_flight: list[int]
@@ -195,16 +198,14 @@ def peak(rank: int, name: str, kind: str, share: float, whole: bool = False) -> 
     for _ in range(2):
         pipeline.step(given)
     parameters = [p for model in pipeline.models for p in model.parameters()]
-    buffers = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
-    present = [*parameters, *(p.grad for p in parameters), *buffers, *given]
-    predicted = [plan.peak_bytes for plan in (model.plan() for model in pipeline.models)]
+    beside = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
+    beside += given[:1] * pipeline.first + given[1:] * pipeline.last
+    present = [*parameters, *(p.grad for p in parameters), *beside]
     dist.barrier()
     measured = measured_peak(lambda: pipeline.step(given), tensors_in(present), device())
-    sample = torch.empty(SAMPLES, WIDTH)
-    buffered = sum(buffer_bytes(stage, microbatches(name), sample, sample) for stage in pipeline.stages)
-    return Peak(
-        measured, buffered, pipeline.limits, predicted, list(microbatches_in_flight(pipeline.schedule).values())
-    )
+    predicted = [model.plan().peak_bytes for model in pipeline.models]
+    in_flight = list(microbatches_in_flight(pipeline.schedule).values())
+    return Peak(measured, sum(tensor.nbytes for tensor in beside), pipeline.limits, predicted, in_flight)
 
 
 def warnings_of(rank: int, name: str, whole: bool) -> list[str]:
