@@ -42,7 +42,7 @@ def main() -> None:
     else:
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss)
     sample = torch.randn(SAMPLES, WIDTH, device=device, requires_grad=rank > 0)
-    buffers = buffer_bytes(stage, MICROBATCHES, sample, sample)
+    buffers = buffer_bytes(schedule, stage, sample, sample)
     model.measure(sample)
     model.compute_sequence(60_000_000 - buffers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -55,7 +55,9 @@ def main() -> None:
         optimizer.step()
     flying = microbatches_in_flight(schedule)[rank]
     print(
-        f"rank {rank}: up to {flying} microbatches in flight, {format_bytes(buffers)} to receive in; {model.summary()}"
+        f"rank {rank}: up to {flying} microbatches in flight, {format_bytes(buffers)} to send and receive",
+        model.summary(),
+        sep="; ",
     )
     if stage.is_last:
         print(f"loss {torch.stack(losses).mean().item():.3f}")
