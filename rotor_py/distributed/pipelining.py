@@ -43,7 +43,10 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
 def stages_of(schedule: Any) -> list[PipelineStage]:
     """The stages that a schedule runs on this rank."""
     # Attributes of torch's own: nothing public tells.
-    return [schedule._stage] if hasattr(schedule, "_stage") else list(vars(schedule)["_stages"])
+    several: Any = getattr(schedule, "_stages", None)
+    if several is None:
+        several = [getattr(schedule, "_stage", None)]
+    return list(several)
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
@@ -62,16 +65,27 @@ def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
             yield action.stage_index, action.computation_type.value
 
 
-def buffer_bytes(stage: PipelineStage, microbatches: int, received: Any, returned: Any) -> int:
-    """Bytes that `stage` keeps to receive inputs and gradients in, for all microbatches, from its first step on.
+def buffer_bytes(schedule: Any, stage: PipelineStage, received: Any, returned: Any) -> int:
+    """Bytes that a step of `schedule` holds, at most, to receive and send inputs and gradients for one of its stages.
 
-    `received` and `returned` are the input and the output of one microbatch: tensors, which may be on the device
-    "meta", or nested structures of them. What the first stage gets and the last one returns is not received. Take the
-    bytes off the limit of the stage's model: its plan counts one input and one gradient, not a set for each microbatch.
+    `received` and `returned` are the input and the output of the stage for one microbatch: tensors, which may be on the
+    device "meta", or nested structures of them. Take the bytes off the limit of the stage's model: its plan knows one
+    input and one gradient of its output.
     """
+    own, index = {each.stage_index for each in stages_of(schedule)}, stage.stage_index
+    count: int = schedule._n_microbatches
     inputs = 0 if stage.is_first else bytes_like(tensors_in(received))
-    gradients = 0 if stage.is_last else bytes_like(tensors_in(returned))
-    return microbatches * (inputs + gradients)
+    outputs = 0 if stage.is_last else bytes_like(tensors_in(returned))
+    # Memory to receive in is there for all microbatches, from the first step on. What goes to another rank is held
+    # until the schedule waits for it: right away, after all backwards, or after all that is sent in the step.
+    sent = (0 if index - 1 in own else inputs, 0 if index + 1 in own else outputs)
+    if isinstance(schedule, Schedule1F1B):
+        held = sum(sent)
+    elif isinstance(schedule, ScheduleGPipe):
+        held = count * sent[0]  # outputs are in flight anyway
+    else:
+        held = count * sum(sent)
+    return count * (inputs + outputs) + held
 
 
 def whole_backward() -> Callable[[], None]:

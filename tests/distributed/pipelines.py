@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ def chain(count: int) -> nn.Module:
 def made(kind: str, index: int) -> nn.Module:
     """The module of a stage: each has another number of layers."""
     torch.manual_seed(index)
+    if kind == "layer":
+        return nn.Linear(WIDTH, WIDTH, bias=False)
     return (chain(3 + index % 2) if kind == "chain" else Residual(3 + index % 2)).train()
 
 
@@ -90,22 +93,31 @@ def microbatches(name: str) -> int:
 class Pipeline:
     """The stages of one process, and their schedule. A `share` plans each, so much of the way to storing everything."""
 
-    def __init__(self, rank: int, name: str, kind: str, share: float | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        name: str,
+        kind: str,
+        share: float | None,
+        options: dict[str, Any],
+        count: int | None = None,
+    ) -> None:
         self.rank, self.name = rank, name
+        self.microbatches = microbatches(name) if count is None else count
         own = indices(name, rank)
         self.models = [made(kind, index) for index in own]
         self.limits: list[int] = []
         if share is not None:
             self.models = [self._planned(model, index, share) for model, index in zip(self.models, own, strict=True)]
-        count = dist.get_world_size() * (1 if name in SINGLE else 2)
+        number = dist.get_world_size() * (1 if name in SINGLE else 2)
         self.stages = [
-            PipelineStage(model, index, count, device(), **options)
+            PipelineStage(model, index, number, device(), **options)
             for model, index in zip(self.models, own, strict=True)
         ]
         self.schedule = SCHEDULES[name](
-            self.stages[0] if name in SINGLE else self.stages, microbatches(name), loss_fn=loss
+            self.stages[0] if name in SINGLE else self.stages, self.microbatches, loss_fn=loss
         )
-        self.first, self.last = 0 in own, count - 1 in own
+        self.first, self.last = 0 in own, number - 1 in own
 
     def _planned(self, model: nn.Module, index: int, share: float) -> Checkpointable:
         planned = Checkpointable(model)
@@ -118,7 +130,7 @@ class Pipeline:
 
     def batch(self, step: int) -> list[torch.Tensor]:
         generator = torch.Generator("cpu").manual_seed(step)
-        shape = (microbatches(self.name) * SAMPLES, WIDTH)
+        shape = (self.microbatches * SAMPLES, WIDTH)
         return [here(torch.randn(shape, generator=generator, device="cpu")) for _ in range(2)]
 
     def step(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -126,7 +138,7 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         value, target = given
         options: dict[str, Any] = {"target": target, "losses": losses} if self.last else {}
-        self.schedule.step(*([value] if self.first else []), **options)
+        self.schedule.step(*([value] if self.first else []), **options, return_outputs=False)
         return losses
 
 
@@ -180,10 +192,13 @@ def planned_in_the_first_step(rank: int, name: str, limit: int, static: bool) ->
 
 @dataclass
 class Peak:
-    """Bytes of one rank: the measured peak of a step, what it has to receive in, and what was planned, by stage."""
+    """Bytes of one rank: the measured peak of a step, and what was planned, by stage.
+
+    `beside` is what no plan knows of: whole batch and target, and what the rank has to receive in.
+    """
 
     measured: int
-    buffers: int
+    beside: int
     limits: list[int]
     predicted: list[int]
     in_flight: list[int]
@@ -195,16 +210,14 @@ def peak(rank: int, name: str, kind: str, share: float, whole: bool = False) -> 
     for _ in range(2):
         pipeline.step(given)
     parameters = [p for model in pipeline.models for p in model.parameters()]
-    buffers = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
-    present = [*parameters, *(p.grad for p in parameters), *buffers, *given]
-    predicted = [plan.peak_bytes for plan in (model.plan() for model in pipeline.models)]
+    beside = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
+    beside += given[:1] * pipeline.first + given[1:] * pipeline.last
+    present = [*parameters, *(p.grad for p in parameters), *beside]
     dist.barrier()
     measured = measured_peak(lambda: pipeline.step(given), tensors_in(present), device())
-    sample = torch.empty(SAMPLES, WIDTH)
-    buffered = sum(buffer_bytes(stage, microbatches(name), sample, sample) for stage in pipeline.stages)
-    return Peak(
-        measured, buffered, pipeline.limits, predicted, list(microbatches_in_flight(pipeline.schedule).values())
-    )
+    predicted = [model.plan().peak_bytes for model in pipeline.models]
+    in_flight = list(microbatches_in_flight(pipeline.schedule).values())
+    return Peak(measured, sum(tensor.nbytes for tensor in beside), pipeline.limits, predicted, in_flight)
 
 
 def warnings_of(rank: int, name: str, whole: bool) -> list[str]:
@@ -227,12 +240,19 @@ def received(stage: PipelineStage) -> list[Any]:
 
 
 def buffers(rank: int, name: str) -> tuple[list[int], list[int]]:
-    """Bytes that the stages really have to receive in, and what is said beforehand."""
-    pipeline = Pipeline(rank, name, "chain", None, {})
-    sample = torch.empty(SAMPLES, WIDTH, device="meta")
-    said = [buffer_bytes(stage, microbatches(name), sample, sample) for stage in pipeline.stages]
-    pipeline.step(pipeline.batch(0))
-    found = [sum(i.buffer.nbytes for i in received(stage) if i.buffer is not None) for stage in pipeline.stages]
+    """By how many bytes a step takes more with twice the microbatches: in truth, and as is said beforehand.
+
+    Stages are single layers, and what is in flight does not grow. What they have to receive in is there already.
+    """
+    sample, found, said = torch.empty(SAMPLES, WIDTH, device="meta"), [], []
+    for count in (microbatches(name), 2 * microbatches(name)):
+        pipeline = Pipeline(rank, name, "layer", None, {}, count)
+        given = pipeline.batch(0)
+        for _ in range(2):
+            pipeline.step(given)
+        there = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
+        found.append(measured_peak(partial(pipeline.step, given), there, device()))
+        said.append(sum(buffer_bytes(pipeline.schedule, stage, sample, sample) for stage in pipeline.stages))
     return found, said
 
 

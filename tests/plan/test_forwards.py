@@ -270,6 +270,7 @@ def retained(planned: Checkpointable) -> None:
     output = planned(ROWS)
     for _ in range(2):
         output.mean().backward(retain_graph=True)
+    del output  # and the graph with it
     torch.autograd.grad(planned(ROWS).mean(), list(planned.parameters()))
     planned(ROWS).mean().backward()
 
@@ -281,6 +282,17 @@ def test_forwards_that_are_not_in_flight_do_not_count(
     planned = planned_at(0.5)
     step(planned)
     assert warnings_of(caplog) == []
+
+
+def test_a_forward_whose_graph_is_retained_is_still_in_flight(caplog: pytest.LogCaptureFixture) -> None:
+    planned = planned_at(0.5)
+    output = planned(ROWS)
+    output.mean().backward(retain_graph=True)
+    measured = measured_peak(lambda: planned(ROWS).mean().backward(), [*planned.parameters(), ROWS], CPU)
+    (said,) = warnings_of(caplog)
+    assert said.startswith("2 forwards of ")
+    assert measured + planned.memory().kept_bytes > planned.mem_limit
+    output.mean().backward()
 
 
 def test_a_strategy_by_hand_without_a_limit_is_never_warned_of(caplog: pytest.LogCaptureFixture) -> None:
