@@ -43,6 +43,7 @@ def main() -> None:
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss)
     sample = torch.randn(SAMPLES, WIDTH, device=device, requires_grad=rank > 0)
     buffers = buffer_bytes(schedule, stage, sample, sample)
+    model.forwards_in_flight = microbatches_in_flight(schedule)[rank]
     model.measure(sample)
     model.compute_sequence(60_000_000 - buffers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,9 +54,9 @@ def main() -> None:
         last = {"target": torch.zeros_like(batch), "losses": losses} if stage.is_last else {}
         schedule.step(*([batch] if stage.is_first else []), **last)
         optimizer.step()
-    flying = microbatches_in_flight(schedule)[rank]
     print(
-        f"rank {rank}: up to {flying} microbatches in flight, {format_bytes(buffers)} to send and receive",
+        f"rank {rank}: up to {model.forwards_in_flight} microbatches in flight",
+        f"{format_bytes(buffers)} to send and receive",
         model.summary(),
         sep="; ",
     )

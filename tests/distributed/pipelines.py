@@ -220,6 +220,46 @@ def peak(rank: int, name: str, kind: str, share: float, whole: bool = False) -> 
     return Peak(measured, sum(tensor.nbytes for tensor in beside), pipeline.limits, predicted, in_flight)
 
 
+def inside(rank: int, name: str, kind: str, share: float, whole: bool = False) -> tuple[int, int, list[str]]:
+    """The measured peak of a rank, and the bytes that it was given, with plans for what is in flight; what was logged.
+
+    Given are the limits of its stages, what it sends and receives in, and its part of the batch.
+    """
+    pipeline = Pipeline(rank, name, kind, None, {"dw_builder": whole_backward} if whole else {})
+    flying = microbatches_in_flight(pipeline.schedule)
+    sample, given = torch.zeros(SAMPLES, WIDTH), pipeline.batch(0)
+    allowed = sum(each.nbytes for each in given[:1] * pipeline.first + given[1:] * pipeline.last)
+    planned = []
+    for stage, module in zip(pipeline.stages, pipeline.models, strict=True):
+        model = Checkpointable(
+            module,
+            loss=(lambda output: loss(output, torch.zeros_like(output))) if stage.is_last else None,
+            forwards_in_flight=flying[stage.stage_index],
+        )
+        model.measure(sample.clone().requires_grad_(not stage.is_first))
+        assert model.budget is not None
+        least, most = model.budget.least_bytes(), model.budget.peak_bytes(store_all(model.budget.chain))
+        model.compute_sequence(least + int(share * (most - least)))
+        allowed += model.mem_limit + buffer_bytes(pipeline.schedule, stage, sample, sample)  # type: ignore[operator]
+        planned.append(model)
+    for stage, model in zip(pipeline.stages, planned, strict=True):
+        stage.submod = model
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rotor_py").addHandler(handler)
+    for _ in range(2):
+        pipeline.step(given)
+    parameters = [p for model in planned for p in model.parameters()]
+    buffers = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
+    mine = given[:1] * pipeline.first + given[1:] * pipeline.last
+    present = [*parameters, *(p.grad for p in parameters if p.grad is not None), *buffers, *mine]
+    dist.barrier()
+    measured = measured_peak(lambda: pipeline.step(given), present, device())
+    logging.getLogger("rotor_py").removeHandler(handler)
+    return measured, allowed, said
+
+
 def warnings_of(rank: int, name: str, whole: bool) -> list[str]:
     """What is logged of a step by models that are planned for one forward at a time."""
     said: list[str] = []

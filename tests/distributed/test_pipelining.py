@@ -66,6 +66,15 @@ def test_both_backwards_at_once_hold_less(processes: Processes, name: str) -> No
     assert max(peaks[1]) < max(peaks[0])
 
 
+@pytest.mark.parametrize(("kind", "share"), [("chain", 0.0), ("captured", 0.4)])
+@pytest.mark.parametrize("name", pipelines.SCHEDULES)
+def test_the_peak_of_every_rank_is_inside_its_limit(processes: Processes, kind: str, name: str, share: float) -> None:
+    """With plans for the microbatches that the schedule keeps in flight, which no plan for one would be."""
+    for measured, allowed, said in processes.run(pipelines.inside, name, kind, share, name in SPLIT):
+        assert measured <= allowed
+        assert said == []
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_warning_says_what_two_backwards_hold_and_what_to_write(processes: Processes, whole: bool) -> None:
     for said in processes.run(pipelines.warnings_of, "zero-bubble", whole):
