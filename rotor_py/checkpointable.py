@@ -73,6 +73,8 @@ class Checkpointable(Transparent):
         granularity: the most stages into which a captured graph is cut.
         process_group: the processes that train this model together and have to follow one plan. With
             DistributedDataParallel, around this or inside it, it is known.
+        watch: on the CPU, watch all steps and not only the first one by each plan. What a step takes is compared with
+            the plan; on CUDA that costs nothing, and all steps are watched anyway.
         level: checkpoint by hand instead: every module of this level (`assign_levels`) is run again from its input.
         every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
         max_checkpoints: with `every_n_layers`, the most inputs that are kept.
@@ -111,6 +113,7 @@ class Checkpointable(Transparent):
         progress: Progress | None = None,
         granularity: int = 100,
         process_group: ProcessGroup | None = None,
+        watch: bool = False,
         level: int | None = None,
         every_n_layers: int | None = None,
         max_checkpoints: int | None = None,
@@ -132,6 +135,7 @@ class Checkpointable(Transparent):
             granularity=granularity,
             process_group=process_group,
             by_hand=ByHand.asked_for(level, every_n_layers, max_checkpoints),
+            watch=watch,
         )
         super().__init__(model)
         self.__dict__["_planner"] = Planner(model, core_of(model), settings)

@@ -8,6 +8,7 @@ from rotor_profiling.stage.cost import StageCost, measure_options
 from rotor_profiling.stage.gradients import leaves_of
 from rotor_profiling.stage.kind import stage_kind, value_kind
 from rotor_profiling.step import measured_curve, measured_peak, measured_phases
+from rotor_profiling.step_watch import StepWatch, watch_step
 from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Phase",
     "RandomState",
     "StageCost",
+    "StepWatch",
     "UnknownOptimizerError",
     "UnusableLossError",
     "bytes_like",
@@ -35,4 +37,5 @@ __all__ = [
     "tensors_in",
     "together",
     "value_kind",
+    "watch_step",
 ]

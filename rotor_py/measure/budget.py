@@ -120,6 +120,11 @@ class Budget:
         gradients = max(self.fixed.gradients, kept_gradient_bytes(model, device, fresh=fresh))
         return replace(self, fixed=replace(self.fixed, gradients=gradients))
 
+    def with_found(self, measurement: Measurement, more_bytes: int, *, fresh_gradients: bool) -> Budget:
+        """The same budget, now that `measurement` says more of the chain, and `more_bytes` are held all the time."""
+        chain = measurement.chain(fresh_gradients=fresh_gradients)
+        return replace(self, chain=chain, fixed=replace(self.fixed, other=self.fixed.other + more_bytes))
+
     def split(self) -> str:
         """The fixed part in words."""
         parts = self.parts()

@@ -52,8 +52,7 @@ class Forwards:
 
     def warn_if_too_many(self, plan: StepPlan, model: TrainedModel) -> None:
         """Log a warning if a forward by `plan`, which is about to begin, does not fit beside those in flight."""
-        flying = [found for each in self._known if (found := each()) is not None and not found.used]
-        self._known = [ref(each) for each in flying]
+        flying = self._flying()
         if not flying or len(flying) < self._warned or plan.unlimited(model.settings):
             return
         assert plan.sequence is not None
@@ -70,6 +69,16 @@ class Forwards:
             len(flying) + 1, type(model.core).__name__, format_bytes(held), held, format_bytes(peak), peak,
             format_bytes(limit), limit,
         )  # fmt: skip
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a forward still waits for its backward."""
+        return bool(self._flying())
+
+    def _flying(self) -> list[_Forward]:
+        found = [forward for each in self._known if (forward := each()) is not None and not forward.used]
+        self._known = [ref(each) for each in found]
+        return found
 
     def _held_by(self, plan: StepPlan) -> int:
         """Bytes that a forward by `plan` leaves until its backward, its input and output included.

@@ -26,10 +26,16 @@
 #     one is found. If there is none, training goes on with the old one, beyond the limit, and a warning says so. Where
 #     several processes train the model, each notices its own optimizer, so they solve together at the next forward.
 #     Sequences by hand stay, and so do those from a file.
-#  7. A plan file is adopted, if it was made for such a model. Costs and sequence are those of the file. → solved. The
+#  7. A step shows more than was known (`noticed`). Gradients that are there when a forward begins, although they were
+#     said to be freed, are planned for before it runs: event 1 and 2. What the loss takes, or anything else outside of
+#     the model, shows when a watched step is over. It counts in the budget; where the limit has no room for it, another
+#     sequence is found, once for each plan, and a line in the log says so. As with an optimizer, training goes on
+#     beyond the limit, with a warning, if there is none. So it does where processes train together, or where sequences
+#     are by hand or from a file.
+#  8. A plan file is adopted, if it was made for such a model. Costs and sequence are those of the file. → solved. The
 #     first forward compares model and input with the file, as does a forward after a change of the model or on a larger
 #     input; processes compare their sequences. → agreed
-#  8. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
+#  9. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
 #
 # The model is in training mode in events 1 and 5, and when a file is made of a plan: the caller sees to it. In all
 # threads of a process, one planner at a time measures or solves (`planning_lock`).
@@ -40,6 +46,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +58,8 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.forwards import Forwards
 from rotor_py.plan.input_spec import describe
+from rotor_py.plan.noticed.kept_gradients import KeptGradients
+from rotor_py.plan.noticed.watched_steps import WatchedSteps
 from rotor_py.plan.optimizers import noticed_cost, wait_for_optimizers
 from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.saved.fingerprint import model_fingerprint
@@ -80,6 +89,8 @@ class Planner:
         self._blank = source_of(core, settings.granularity)
         self._refusals = Refusals()
         self._forwards = Forwards()
+        self._gradients = KeptGradients(self.model)
+        self._steps = WatchedSteps(self.model)
         self._grown = 0
         """how often a plan was made for an input that no plan covered"""
         self.wait_for_optimizers()
@@ -136,7 +147,14 @@ class Planner:
         budget = self.model.budget(measured, device, noticed_cost(self))
         # Capturing may have changed the model: buffers and modules that its first forward makes.
         spec = replace(spec, model=ModelState.of(self.model.core))
-        self.plans.in_use = StepPlan(source, measured.measurement, budget, spec=spec, cut=measured.cut)
+        self.plans.in_use = StepPlan(
+            source,
+            measured.measurement,
+            budget,
+            spec=spec,
+            cut=measured.cut,
+            fresh_gradients=self.settings.fresh_grads,
+        )
 
     def solve(
         self, limit: int | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
@@ -170,6 +188,7 @@ class Planner:
         if not spec.model.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return self.model.core.forward(*args, **kwargs)
         self._make_ready(spec, value)
+        self._gradients.notice(self.in_use, partial(self._plan_for_kept_gradients, value))
         try:
             return self._run_planned(value)
         except PlanMismatchError:
@@ -184,7 +203,10 @@ class Planner:
         plan = self.in_use
         assert plan.sequence is not None
         self._forwards.warn_if_too_many(plan, self.model)
-        output = plan.source.run(plan.cut, plan.sequence, value, preserve_rng_state=self.settings.preserve_rng_state)
+        preserve_rng_state = self.settings.preserve_rng_state
+        with self._steps.watched(plan, value, in_flight=self._forwards.in_flight) as forward_returned:
+            output = plan.source.run(plan.cut, plan.sequence, value, preserve_rng_state=preserve_rng_state)
+            forward_returned(output)
         self._forwards.watch(output, plan)
         return output
 
@@ -245,6 +267,14 @@ class Planner:
             _log.warning("%s: the input is %s", why, describe(spec.input))
         self._measure(value)
 
+    def _plan_for_kept_gradients(self, value: Any) -> None:
+        """Measure and solve for gradients that are kept between steps; InfeasibleError if no plan has room for them."""
+        self.settings.fresh_grads = False
+        self.plans.keep_only_in_use()
+        with self.plans.kept_on_error():
+            self._measure(value)
+            agree(self.in_use, self.model)
+
     def _revive(self, plan: StepPlan) -> None:
         """A plan that waited is in use again: it is solved again if anything has changed that it depends on."""
         grown = self.model.with_gradients_left_over(plan.budget, self.model.device_of(plan.input_spec))
@@ -258,7 +288,7 @@ class Planner:
             make_room_for_optimizer(self.plans, self.model, cost)
 
     def adopt(self, file: Plan) -> None:
-        """Event 7: follow a plan from a file. PlanMismatchError if it was made for another model."""
+        """Event 8: follow a plan from a file. PlanMismatchError if it was made for another model."""
         file.refuse_other(model=model_fingerprint(self.model.core))
         self.plans.in_use = StepPlan.adopted(file, self._blank)
         if self.settings.mem_limit is None and file.limited:
@@ -270,7 +300,7 @@ class Planner:
                 _log.warning("%s", error)
 
     def copied(self) -> Planner:
-        """Event 8: a planner for a copy of the model. It refers to this model until that is copied along with it."""
+        """Event 9: a planner for a copy of the model. It refers to this model until that is copied along with it."""
         twin = Planner(self.model.whole, self.model.core, replace(self.settings))
         twin.plans = self.plans.copied(twin._blank)
         return twin

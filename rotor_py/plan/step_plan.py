@@ -52,6 +52,12 @@ class StepPlan:
     """the sequence to go on with, beyond the limit, where an optimizer that came late leaves no room for any plan"""
     solved_with: tuple[int | str | None, int] | None = None
     """`Settings.solved_with` when the sequence was found"""
+    fresh_gradients: bool = False
+    """whether gradients are freed between steps"""
+    watched: Sequence | None = None
+    """the sequence of the last step that was watched to its end"""
+    overruns: int = 0
+    """how many steps were found to take more than the limit"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +68,16 @@ class StepPlan:
         """The plan that a file says. PlanMismatchError if it was made for another model."""
         costs = file.costs
         cut = source.adopt(file)
-        return cls(source, costs.measurement, costs.budget, spec=None, cut=cut, file=file, sequence=file.sequence)
+        return cls(
+            source,
+            costs.measurement,
+            costs.budget,
+            spec=None,
+            cut=cut,
+            file=file,
+            sequence=file.sequence,
+            fresh_gradients=file.fresh_grads,
+        )
 
     def compare_with_file(self, spec: StepSpec, value: Any, model: TrainedModel) -> None:
         """PlanMismatchError if a step on `value` is not the file's. Only what has changed is looked at again."""

@@ -50,6 +50,10 @@ class StepPlans:
                 in_use.restore_effects()
             raise
 
+    def keep_only_in_use(self) -> None:
+        """Forget the plans that wait: what they were made with is not so."""
+        self._waiting = []
+
     def turn_to(self, spec: StepSpec, revived: Callable[[StepPlan], None]) -> bool:
         """Have the plan for steps like `spec` in use; False if there is none. `revived` is called with one that waited.
 
