@@ -32,7 +32,7 @@ class Settings:
     granularity: int = 100
     process_group: ProcessGroup | None = None
     by_hand: ByHand | None = None
-    watch: bool = False
+    watch: bool | None = None
 
     def __post_init__(self) -> None:
         """TypeError if `optimizer` is no optimizer: its class, for example."""

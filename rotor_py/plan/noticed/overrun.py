@@ -16,6 +16,8 @@ from rotor_py.units import format_bytes
 from rotor_solver import InfeasibleError
 
 _log = logging.getLogger("rotor_py")
+_WORTH_SAYING = 10
+"""A cause is named if it makes at least this part of what is over the limit. A guess: it is for the reader."""
 
 
 def account_for(loss: Phase, peak_bytes: int, plan: StepPlan, model: TrainedModel) -> None:
@@ -41,7 +43,9 @@ def account_for(loss: Phase, peak_bytes: int, plan: StepPlan, model: TrainedMode
     if plan.file is None:
         plan.budget, plan.measurement = budget, measurement
     if peak > limit:
-        causes = _of_loss(found, planned) if found != planned else "", _of_others(other, limit) if other else ""
+        least = (peak - limit) / _WORTH_SAYING
+        more = found.temp_bytes - planned.temp_bytes + kept
+        causes = _of_loss(found, planned) if more > least else "", _of_others(other, limit) if other > least else ""
         remedy = _plan_again(plan, model)
         _log.warning(
             "a training step of %s takes %s (%d bytes), and the limit is %s (%d bytes).%s%s %s",

@@ -70,12 +70,13 @@ class WatchedSteps:
             raise
 
     def _begin(self, plan: StepPlan, value: Any) -> StepWatch | None:
-        if plan.unlimited(self._model.settings) or plan.overruns > _MOST_OVERRUNS:
+        asked = self._model.settings.watch
+        if asked is False or plan.unlimited(self._model.settings) or plan.overruns > _MOST_OVERRUNS:
             return None
         device = self._model.device_of(plan.input_spec)
         present_bytes = 0
         if device.type == "cpu":
-            if plan.watched is plan.sequence and not self._model.settings.watch:
+            if plan.watched is plan.sequence and not asked:
                 return None
             present_bytes = self._present_bytes(plan, value, device)
         return watch_step(device, present_bytes, self._model.limit_bytes(device))
