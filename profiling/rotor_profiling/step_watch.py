@@ -10,13 +10,14 @@ backward, a loss runs that nobody passed in. So a watch is started, marked and s
 #
 #  1. It is PyTorch's older profiler. The newer one, which the meters use, has one session for the whole process: a
 #     second one in another thread ends in a segmentation fault. The older one belongs to its thread, and changes
-#     nothing of what runs: no operator, no mode, no compiled function. An operator takes some 10 µs longer.
+#     nothing of what runs: no operator, no mode, no compiled function. An operator takes some 20 µs longer.
 #  2. A thread has one profiler. If there is one already, nothing is watched. If another is about to start, a meter of
 #     ours or the user's own, the watch gives way, and has seen nothing.
-#  3. It is stopped where it was started: in the same thread, and not inside of autograd's engine, which puts back the
-#     profiler of the thread after every node.
-#  4. A free has a size and no address. What an earlier watch saw allocated, and this one sees freed, has to be in
-#     `present_bytes`, or else it is missing from all sums after its end.
+#  3. It is stopped where it was started: in the same thread, and not inside of autograd's engine, which puts the
+#     profiler of the thread back after every node.
+#  4. A free has a size and no address, so that of a block which is older counts as any other, if it is reported: where
+#     an earlier profiler saw a block at that address. If such a block is in `present_bytes`, it has to come from an
+#     earlier watch, or it must not be freed. Of others that are freed, the sums are too small from then on.
 """
 
 from __future__ import annotations
@@ -158,12 +159,13 @@ def _split(threads: list[list[Any]], present_bytes: int) -> dict[str, Phase]:
 
 def _events(threads: list[list[Any]]) -> Iterator[tuple[str, int]]:
     """(mark or "", bytes) of every mark and every allocation (+) or free (-)."""
-    # Marks are made in one thread, which is the one that trains. Others, if there are any, only help it.
-    for events in sorted(threads, key=lambda events: not any(event.name().startswith(_MARK) for event in events)):
+    # One list, as a rule. Another thread that autograd had work for the first one comes after it, for want of a clock.
+    for events in threads:
         for event in events:
-            if event.kind() == "memory_alloc":
+            kind = event.kind()
+            if kind == "memory_alloc":
                 yield "", event.cpu_memory_usage()
-            elif event.kind() == "push" and event.name().startswith(_MARK):
+            elif kind == "push" and event.name().startswith(_MARK):
                 yield event.name(), 0
 
 

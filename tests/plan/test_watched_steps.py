@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling import measured_peak
+from rotor_profiling import StepWatch, measured_peak, watch_step
 from rotor_py import Checkpointable
+from rotor_py.plan.noticed import watched_steps
 from rotor_py.trials.verification import verify
 from tests.checkpointable.steps import CPU, between
 from tests.execute.training import assert_same
@@ -245,15 +246,48 @@ def test_a_step_over_the_limit_after_it_was_planned_again_is_told_of_once_more(
 
 
 def test_outputs_of_earlier_steps_do_not_hide_what_a_step_takes(caplog: pytest.LogCaptureFixture) -> None:
-    planned = planned_for(watch=True)
-    planned.compute_sequence("1GB")
+    planned = planned_for(loss=loss, watch=True)
     output = None
-    for _ in range(3):  # the output of one step is let go of in the next one, after its forward
-        output = planned(WORDS)
-        loss(output).backward()
+    for number in range(2):  # the output of one step is let go of in the next one, after its forward
         planned.zero_grad()
-    least = planned.budget.peak_bytes(planned.sequence)
-    assert peak_of(planned) <= least
+        output = planned(WORDS)
+        extra = torch.zeros(output.numel() // 2 * number)
+        loss(output).backward()
+        del extra
+        assert len(said_in(caplog)) == number
+
+
+@pytest.mark.parametrize("first_watched", [False, True])
+def test_gradients_that_are_freed_after_the_forward_do_not_count_twice(
+    first_watched: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])  # gradients are most of what it takes
+    row = torch.ones(1, 256)
+    planned = Checkpointable(model, watch=first_watched)
+    planned.measure(row)
+    planned.compute_sequence(between(planned, 1.0))
+    planned(row).mean().backward()
+    planned.watch = True
+    for _ in range(2):
+        output = planned(row)
+        planned.zero_grad()
+        output.mean().backward()
+    assert said_in(caplog) == []
+
+
+def test_a_first_step_is_seen_as_those_that_find_an_optimizer_state(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    row = torch.ones(1, 256)
+    planned = Checkpointable(model, fresh_grads=True, optimizer=torch.optim.AdamW(model.parameters()))
+    planned.measure(row)
+    planned.compute_sequence(between(planned, 1.0))
+    state = planned.budget.fixed.optimizer
+    held: list[torch.Tensor] = []
+    model[0].weight.register_hook(lambda gradient: held.append(torch.zeros(state // 5)))
+    planned(row).mean().backward()
+    (said,) = said_in(caplog)
+    assert "more are held than was known" in said
+    assert held[0].nbytes < state  # there was room for it in this step
 
 
 def test_what_is_held_beside_the_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -399,10 +433,21 @@ def test_a_compiled_loss_is_compiled_while_it_is_watched(caplog: pytest.LogCaptu
     assert len(said_in(caplog)) == 1
 
 
-def test_several_forwards_of_a_step_are_not_taken_for_one(caplog: pytest.LogCaptureFixture) -> None:
-    planned = planned_for(loss=loss)
+def test_several_forwards_of_a_step_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, started = planned_for(loss=loss, watch=True), []
+
+    def counted(*args: Any) -> StepWatch | None:
+        started.append(args)
+        return watch_step(*args)
+
+    monkeypatch.setattr(watched_steps, "watch_step", counted)
     (loss(planned(WORDS)) + loss(planned(WORDS))).backward()
-    assert not [said for said in said_in(caplog) if "a training step of" in said]
+    assert len(started) == 1  # and that one was stopped when the second forward came
+    assert not listening()
+    assert planned._planner.in_use.watched is None
+    step(planned)
+    assert len(started) == 2
+    assert planned._planner.in_use.watched is planned.sequence
 
 
 # Gradients that are kept, although fresh_grads=True.

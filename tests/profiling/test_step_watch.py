@@ -45,16 +45,6 @@ def test_phases_are_those_of_a_meter() -> None:
     assert watch.stop() is None
 
 
-def test_tensors_that_are_older_do_not_count() -> None:
-    older = kilobytes(4)
-    watch = watch_step(CPU, 0, 0)
-    assert watch is not None
-    newer = kilobytes(1)
-    del older
-    assert watch.stop() == {"": Phase(0, 1024, 1024)}
-    del newer
-
-
 def test_a_backward_is_seen() -> None:
     leaf = kilobytes(1).requires_grad_()
     watch = watch_step(CPU, 0, 0)

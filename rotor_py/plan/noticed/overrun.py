@@ -20,14 +20,13 @@ _WORTH_SAYING = 10
 """A cause is named if it makes at least this part of what is over the limit. A guess: it is for the reader."""
 
 
-def account_for(loss: Phase, peak_bytes: int, plan: StepPlan, model: TrainedModel) -> None:
-    """Count what a step by `plan` has shown: its peak, and the phase from its forward to the gradient of its output.
+def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel) -> None:
+    """Count what a step by `plan` has shown, in bytes: its peak, and `loss`, the phase that follows its forward.
 
     Where the limit has no room for that, the plan is solved again, once, and a line in the log says what was found. If
     no plan has room, or if it is not ours to change, the line is a warning, and training goes on beyond the limit.
     """
     planned = plan.measurement.loss
-    limit = model.limit_bytes(model.device_of(plan.input_spec))
     found = _cost(loss, planned, plan.budget.chain.activation[-1])
     if found == planned and peak_bytes <= limit:
         return
