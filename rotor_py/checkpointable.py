@@ -75,7 +75,7 @@ class Checkpointable(Transparent):
             DistributedDataParallel, around this or inside it, it is known.
         watch: which steps are watched, from the forward to the end of the backward. What such a step takes beyond the
             limit, in a loss that was not given for example, is planned for, and told of in one line of the log. None:
-            every step on CUDA, where it costs nothing; on the CPU, where PyTorch's profiler runs meanwhile, the first
+            every step on CUDA, where counters are read; on the CPU, where PyTorch's profiler runs meanwhile, the first
             one by each plan. True: every step; False: none.
         level: checkpoint by hand instead: every module of this level (`assign_levels`) is run again from its input.
         every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).

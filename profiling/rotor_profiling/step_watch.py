@@ -5,7 +5,7 @@ backward, a loss runs that nobody passed in. So a watch is started, marked and s
 
 # Note [Listening to the CPU's allocator while the caller's code runs]
 #
-# On CUDA a watch reads counters, and costs nothing. The CPU's allocator has none: it reports to the profiler of the
+# On CUDA a watch reads counters. The CPU's allocator has none: it reports to the profiler of the
 # thread. That profiler stays on in code that is not ours, so it must not stand in anybody's way.
 #
 #  1. It is PyTorch's older profiler. The newer one, which the meters use, has one session for the whole process: a
