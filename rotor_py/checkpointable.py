@@ -80,6 +80,10 @@ class Checkpointable(Transparent):
         granularity: the most stages into which a captured graph is cut.
         process_group: the processes that train this model together and have to follow one plan. With
             DistributedDataParallel, around this or inside it, it is known.
+        watch: which steps are watched, from the forward to the end of the backward. What such a step takes beyond the
+            limit, in a loss that was not given for example, is planned for, and told of in one line of the log. None:
+            every step on CUDA, where counters are read; on the CPU, where PyTorch's profiler runs meanwhile, the first
+            one by each plan. True: every step; False: none.
         level: checkpoint by hand instead: every module of this level (`assign_levels`) is run again from its input.
         every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
         max_checkpoints: with `every_n_layers`, the most inputs that are kept.
@@ -101,6 +105,7 @@ class Checkpointable(Transparent):
     loss_tmp_memory_usage = Setting[int]()
     progress = Setting[Progress | None]()
     forwards_in_flight = Setting[int]()
+    watch = Setting[bool | None]()
 
     def __init__(
         self,
@@ -120,6 +125,7 @@ class Checkpointable(Transparent):
         progress: Progress | None = None,
         granularity: int = 100,
         process_group: ProcessGroup | None = None,
+        watch: bool | None = None,
         level: int | None = None,
         every_n_layers: int | None = None,
         max_checkpoints: int | None = None,
@@ -142,6 +148,7 @@ class Checkpointable(Transparent):
             process_group=process_group,
             forwards_in_flight=forwards_in_flight,
             by_hand=ByHand.asked_for(level, every_n_layers, max_checkpoints),
+            watch=watch,
         )
         super().__init__(model)
         self.__dict__["_planner"] = Planner(model, core_of(model), settings)

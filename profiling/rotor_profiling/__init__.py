@@ -9,6 +9,7 @@ from rotor_profiling.stage.gradients import Layouts, leaves_of
 from rotor_profiling.stage.kind import stage_kind, value_kind
 from rotor_profiling.stage.layouts import loss_layouts, stage_layouts
 from rotor_profiling.step import measured_curve, measured_peak, measured_phases
+from rotor_profiling.step_watch import StepWatch, watch_step
 from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Phase",
     "RandomState",
     "StageCost",
+    "StepWatch",
     "UnknownOptimizerError",
     "UnusableLossError",
     "bytes_like",
@@ -39,4 +41,5 @@ __all__ = [
     "tensors_in",
     "together",
     "value_kind",
+    "watch_step",
 ]

@@ -66,8 +66,6 @@ class Budget:
         if forwards == self.forwards:
             return self
         assert forwards > 1
-        carried = sum(each.nbytes for each in measurement.carried)
-        loss = measurement.loss
         returned = measurement.stages[-1].activation_bytes + measurement.held_bytes
         return replace(
             self,
@@ -75,9 +73,14 @@ class Budget:
             chain=measurement.chain(fresh_gradients=False),
             stepping_bytes=forwards * (measurement.input_bytes + returned),
             forwards=forwards,
-            # How much of what the loss needs it keeps for its backward is not known.
-            held_beside=self.fixed.batch + carried + measurement.held_bytes + loss.kept_bytes + loss.temp_bytes,
+            held_beside=self._held_beside(measurement),
         )
+
+    def _held_beside(self, measurement: Measurement) -> int:
+        """What a forward in flight holds beside its chain."""
+        loss, carried = measurement.loss, sum(each.nbytes for each in measurement.carried)
+        # How much of what the loss needs it keeps for its backward is not known: all of it counts.
+        return self.fixed.batch + carried + measurement.held_bytes + loss.kept_bytes + loss.temp_bytes
 
     @property
     def optimizer_peak_bytes(self) -> int:
@@ -188,6 +191,13 @@ class Budget:
         """The same budget, with room for all gradients that are there now."""
         gradients = max(self.fixed.gradients, kept_gradient_bytes(model, device, fresh=fresh))
         return replace(self, fixed=replace(self.fixed, gradients=gradients))
+
+    def with_found(self, measurement: Measurement, more_bytes: int, *, fresh_gradients: bool) -> Budget:
+        """The same budget, now that `measurement` says more of the chain, and `more_bytes` are held all the time."""
+        found = replace(self, fixed=replace(self.fixed, other=self.fixed.other + more_bytes))
+        if self.forwards > 1:
+            fresh_gradients, found = False, replace(found, held_beside=self._held_beside(measurement))
+        return replace(found, chain=measurement.chain(fresh_gradients=fresh_gradients))
 
     def split(self) -> str:
         """The fixed part in words."""

@@ -25,14 +25,20 @@
 #     one is found. If there is none, training goes on with the old one, beyond the limit, and a warning says so. Where
 #     several processes train the model, each notices its own optimizer, so they solve together at the next forward.
 #     Sequences by hand stay, and so do those from a file.
-#  7. A plan file is adopted, if it was made for such a model. Costs and sequence are those of the file. → solved. The
+#  7. A step shows more than was known (`noticed`). Gradients that are there when a forward begins, although they were
+#     said to be freed, are planned for before it runs: event 1 and 2. What the loss takes, or anything else outside of
+#     the model, shows when a watched step is over. It counts in the budget; where the limit has no room for it, another
+#     sequence is found, once for each plan, and a line in the log says so. As with an optimizer, training goes on
+#     beyond the limit, with a warning, if there is none. So it does where processes train together, or where sequences
+#     are by hand or from a file.
+#  8. A plan file is adopted, if it was made for such a model. Costs and sequence are those of the file. → solved. The
 #     first forward compares model and input with the file, as does a forward after a change of the model or on a larger
 #     input; processes compare their sequences. → agreed
-#  8. A forward arrives while others are in flight, more than the plan has room for. It follows a sequence of its own if
+#  9. A forward arrives while others are in flight, more than the plan has room for. It follows a sequence of its own if
 #     one fits beside them, else that of the plan, and a warning says what the step takes. As soon as none is in flight,
 #     a sequence is found that leaves room for so many; if there is none, training goes on beyond the limit, and a
 #     warning says so. Several processes only warn: they cannot know what is in flight in the others.
-#  9. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
+# 10. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
 #
 # The model is in training mode in events 1 and 5, and when a file is made of a plan: the caller sees to it. In all
 # threads of a process, one planner at a time measures or solves (`planning_lock`).
@@ -44,6 +50,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +60,11 @@ from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
-from rotor_py.plan.forwards import Forwards
 from rotor_py.plan.input_spec import describe
-from rotor_py.plan.optimizers import noticed_cost, wait_for_optimizers
+from rotor_py.plan.noticed.forwards import Forwards
+from rotor_py.plan.noticed.kept_gradients import KeptGradients
+from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
+from rotor_py.plan.noticed.watched_steps import WatchedSteps
 from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.saved.fingerprint import model_fingerprint
 from rotor_py.plan.saved.plan import Plan
@@ -90,6 +99,8 @@ class Planner:
         self._blank = source_of(core, settings.granularity)
         self._refusals = Refusals()
         self._forwards = Forwards()
+        self._gradients = KeptGradients(self.model)
+        self._steps = WatchedSteps(self.model)
         self._grown = 0
         """how often a plan was made for an input that no plan covered"""
         self.wait_for_optimizers()
@@ -145,7 +156,14 @@ class Planner:
         budget = self.model.budget(measured, device, noticed_cost(self))
         # Capturing may have changed the model: buffers and modules that its first forward makes.
         spec = replace(spec, model=ModelState.of(self.model.core))
-        plan = StepPlan(source, measured.measurement, budget, spec=spec, cut=measured.cut)
+        plan = StepPlan(
+            source,
+            measured.measurement,
+            budget,
+            spec=spec,
+            cut=measured.cut,
+            fresh_gradients=self.settings.fresh_grads,
+        )
         self.plans.take_up(plan, spec.model)
 
     def solve(
@@ -180,6 +198,7 @@ class Planner:
         if not spec.model.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return self.model.core.forward(*args, **kwargs)
         self._make_ready(spec, value)
+        self._gradients.notice(self.in_use, partial(self._plan_for_kept_gradients, value))
         try:
             return self._run_planned(value)
         except PlanMismatchError:
@@ -216,7 +235,10 @@ class Planner:
         assert plan.sequence is not None
         flying = self._forwards.in_flight()
         sequence = self._forwards.sequence_beside(flying, plan, self.model) if flying else plan.sequence
-        output = plan.source.run(plan.cut, sequence, value, preserve_rng_state=self.settings.preserve_rng_state)
+        preserve_rng_state = self.settings.preserve_rng_state
+        with self._steps.watched(plan, value, in_flight=bool(flying)) as forward_returned:
+            output = plan.source.run(plan.cut, sequence, value, preserve_rng_state=preserve_rng_state)
+            forward_returned(output)
         self._forwards.watch(output, plan, sequence, self.model)
         return output
 
@@ -246,7 +268,7 @@ class Planner:
         self._plan_for(spec, value)
 
     def _make_room_for_forwards(self, plan: StepPlan) -> None:
-        """Event 8. Where several processes have to plan together, they do so for as many forwards as they were told."""
+        """Event 9. Where several processes have to plan together, they do so for as many forwards as they were told."""
         more = plan.most_in_flight > plan.budget.forwards and plan.found_for(self.settings) and self.model.alone
         if more and not self._forwards.in_flight():
             make_room_for_forwards(plan, self.model)
@@ -285,6 +307,14 @@ class Planner:
             _log.warning("%s: the input is %s", why, describe(spec.input))
         self._measure(value)
 
+    def _plan_for_kept_gradients(self, value: Any) -> None:
+        """Measure and solve for gradients that are kept between steps; InfeasibleError if no plan has room for them."""
+        self.settings.fresh_grads = False
+        self.plans.keep_only_in_use()
+        with self.plans.kept_on_error():
+            self._measure(value)
+            agree(self.in_use, self.model)
+
     def _revive(self, plan: StepPlan) -> None:
         """A plan that waited is in use again: it is solved again if anything has changed that it depends on."""
         grown = self.model.with_gradients_left_over(plan.budget, self.model.device_of(plan.input_spec))
@@ -298,7 +328,7 @@ class Planner:
             make_room_for_optimizer(self.plans, self.model, cost)
 
     def adopt(self, file: Plan) -> None:
-        """Event 7: follow a plan from a file. PlanMismatchError if it was made for another model."""
+        """Event 8: follow a plan from a file. PlanMismatchError if it was made for another model."""
         file.refuse_other(model=model_fingerprint(self.model.core))
         self.plans.in_use = StepPlan.adopted(file, self._blank)
         if self.settings.mem_limit is None and file.limited:
@@ -310,7 +340,7 @@ class Planner:
                 _log.warning("%s", error)
 
     def copied(self) -> Planner:
-        """Event 9: a planner for a copy of the model. It refers to this model until that is copied along with it."""
+        """Event 10: a planner for a copy of the model. It refers to this model until that is copied along with it."""
         twin = Planner(self.model.whole, self.model.core, replace(self.settings))
         twin.plans = self.plans.copied(twin._blank)
         return twin

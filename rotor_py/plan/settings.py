@@ -33,6 +33,7 @@ class Settings:
     process_group: ProcessGroup | None = None
     by_hand: ByHand | None = None
     forwards_in_flight: int = 1
+    watch: bool | None = None
 
     def __post_init__(self) -> None:
         """TypeError if `optimizer` is no optimizer: its class, for example.

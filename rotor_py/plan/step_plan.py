@@ -56,6 +56,12 @@ class StepPlan:
     """the sequence that was found; another one in use is one that the user set"""
     most_in_flight: int = 1
     """the most forwards that were in flight at once when one of them followed this plan"""
+    fresh_gradients: bool = False
+    """whether gradients are freed between steps"""
+    watched: Sequence | None = None
+    """the sequence of the last step that was watched to its end"""
+    overruns: int = 0
+    """how many steps were found to take more than the limit"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +72,16 @@ class StepPlan:
         """The plan that a file says. PlanMismatchError if it was made for another model."""
         costs = file.costs
         cut = source.adopt(file)
-        return cls(source, costs.measurement, costs.budget, spec=None, cut=cut, file=file, sequence=file.sequence)
+        return cls(
+            source,
+            costs.measurement,
+            costs.budget,
+            spec=None,
+            cut=cut,
+            file=file,
+            sequence=file.sequence,
+            fresh_gradients=file.fresh_grads,
+        )
 
     def compare_with_file(self, spec: StepSpec, value: Any, model: TrainedModel) -> None:
         """PlanMismatchError if a step on `value` is not the file's. Only what has changed is looked at again."""

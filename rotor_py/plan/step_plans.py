@@ -53,6 +53,10 @@ class StepPlans:
                 in_use.restore_effects()
             raise
 
+    def keep_only_in_use(self) -> None:
+        """Forget the plans that wait: what they were made with is not so."""
+        self._waiting = []
+
     def turn_to(self, spec: StepSpec, covers: Callable[[StepPlan], bool], revived: Callable[[StepPlan], None]) -> bool:
         """Have a plan for steps like `spec` in use, one that `covers` its input if possible; False if there is none.
 

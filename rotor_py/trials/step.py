@@ -56,6 +56,7 @@ class TrainingStep:
     def taken(self, network: Network) -> Iterator[int]:
         """The measured peak of a step, in bytes; inside the context, gradients and buffers are those after the step."""
         with self._restored():
+            self._clear()
             self._train(network)  # the first step makes gradients and optimizer state, which all others find
         with self._restored():
             self._clear()

@@ -32,7 +32,7 @@ def assert_as_predicted(planned: Checkpointable, batch, limit: int, optimizer=No
     assert planned.budget is not None
     assert planned.sequence is not None
     predicted = planned.budget.peak_bytes(planned.sequence)
-    step_peak(planned, batch, optimizer)  # gradients and optimizer state come to be
+    step_peak(planned, batch, optimizer, fresh_grads=fresh_grads)  # gradients and optimizer state come to be
     measured = step_peak(planned, batch, optimizer, fresh_grads=fresh_grads)
     assert measured <= predicted <= limit
     assert measured >= 0.98 * predicted

@@ -1,0 +1,200 @@
+"""Bytes of a training step that runs in the caller's own code, phase by phase.
+
+A meter (`memory.py`) encloses what it measures. A step cannot be enclosed: between our forward and the end of the
+backward, a loss runs that nobody passed in. So a watch is started, marked and stopped from wherever control comes by.
+
+# Note [Listening to the CPU's allocator while the caller's code runs]
+#
+# On CUDA a watch reads counters. The CPU's allocator has none: it reports to the profiler of the
+# thread. That profiler stays on in code that is not ours, so it must not stand in anybody's way.
+#
+#  1. It is PyTorch's older profiler. The newer one, which the meters use, has one session for the whole process: a
+#     second one in another thread ends in a segmentation fault. The older one belongs to its thread, and changes
+#     nothing of what runs: no operator, no mode, no compiled function. An operator takes some 20 µs longer.
+#  2. A thread has one profiler. If there is one already, nothing is watched. If another is about to start, a meter of
+#     ours or the user's own, the watch gives way, and has seen nothing.
+#  3. It is stopped where it was started: in the same thread, and not inside of autograd's engine, which puts the
+#     profiler of the thread back after every node.
+#  4. A free has a size and no address, so that of a block which is older counts as any other, if it is reported: where
+#     an earlier profiler saw a block at that address. If such a block is in `present_bytes`, it has to come from an
+#     earlier watch, or it must not be freed. Of others that are freed, the sums are too small from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from rotor_profiling.memory import Phase
+
+_MARK = "rotor_profiling.watch:"
+
+
+class StepWatch(Protocol):
+    """A watch that runs. What comes before the first mark is the phase `""`."""
+
+    def mark(self, name: str) -> None:
+        """Begin the phase `name`."""
+
+    def stop(self) -> dict[str, Phase] | None:
+        """End the last phase. All phases in bytes of the whole device; None if the watch had to give way.
+
+        Stopped twice, it has nothing to say the second time.
+        """
+
+
+def watch_step(device: torch.device, present_bytes: int, limit_bytes: int) -> StepWatch | None:
+    """Watch what is allocated on `device` from now on; None if that cannot be done now.
+
+    `present_bytes` is what is there already; on CUDA it is not needed. A peak there is exact if it is higher than all
+    that were before. Else it is what was held at the phase's ends, which is less than the truth, and no more than the
+    highest peak before. If that was above `limit_bytes`, it would hide what is to be seen, and is reset.
+    """
+    if device.type == "cuda":
+        return _CudaWatch(device, limit_bytes)
+    if device.type != "cpu" or not _can_listen():
+        return None
+    return _CpuWatch(present_bytes)
+
+
+class _CpuWatch:
+    def __init__(self, present_bytes: int) -> None:
+        self._present_bytes = present_bytes
+        self._thread = threading.get_ident()
+        self._listens = True
+        _enable(_config())
+        _in_thread.watch = self
+
+    def mark(self, name: str) -> None:
+        if self._listens and threading.get_ident() == self._thread:
+            # An event among the allocations, so that they are in one order.
+            with torch.autograd.profiler.record_function(_MARK + name):
+                pass
+
+    def stop(self) -> dict[str, Phase] | None:
+        # Rule 3. In another thread, the profiler goes on until its own comes by, at the next watch or meter.
+        if not self._listens or threading.get_ident() != self._thread:
+            return None
+        self._listens, _in_thread.watch = False, None
+        return _split(_disable(), self._present_bytes)
+
+
+class _InThread(threading.local):
+    watch: _CpuWatch | None = None
+
+
+_in_thread = _InThread()
+
+
+def give_way() -> None:
+    """Stop the watch of this thread, if there is one."""
+    if _in_thread.watch is not None:
+        _in_thread.watch.stop()
+
+
+def _can_listen() -> bool:
+    # Private functions of torch. Where they are missing, nothing is watched.
+    functions = (torch.autograd, "_enable_profiler_legacy"), (torch.autograd, "_disable_profiler_legacy")
+    if not all(hasattr(*each) for each in (*functions, (torch.autograd.profiler, "_run_on_profiler_start"))):
+        return False
+    # Not inside of a backward (Rule 3): there, a forward runs as a recomputation.
+    if torch.autograd._profiler_enabled() or torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined] # private
+        return False
+    _have_profilers_announced()
+    return True
+
+
+@functools.cache
+def _have_profilers_announced() -> None:
+    """Give way to any profiler that starts from now on (Rule 2), and in processes that are forked."""
+    # Each calls this function of torch right before it starts. If the older one was still on, it would raise an error.
+    profiler: Any = torch.autograd.profiler
+    started = profiler._run_on_profiler_start
+
+    @functools.wraps(started)
+    def announced() -> None:
+        give_way()
+        started()
+
+    profiler._run_on_profiler_start = announced
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=give_way)
+
+
+def _config() -> Any:
+    """As `torch.autograd.profiler_legacy` has it, which warns that it is old and parses all events when it stops."""
+    kinds: Any = torch.autograd
+    shapes, memory, stack, flops, modules = False, True, False, False, False
+    experimental = torch._C._profiler._ExperimentalConfig()
+    return kinds.ProfilerConfig(kinds.ProfilerState.CPU, shapes, memory, stack, flops, modules, experimental)
+
+
+def _enable(config: Any) -> None:
+    torch.autograd._enable_profiler_legacy(config)  # type: ignore[attr-defined] # private
+
+
+def _disable() -> list[list[Any]]:
+    """The events of all threads that worked for this one."""
+    found: list[list[Any]] = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined] # private
+    return found
+
+
+def _split(threads: list[list[Any]], present_bytes: int) -> dict[str, Phase]:
+    phases: dict[str, Phase] = {}
+    name, start, peak, held = "", present_bytes, present_bytes, present_bytes
+    for mark, size in _events(threads):
+        if mark:
+            phases[name] = Phase(start, peak, held)
+            name, start, peak = mark.removeprefix(_MARK), held, held
+        held += size
+        peak = max(peak, held)
+    phases[name] = Phase(start, peak, held)
+    return phases
+
+
+def _events(threads: list[list[Any]]) -> Iterator[tuple[str, int]]:
+    """(mark or "", bytes) of every mark and every allocation (+) or free (-)."""
+    # One list, as a rule. Another thread that autograd had work for the first one comes after it, for want of a clock.
+    for events in threads:
+        for event in events:
+            kind = event.kind()
+            if kind == "memory_alloc":
+                yield "", event.cpu_memory_usage()
+            elif kind == "push" and event.name().startswith(_MARK):
+                yield event.name(), 0
+
+
+class _CudaWatch:
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        self._device = device
+        self._phases: dict[str, Phase] | None = {}
+        self._name = ""
+        held, peak = _counters(device)
+        if peak > limit_bytes:
+            torch.cuda.reset_peak_memory_stats(device)
+            peak = held
+        self._held, self._peak = held, peak
+
+    def mark(self, name: str) -> None:
+        if self._phases is None:
+            return
+        held, peak = _counters(self._device)
+        reached = peak if peak > self._peak else max(self._held, held)
+        self._phases[self._name] = Phase(self._held, reached, held)
+        self._name, self._held, self._peak = name, held, peak
+
+    def stop(self) -> dict[str, Phase] | None:
+        self.mark("")
+        phases, self._phases = self._phases, None
+        return phases
+
+
+def _counters(device: torch.device) -> tuple[int, int]:
+    """What PyTorch has handed out on `device`, now and at the most."""
+    found = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return found["current"], found["peak"]

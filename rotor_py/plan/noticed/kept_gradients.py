@@ -1,0 +1,66 @@
+"""Gradients that are there when a step begins, although they were said to be freed between steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.units import format_bytes
+from rotor_solver import InfeasibleError
+
+_log = logging.getLogger("rotor_py")
+
+
+class KeptGradients:
+    """Notices them before the forward, so that the first step that finds them stays inside the limit, too."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
+        self._known: tuple[object, ...] = ()
+        """the sequence and the limit that were looked at last"""
+
+    def notice(self, plan: StepPlan, plan_again: Callable[[], None]) -> None:
+        """Look whether a step by `plan`, which is about to begin, has room for gradients that are there already.
+
+        If not, `plan_again` is called, which raises InfeasibleError if no plan has, and a line in the log says so.
+        Where the plan is not ours to change, the line is a warning, and training goes on beyond the limit.
+        """
+        if not plan.fresh_gradients or plan.unlimited(self._model.settings):
+            return
+        parameters = self._model.core.parameters()
+        if not any(parameter.grad is not None and parameter.requires_grad for parameter in parameters):
+            return
+        assert plan.sequence is not None
+        # Together: the gradients that are there, and those that the plan has the backward make. No step takes more.
+        device = self._model.device_of(plan.input_spec)
+        kept = plan.budget.with_gradients_of(self._model.core, device, fresh=False)
+        limit = self._model.limit_bytes(device)
+        known = plan.sequence, limit
+        if self._known == known:
+            return
+        self._known = known
+        peak = kept.peak_bytes(plan.sequence)
+        if peak <= limit:
+            return
+        _log.warning(
+            "gradients of %s are there when a step begins, although fresh_grads=True says that they are freed between "
+            "steps. Beside them a step may take %s (%d bytes), and the limit is %s (%d bytes). Call zero_grad() before "
+            "the forward, or leave fresh_grads off. %s",
+            type(self._model.core).__name__, format_bytes(peak), peak, format_bytes(limit), limit,
+            self._remedy(plan, plan_again),
+        )  # fmt: skip
+
+    def _remedy(self, plan: StepPlan, plan_again: Callable[[], None]) -> str:
+        if plan.file is not None:
+            return "The plan is from a file, and stays as it is: training goes on, beyond the limit."
+        if self._model.settings.by_hand is not None:
+            return "The checkpoints are set by hand, and stay as they are: training goes on, beyond the limit."
+        if not self._model.alone:
+            return "Other processes follow the same plan, so it stays as it is: training goes on, beyond the limit."
+        try:
+            plan_again()
+        except InfeasibleError as error:
+            return f"Training goes on, beyond the limit: {error}"
+        return "It was planned again with gradients that are kept."

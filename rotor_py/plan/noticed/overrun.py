@@ -1,0 +1,96 @@
+"""What a step has really taken, compared with its plan; and another plan where it was more.
+
+What runs outside of the model, a loss above all, shows only while a step is watched.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from rotor_profiling import LossCost, Phase
+from rotor_py.plan.solving import solve
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.units import format_bytes
+from rotor_solver import InfeasibleError
+
+_log = logging.getLogger("rotor_py")
+_WORTH_SAYING = 10
+"""A cause is named if it makes at least this part of what is over the limit. A guess: it is for the reader."""
+
+
+def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel) -> None:
+    """Count what a step by `plan` has shown, in bytes: its peak, and `loss`, the phase that follows its forward.
+
+    Where the limit has no room for that, the plan is solved again, once, and a line in the log says what was found. If
+    no plan has room, or if it is not ours to change, the line is a warning, and training goes on beyond the limit.
+    """
+    planned = plan.measurement.loss
+    found = _cost(loss, planned, plan.budget.chain.activation[-1])
+    if found == planned and peak_bytes <= limit:
+        return
+    assert plan.sequence is not None
+    limit = max(limit, plan.budget.peak_bytes(plan.sequence))  # a plan may be beyond it, as was said when it was made
+    measurement = replace(plan.measurement, loss=found)
+    kept = found.kept_bytes - planned.kept_bytes
+    budget = plan.budget.with_found(measurement, kept, fresh_gradients=plan.fresh_gradients)
+    # What the loss does not explain is held by somebody, for as long as anyone can tell.
+    other = max(0, peak_bytes - budget.peak_bytes(plan.sequence)) if peak_bytes > limit else 0
+    budget = budget.with_found(measurement, other, fresh_gradients=plan.fresh_gradients)
+    peak = budget.peak_bytes(plan.sequence)
+    if plan.file is None:
+        plan.budget, plan.measurement = budget, measurement
+    if peak > limit:
+        least = (peak - limit) / _WORTH_SAYING
+        more = found.temp_bytes - planned.temp_bytes + kept
+        causes = _of_loss(found, planned) if more > least else "", _of_others(other, limit) if other > least else ""
+        remedy = _plan_again(plan, model)
+        _log.warning(
+            "a training step of %s takes %s (%d bytes), and the limit is %s (%d bytes).%s%s %s",
+            type(model.core).__name__, format_bytes(peak), peak, format_bytes(limit), limit, *causes, remedy,
+        )  # fmt: skip
+
+
+def _cost(loss: Phase, planned: LossCost, gradient_bytes: int) -> LossCost:
+    """What the loss needs, as `measure_loss` counts: the chain has the gradient of the output by itself."""
+    return replace(
+        planned,
+        temp_bytes=max(planned.temp_bytes, loss.rise - gradient_bytes),
+        kept_bytes=max(planned.kept_bytes, loss.kept - gradient_bytes),
+    )
+
+
+def _of_loss(found: LossCost, planned: LossCost) -> str:
+    need, room = found.temp_bytes, planned.temp_bytes
+    return (
+        f" Its loss needs {format_bytes(need)} beyond the gradient of the output, where {format_bytes(room)} were "
+        f"planned for: pass it as loss=, or loss_tmp_memory_usage={need}, so that it counts from the start."
+    )
+
+
+def _of_others(size: int, limit: int) -> str:
+    return (
+        f" {format_bytes(size)} more are held than was known, such as other inputs and outputs: let go of them, or "
+        f"write mem_limit={limit - size}."
+    )
+
+
+def _plan_again(plan: StepPlan, model: TrainedModel) -> str:
+    """Solve again, where that may be done; what came of it, in words."""
+    plan.overruns += 1
+    if plan.file is not None:
+        return "The plan is from a file, and stays as it is: training goes on, beyond the limit."
+    if model.settings.by_hand is not None:
+        return "The checkpoints are set by hand, and stay as they are: training goes on, beyond the limit."
+    if not model.alone:
+        # The others may have found nothing: they would not come to solve together, and all would wait.
+        return "Other processes follow the same plan, so it stays as it is: training goes on, beyond the limit."
+    if plan.overruns > 1:
+        return "It was planned again before, and the plan stays: training goes on, beyond the limit."
+    try:
+        sequence = solve(plan, model)
+    except InfeasibleError as error:
+        return f"Training goes on, beyond the limit: {error}"
+    peak = plan.budget.peak_bytes(sequence)
+    return f"It was planned again with that, and takes {format_bytes(peak)} ({peak} bytes) from now on."

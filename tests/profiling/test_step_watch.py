@@ -1,0 +1,139 @@
+"""A watch counts, phase by phase, what runs outside of any context of ours."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from rotor_profiling import Phase, memory_meter, watch_step
+from rotor_profiling.step_watch import give_way
+
+CPU = torch.device("cpu")
+KILO = 256
+"""Numbers of four bytes: a kilobyte."""
+
+
+def kilobytes(count: int) -> torch.Tensor:
+    return torch.empty(count * KILO)
+
+
+def test_phases_are_those_of_a_meter() -> None:
+    with memory_meter(CPU) as meter:
+        first = kilobytes(3)
+        meter.mark("loss")
+        second = kilobytes(5)
+        del second
+        third = kilobytes(1)
+        meter.mark("after")
+        del first, third
+    watch = watch_step(CPU, 100, 0)
+    assert watch is not None
+    first = kilobytes(3)
+    watch.mark("loss")
+    second = kilobytes(5)
+    del second
+    third = kilobytes(1)
+    watch.mark("after")
+    del first, third
+    phases = watch.stop()
+    assert phases is not None
+    moved = {name: Phase(100 + p.start, 100 + p.peak, 100 + p.end) for name, p in meter.phases.items()}
+    assert phases == moved
+    assert phases["loss"] == Phase(100 + 3072, 100 + 8192, 100 + 4096)
+    assert watch.stop() is None
+
+
+def test_a_backward_is_seen() -> None:
+    leaf = kilobytes(1).requires_grad_()
+    watch = watch_step(CPU, 0, 0)
+    assert watch is not None
+    value = (2 * leaf).exp().sum()
+    watch.mark("backward")
+    value.backward()
+    phases = watch.stop()
+    assert phases is not None
+    assert phases["backward"].peak >= phases["backward"].start + 1024
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_a_thread_has_one_profiler_and_a_watch_is_the_one_to_go() -> None:
+    with torch.profiler.profile():
+        assert watch_step(CPU, 0, 0) is None
+    watch = watch_step(CPU, 0, 0)
+    assert watch is not None
+    assert watch_step(CPU, 0, 0) is None
+    with memory_meter(CPU) as meter:
+        held = kilobytes(2)
+        meter.mark("")
+    assert meter.phases[""].end == 2048
+    assert watch.stop() is None
+    watch.mark("nothing")
+    del held
+
+
+def test_nothing_is_watched_inside_of_a_backward() -> None:
+    leaf, found = kilobytes(1).requires_grad_(), []
+    leaf.register_hook(lambda _: found.append(watch_step(CPU, 0, 0)))
+    leaf.sum().backward()
+    assert found == [None]
+
+
+def test_another_thread_cannot_stop_it_but_its_own_can() -> None:
+    watch = watch_step(CPU, 0, 0)
+    assert watch is not None
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: (watch.mark("other"), give_way(), found.append(watch.stop())))
+    thread.start()
+    thread.join()
+    assert found == [None]
+    held = kilobytes(1)
+    assert watch.stop() == {"": Phase(0, 1024, 1024)}
+    del held
+
+
+class Allocator:
+    """CUDA's counters, as far as a watch reads them."""
+
+    def __init__(self, held: int, peak: int) -> None:
+        self.held, self.peak, self.resets = held, peak, 0
+
+    def stats(self, device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
+        return {"allocated_bytes": {"all": {"current": self.held, "peak": self.peak}}}
+
+    def reset(self, device: torch.device) -> None:
+        self.peak, self.resets = self.held, self.resets + 1
+
+    def take(self, size: int, kept: int = 0) -> None:
+        self.peak = max(self.peak, self.held + size)
+        self.held += kept
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    made = Allocator(held=10, peak=50)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", made.stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", made.reset)
+    return made
+
+
+def test_cudas_counters_are_read_and_left_alone(allocator: Allocator) -> None:
+    watch = watch_step(torch.device("cuda"), 0, limit_bytes=60)
+    assert watch is not None
+    allocator.take(20, kept=15)  # below the peak that was there before: it cannot be seen, and is no harm
+    watch.mark("loss")
+    allocator.take(45, kept=5)
+    watch.mark("backward")
+    allocator.take(40, kept=-10)
+    assert watch.stop() == {"": Phase(10, 25, 25), "loss": Phase(25, 70, 30), "backward": Phase(30, 30, 20)}
+    assert watch.stop() is None
+    assert allocator.resets == 0
+
+
+def test_an_older_peak_beyond_the_limit_would_hide_everything_and_is_reset(allocator: Allocator) -> None:
+    watch = watch_step(torch.device("cuda"), 0, limit_bytes=40)
+    assert watch is not None
+    allocator.take(35)
+    assert watch.stop() == {"": Phase(10, 45, 10)}
+    assert allocator.resets == 1
