@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
+from rotor_profiling import tensors_in
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.compiled_models import CompiledForward, TracedGraph, compile_forward, handing_graphs_to
 from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.run_graph import raise_own_error
-from rotor_py.capture.tracing import tracing
+from rotor_py.capture.tracing import keep_image_sizes, keep_known_sizes, tracing
 from rotor_py.errors import UnsupportedModelError
 
 _log = logging.getLogger("rotor_py")
@@ -72,7 +73,10 @@ class CapturedForward:
             graph = self._captured(traced, marks)
             # The graph runs inside of `forward.function`, where holes and marks are on the model.
             with now.paused(), marks.unmarked() if marks else nullcontext():
-                return run_graph(graph, arguments)
+                outputs = run_graph(graph, arguments)
+            if self.open_sizes:
+                keep_known_sizes(outputs, traced.graph_module.graph)
+            return outputs
 
         def began() -> None:
             if self._graphs and recaptured is not None:
@@ -83,6 +87,8 @@ class CapturedForward:
                 signature = marks.signature if marks else None
                 compiled.forward = compile_forward(self.model, signature, open_sizes=self.open_sizes)
             forward = compiled.forward
+            if self.open_sizes:
+                keep_image_sizes(tensors_in((args, kwargs)))
             try:
                 return forward.function(self.model, args, self._without_cache(kwargs))
             except Unsupported as error:

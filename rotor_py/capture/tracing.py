@@ -3,13 +3,16 @@
 # Note [Sizes of inputs]
 #
 # Tracing takes seconds. By itself, TorchDynamo traces a model for one shape, again when a size differs, and again when
-# another one does. Here it takes a symbol for every size from the start. Three things still need a graph of their own,
-# and a line in the log says so when one is made:
+# another one does. Here it takes a symbol for every size from the start. These still need a graph of their own, and a
+# line in the log says so when one is made:
 #
 #  1. A size of 1, which broadcasts. TorchDynamo takes every symbol to be two at least, and knows no graph for both.
 #  2. A size that the model's own code asks about (`if length > 64`, a loop over blocks of the input): the graph is for
 #     sizes with the same answers.
-#  3. A model that cannot be traced with symbols: any shape.
+#  3. A size of an image: of floating-point tensors with four dimensions or more, only the first dimension is left open.
+#     Windows, padding and pooling make expressions of symbols that take minutes to simplify: those of a small Swin with
+#     symbols for height and width were not done after 15 minutes.
+#  4. Any size, for a model that cannot be traced with symbols.
 #
 # Parameters and buffers keep their sizes.
 """
@@ -17,7 +20,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -25,12 +28,43 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.fx.experimental._config as shape_config
+from torch import fx
 from torch._dynamo.callback import callback_handler as callbacks
+
+from rotor_py.capture.graph.graph_nodes import tensors_of
 
 MOST_GRAPHS = 64
 """Graphs of one model. TorchDynamo's own limit is 8, after which it runs the model as it is, without a plan. A guess:
 a model may ask about the length of its input, and a data set has dozens of lengths."""
+_IMAGE = 4
+"""Dimensions of a batch of images: its number, channels, height and width."""
 _LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch._dynamo.config, name))
+
+
+def keep_image_sizes(tensors: Iterable[torch.Tensor]) -> None:
+    """Of tensors that are images, have TorchDynamo leave open how many they are, and nothing else."""
+    for tensor in tensors:
+        if _is_image(tensor):
+            _keep_sizes(tensor, range(1, tensor.dim()))
+
+
+def keep_known_sizes(outputs: Sequence[Any], graph: fx.Graph) -> None:
+    """Where a model's graph breaks, what comes out of one graph goes into the next. Keep the sizes of images that have
+    been numbers in the first."""
+    (nodes,) = next(iter(reversed(graph.nodes))).args
+    for node, tensor in zip(nodes, outputs, strict=True):
+        if isinstance(tensor, torch.Tensor) and _is_image(tensor):
+            sizes = tensors_of(node)[0].shape
+            _keep_sizes(tensor, [dimension for dimension, size in enumerate(sizes) if isinstance(size, int)])
+
+
+def _is_image(tensor: torch.Tensor) -> bool:
+    return tensor.dim() >= _IMAGE and tensor.is_floating_point()  # a mask of that many dimensions is of another type
+
+
+def _keep_sizes(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
+    for dimension in dimensions:
+        torch._dynamo.mark_static(tensor, dimension)
 
 
 class Tracing:
