@@ -50,6 +50,11 @@ class Passes:
         self._held: Held | None = held
         self._current: Pass | None = None
 
+    @property
+    def used_up(self) -> bool:
+        """Whether a pass has begun that leaves nothing for another one."""
+        return self._held is None
+
     @contextmanager
     def begin(self) -> Iterator[Held]:
         """The forward, which fills what is held. If it ends in an error, that is let go of (Rule 10)."""

@@ -52,6 +52,8 @@ from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.forwards import Forwards
 from rotor_py.plan.input_spec import describe
 from rotor_py.plan.optimizers import noticed_cost, wait_for_optimizers
+from rotor_py.plan.out_of_memory.guarded_budget import guarded
+from rotor_py.plan.out_of_memory.replanner import Replanner, refuse_several_processes
 from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.saved.fingerprint import model_fingerprint
 from rotor_py.plan.saved.plan import Plan
@@ -136,7 +138,8 @@ class Planner:
         budget = self.model.budget(measured, device, noticed_cost(self))
         # Capturing may have changed the model: buffers and modules that its first forward makes.
         spec = replace(spec, model=ModelState.of(self.model.core))
-        self.plans.in_use = StepPlan(source, measured.measurement, budget, spec=spec, cut=measured.cut)
+        plan = StepPlan(source, measured.measurement, budget, spec=spec, cut=measured.cut)
+        self.plans.in_use = guarded(plan) if self.settings.replans else plan
 
     def solve(
         self, limit: int | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
@@ -169,6 +172,8 @@ class Planner:
         spec = self.model.step_on(value)
         if not spec.model.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return self.model.core.forward(*args, **kwargs)
+        if self.settings.replans:
+            refuse_several_processes(self.model)
         self._make_ready(spec, value)
         try:
             return self._run_planned(value)
@@ -184,7 +189,10 @@ class Planner:
         plan = self.in_use
         assert plan.sequence is not None
         self._forwards.warn_if_too_many(plan, self.model)
-        output = plan.source.run(plan.cut, plan.sequence, value, preserve_rng_state=self.settings.preserve_rng_state)
+        smaller = Replanner(plan, self.model) if self.settings.replans else None
+        rng = self.settings.preserve_rng_state
+        with nullcontext() if smaller is None else smaller.telling_of_the_rest():
+            output = plan.source.run(plan.cut, plan.sequence, value, preserve_rng_state=rng, smaller=smaller)
         self._forwards.watch(output, plan)
         return output
 
@@ -260,7 +268,8 @@ class Planner:
     def adopt(self, file: Plan) -> None:
         """Event 7: follow a plan from a file. PlanMismatchError if it was made for another model."""
         file.refuse_other(model=model_fingerprint(self.model.core))
-        self.plans.in_use = StepPlan.adopted(file, self._blank)
+        plan = StepPlan.adopted(file, self._blank)
+        self.plans.in_use = guarded(plan) if self.settings.replans else plan
         if self.settings.mem_limit is None and file.limited:
             self.settings.mem_limit = file.mem_limit
         if self.settings.optimizer is not None:

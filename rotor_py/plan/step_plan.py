@@ -52,6 +52,10 @@ class StepPlan:
     """the sequence to go on with, beyond the limit, where an optimizer that came late leaves no room for any plan"""
     solved_with: tuple[int | str | None, int] | None = None
     """`Settings.solved_with` when the sequence was found"""
+    reduced: tuple[int | str | None, int] | None = None
+    """the limit that was set when the device ran out of memory, and the bytes that are left of it since"""
+    guard_bytes: int | None = None
+    """bytes of the budget for undoing what runs out of memory; None where nothing is undone"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
