@@ -61,11 +61,10 @@ class GuardedTape(Tape):
     hidden_because = 'which on_oom="replan" may have to run again; leave on_oom out'
 
     def __init__(self, runners: list[StageRunner], instructions: Program, plans: SmallerPlans) -> None:
-        super().__init__(runners, in_nodes(instructions))
+        super().__init__(runners, instructions)
         self._plans = plans
         self._stored = _stored(instructions)
-        self._filling = Held()
-        """What the forward that is running leaves for the backward."""
+        self._begin_anew(in_nodes(instructions))
         self._input: Any = None
         self._devices: tuple[torch.device, ...] = ()
         self._then: list[list[int]] = []
@@ -87,10 +86,6 @@ class GuardedTape(Tape):
             self._stored = _stored(instructions)
             self._begin_anew(in_nodes(instructions))
 
-    def _forward(self, held: Held, value: Any) -> Any:
-        self._filling = held
-        return super()._forward(held, value)
-
     def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
         """Run a stage inside its node: for the first time, or once more if it has come to its end before."""
         before = self._versions(stage, value)
@@ -104,7 +99,7 @@ class GuardedTape(Tape):
             attached, output = runner.attach(value, self.surroundings[stage])
         else:
             attached, output, self.surroundings[stage] = self._undone_on_error(runner, runner.attach_first, value)
-        self._filling.attached[stage] = attached
+        self._held.attached[stage] = attached
         needed = [tensor.requires_grad for tensor in tensors_in(output)]
         output = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         return output, [tensor for tensor, need in zip(tensors_in(output), needed, strict=True) if not need]
@@ -152,7 +147,7 @@ class GuardedTape(Tape):
         held = Held()
         if value is not None:
             held.inputs.keep(0, value)
-        self.program, self._passes, self._filling = instructions, Passes(held), Held()
+        self._held, self._passes, self.program = held, Passes(held), instructions
 
     def _inexact(self, stage: int) -> str | None:
         """Why stages 0 … `stage` cannot be run again as if nothing had happened; None if they can."""

@@ -29,7 +29,10 @@
 #  7. A plan file is adopted, if it was made for such a model. Costs and sequence are those of the file. → solved. The
 #     first forward compares model and input with the file, as does a forward after a change of the model or on a larger
 #     input; processes compare their sequences. → agreed
-#  8. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
+#  8. The device runs out of memory in a forward or backward that follows a plan, and the user wants another one
+#     (`on_oom="replan"`). The plan gets a sequence within a smaller limit, by which what was under way runs again. That
+#     limit counts for steps of this kind until the user sets one. → solved
+#  9. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
 #
 # The model is in training mode in events 1 and 5, and when a file is made of a plan: the caller sees to it. In all
 # threads of a process, one planner at a time measures or solves (`planning_lock`).
@@ -279,7 +282,7 @@ class Planner:
                 _log.warning("%s", error)
 
     def copied(self) -> Planner:
-        """Event 8: a planner for a copy of the model. It refers to this model until that is copied along with it."""
+        """Event 9: a planner for a copy of the model. It refers to this model until that is copied along with it."""
         twin = Planner(self.model.whole, self.model.core, replace(self.settings))
         twin.plans = self.plans.copied(twin._blank)
         return twin

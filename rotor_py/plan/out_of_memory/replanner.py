@@ -1,7 +1,8 @@
 """After an out-of-memory error: plans within smaller limits, three times in a step at most.
 
-By how much a limit is made smaller nobody can know: the allocation that failed was the first that found no room, and
-the step was not over. What is known is that at least what it asked for was missing.
+By how much the limit has to be smaller nobody can know: the allocation that failed was the first that found no room,
+and the step was not over. What it asked for was missing at least. And on CUDA, what was allocated at that moment is
+about all that the device has.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget
+from rotor_py.measure.device import allocated_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.out_of_memory.guarded_budget import forward_and_backward, rest_of_backward
 from rotor_py.plan.step_plan import StepPlan
@@ -34,15 +37,19 @@ class Replanner:
     """The plans for one forward by `plan` and its backward. Plans for later steps of this kind become smaller too."""
 
     def __init__(self, plan: StepPlan, model: TrainedModel) -> None:
-        assert plan.sequence is not None
         self._plan = plan
         self._model = model
+        self._sequence = plan.sequence
         self._budget = forward_and_backward(plan.budget)
-        self._limit = self._budget.peak_bytes(plan.sequence)
-        """What the plan in use needs, or the smaller limit that the last one was made for."""
         self._tries = 0
         self._final = False
         """whether an error has got its note"""
+
+    @cached_property
+    def _limit(self) -> int:
+        """What the sequence in use needs, or the smaller limit that the last one was made for."""
+        assert self._sequence is not None
+        return self._budget.peak_bytes(self._sequence)  # most steps never ask
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
         """A sequence for the whole chain; None if `error`, which gets a note, is final."""
@@ -79,8 +86,10 @@ class Replanner:
             self._final = True
             return False
         self._tries += 1
-        asked = asked_bytes(error)
+        asked, allocated = asked_bytes(error), allocated_bytes(self._model.device_of(self._plan.input_spec))
         smaller = before - max(asked, int(before * _SHARE))
+        if allocated is not None:  # the error's traceback still keeps all that was there
+            smaller = min(smaller, allocated)
         self._limit = least if self._tries == _TRIES else max(least, smaller)
         self._plan.sequence = self._solve(self._budget, self._limit)
         self._plan.reduced = self._model.settings.mem_limit, self._limit
