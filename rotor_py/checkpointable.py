@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -87,12 +87,15 @@ class Checkpointable(Transparent):
         level: checkpoint by hand instead: every module of this level (`assign_levels`) is run again from its input.
         every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
         max_checkpoints: with `every_n_layers`, the most inputs that are kept.
+        on_oom: what follows an out-of-memory error of the device in a stage. "raise" lets it pass. "replan" undoes what
+            was under way and runs it again by a plan that needs less, up to three times in a step, with the numbers of
+            plain training.
 
     With `level` or `every_n_layers` nothing is solved: the strategy takes whatever memory it needs. If `mem_limit` is
     given as well, a strategy that needs more is refused.
 
     UnsupportedModelError for a model that cannot be trained from a plan, TypeError for an optimizer that is none,
-    ValueError for a limit that is none, for less than one forward in flight, or for strategies that exclude each other;
+    ValueError for a limit that is none, for less than one forward in flight, or for arguments that exclude each other;
     with `plan`, PlanMismatchError for another model; with `custom_input` and a limit, InfeasibleError if no plan fits.
     """
 
@@ -129,6 +132,7 @@ class Checkpointable(Transparent):
         level: int | None = None,
         every_n_layers: int | None = None,
         max_checkpoints: int | None = None,
+        on_oom: Literal["raise", "replan"] = "raise",
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
@@ -149,6 +153,7 @@ class Checkpointable(Transparent):
             forwards_in_flight=forwards_in_flight,
             by_hand=ByHand.asked_for(level, every_n_layers, max_checkpoints),
             watch=watch,
+            on_oom=on_oom,
         )
         super().__init__(model)
         self.__dict__["_planner"] = Planner(model, core_of(model), settings)

@@ -65,6 +65,11 @@ class Passes:
         """Know the node of a stage, as long as the graph is there."""
         self._nodes[stage] = node
 
+    @property
+    def used_up(self) -> bool:
+        """Whether a pass has begun that leaves nothing for another one."""
+        return self._held is None
+
     @contextmanager
     def begin(self) -> Iterator[Held]:
         """The forward, which fills what is held. If it ends in an error, that is let go of (Rule 10)."""

@@ -10,7 +10,6 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from rotor_profiling.storage import tensors_in
 from rotor_py.execute.graph_task import goes_through, retains_graph
 from rotor_py.execute.unclaimed import Unclaimed
 from rotor_py.stage.runner import StageRunner
@@ -43,9 +42,15 @@ class Owner(Protocol):
     """The tape that a node belongs to."""
 
     runners: list[StageRunner]
+    hidden_because: str
+    """Why a stage is a node, and what to do to have its operators in the caller's graph: the middle of a sentence."""
 
-    def run_first(self, stage: int, value: Any) -> Any:
-        """Run a stage for the first time, so that it can be run again; return its output."""
+    def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
+        """Run a stage for the first time, so that it can be run again.
+
+        Returns its output, without a graph, and the tensors of it that have no gradient in plain training either.
+        Autograd would otherwise give one to every floating output of a node, if any of its inputs has one.
+        """
 
     def leave_frame(self, stage: int, frame: Frame) -> None:
         """Take the frame of a stage's output: a node can return nothing but tensors."""
@@ -67,9 +72,8 @@ class StageNode(torch.autograd.Function):
         owner.know(stage, ctx)
         ctx.set_materialize_grads(False)  # a gradient that does not exist is not made, as in plain training
         value = frame.filled(tensors)
-        output = owner.run_first(stage, value)
-        # Otherwise autograd gives a gradient to every floating output of a node, if any of its inputs has one.
-        ctx.mark_non_differentiable(*_without_gradient(owner.runners[stage], value, output))
+        output, without_gradient = owner.run_first(stage, value)
+        ctx.mark_non_differentiable(*without_gradient)
         output_frame, made = Frame.of(output)
         owner.leave_frame(stage, output_frame)
         return tuple(made)
@@ -80,8 +84,8 @@ class StageNode(torch.autograd.Function):
         # part of the caller's, so second derivatives would be wrong without a word.
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"create_graph=True cannot go through stage {ctx.owner.runners[ctx.stage].name!r}, which is recomputed "
-                "in the backward; raise the memory limit until it is stored, or train this loss without Checkpointable"
+                f"create_graph=True cannot go through stage {ctx.owner.runners[ctx.stage].name!r}, "
+                f"{ctx.owner.hidden_because}, or train this loss without Checkpointable"
             )
         return None, None, None, *_gradients(ctx, gradients)
 
@@ -108,13 +112,3 @@ def _gradients(ctx: Any, arrived: tuple[torch.Tensor | None, ...]) -> Sequence[t
 def _any_wanted(sources: Iterable[Node | None]) -> bool:
     """Whether the pass that runs now wants a gradient of any of these."""
     return any(node is not None and goes_through(node) for node in sources)
-
-
-def _without_gradient(runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:
-    """The tensors of `output` that have no gradient in plain training either.
-
-    These are the tensors that the stage passes on as they came, and those that measuring has found.
-    """
-    passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
-    known = runner.effects.without_gradient
-    return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence as Operations
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from rotor_solver import (
     Backward,
@@ -67,7 +68,7 @@ def program(stages: int, sequence: Sequence) -> Program:
     simulate(_unit_chain(stages, options), sequence)
     operations = tuple(sequence)
     in_graph = frozenset(_first_with_graph(operations))
-    live = _liveness(operations)
+    live = _liveness(operations, _first_runs(operations))
     skipped = skipped_outputs(sequence)
     steps = [
         Step(operation, needed, position in skipped)
@@ -90,6 +91,39 @@ def program(stages: int, sequence: Sequence) -> Program:
     )
 
 
+def in_nodes(instructions: Program) -> Program:
+    """The same operations, with every stage in a node of its own and any of them run again: see `GuardedTape`."""
+    return replace(
+        instructions,
+        in_graph=frozenset(),
+        runs_again=frozenset(range(len(instructions.backward_at))),
+        awaited=frozenset(),
+    )
+
+
+def from_input(stages: int, sequence: Sequence) -> Program:
+    """Read `sequence` for the first `stages` stages of a chain that has come back to them in its backward.
+
+    All has been let go of but the input of the chain, so that all runs are runs again: they belong to the replay. The
+    loss in `sequence` stands for the gradient of their output, which is there.
+    """
+    program(stages, sequence)  # ValueError if it is not valid
+    operations = [each for each in sequence if not isinstance(each, Loss)]
+    skips = [
+        isinstance(each, ForwardEnable) and following == Backward(each.stage)
+        for each, following in pairwise(operations)
+    ]
+    steps = map(Step, operations, _liveness(operations, {}), [*skips, False])
+    return Program(
+        forward=(),
+        replay=tuple(steps),
+        in_graph=frozenset(),
+        runs_again=frozenset(range(stages)),
+        awaited=frozenset(),
+        backward_at={each.stage: position for position, each in enumerate(operations) if isinstance(each, Backward)},
+    )
+
+
 def _first_with_graph(operations: Operations[Operation]) -> list[int]:
     seen: set[int] = set()
     found: list[int] = []
@@ -104,21 +138,21 @@ def _first_with_graph(operations: Operations[Operation]) -> list[int]:
     return found
 
 
-def _liveness(operations: Operations[Operation]) -> list[frozenset[int]]:
+def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[frozenset[int]]:
     """For every operation, the inputs that a later run of their stage reads, and that are not computed anew before.
 
-    Found from the end, as the live variables of a program are. The first run of a stage takes its input from the run of
-    the stage before, not from the tape. What lies in some ā is read from there, even if it is computed anew in the
-    meantime.
+    Found from the end, as the live variables of a program are. The `first` run of a stage, by its position, takes its
+    input from the run of the stage before, not from the tape. What lies in some ā is read from there, even if it is
+    computed anew in the meantime.
     """
-    first, saved = _first_runs(operations), _saved(operations)
+    saved = _saved(operations)
     live: frozenset[int] = frozenset()
     result = []
     for position in range(len(operations) - 1, -1, -1):
         result.append(live)
         match operations[position]:
             case ForwardEnable(stage) | ForwardCheck(stage) | ForwardNograd(stage):
-                if first[stage] == position:
+                if first.get(stage) == position:
                     live = live if stage in saved[position] else live - {stage}
                 else:  # it reads its input from the tape, and makes its output anew
                     live = (live if stage + 1 in saved[position] else live - {stage + 1}) | {stage}

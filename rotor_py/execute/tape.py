@@ -76,6 +76,8 @@ class CheckpointOptim(StageNode):
 class Tape:
     """The shared state of the nodes of one forward."""
 
+    hidden_because = "which is recomputed in the backward; raise the memory limit until it is stored"
+
     def __init__(self, runners: list[StageRunner], instructions: Program, store: ActivationStore | None = None) -> None:
         self.runners = runners
         self.program = instructions
@@ -121,9 +123,10 @@ class Tape:
         made = apply(CheckpointOptim, self, stage, frame, *tensors, *self.runners[stage].parameters())
         return self._frames.pop(stage).filled(made)
 
-    def run_first(self, stage: int, value: Any) -> Any:
+    def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
         """Run a stage for the first time inside its node; what surrounds it is recorded (Rule 4)."""
-        return self._first(self.runners[stage], stage, value, value)
+        output = self._first(self.runners[stage], stage, value, value)
+        return output, self._without_gradient(stage, value, output)
 
     def leave_frame(self, stage: int, frame: Frame) -> None:
         """Take the frame of a stage's output from its node."""
@@ -186,6 +189,12 @@ class Tape:
             held.inputs.keep_first(stage + 1, output)
         self._refuse_overwritten(stage, value, before)
         held.release(step.live)
+
+    def _without_gradient(self, stage: int, value: Any, output: Any) -> list[torch.Tensor]:
+        """The tensors of `output` that the stage passes on as they came, and those that measuring has found."""
+        passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
+        known = self.runners[stage].effects.without_gradient
+        return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]
 
     def _runner(self, step: Step) -> StageRunner:
         assert isinstance(step.operation, ForwardEnable)

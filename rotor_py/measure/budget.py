@@ -48,6 +48,8 @@ class Budget:
     step_bytes: int | None = None
     forwards: int = 1
     held_beside: int = 0
+    in_nodes: bool = False
+    """Whether the backward of a stored stage takes what that of one that was run again takes."""
 
     def with_optimizer(self, cost: OptimizerCost) -> Budget:
         """The same budget, now that the optimizer is known."""
@@ -70,11 +72,15 @@ class Budget:
         return replace(
             self,
             fixed=replace(self.fixed, gradients=max(self.fixed.gradients, gradient_bytes)),
-            chain=measurement.chain(fresh_gradients=False),
+            chain=self._chain(measurement, fresh_gradients=False),
             stepping_bytes=forwards * (measurement.input_bytes + returned),
             forwards=forwards,
             held_beside=self._held_beside(measurement),
         )
+
+    def _chain(self, measurement: Measurement, *, fresh_gradients: bool) -> Chain:
+        chain = measurement.chain(fresh_gradients=fresh_gradients)
+        return in_nodes(chain) if self.in_nodes else chain
 
     def _held_beside(self, measurement: Measurement) -> int:
         """What a forward in flight holds beside its chain."""
@@ -197,7 +203,7 @@ class Budget:
         found = replace(self, fixed=replace(self.fixed, other=self.fixed.other + more_bytes))
         if self.forwards > 1:
             fresh_gradients, found = False, replace(found, held_beside=self._held_beside(measurement))
-        return replace(found, chain=measurement.chain(fresh_gradients=fresh_gradients))
+        return replace(found, chain=self._chain(measurement, fresh_gradients=fresh_gradients))
 
     def split(self) -> str:
         """The fixed part in words."""
@@ -214,6 +220,15 @@ def recomputes(sequence: Sequence) -> bool:
     """Whether a forward runs after the loss."""
     operations = list(sequence)
     return any(not isinstance(operation, Backward) for operation in operations[operations.index(Loss()) + 1 :])
+
+
+def in_nodes(chain: Chain) -> Chain:
+    """The chain where every stage is a node of ours, and its graph is apart from the caller's."""
+    stages = []
+    for stage in chain.stages:
+        options = tuple(replace(each, backward_temp=each.backward_temp_of_replay) for each in stage.options)
+        stages.append(replace(stage, options=options))
+    return replace(chain, stages=tuple(stages))
 
 
 def make_budget(

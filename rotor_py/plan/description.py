@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rotor_py.plan.out_of_memory.guarded_budget import unguarded
 from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.saved.plan_costs import PlanCosts
@@ -23,7 +24,9 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
     The model has to be in training mode, as it was when the plan was made.
     """
     sequence = _sequence(plan)
-    budget, costs = plan.budget, PlanCosts(plan.measurement, plan.budget)
+    # A file knows nothing of `on_oom`: who loads it says anew what is to happen.
+    budget = unguarded(plan, fresh_gradients=model.settings.fresh_grads if plan.file is None else plan.file.fresh_grads)
+    costs = PlanCosts(plan.measurement, budget)
     unlimited = plan.unlimited(model.settings)
     if plan.file is not None:
         # Fingerprint, cut and traits are those of the file, which may be all there is: no step may have come yet.

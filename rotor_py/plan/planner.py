@@ -38,7 +38,10 @@
 #     one fits beside them, else that of the plan, and a warning says what the step takes. As soon as none is in flight,
 #     a sequence is found that leaves room for so many; if there is none, training goes on beyond the limit, and a
 #     warning says so. Several processes only warn: they cannot know what is in flight in the others.
-# 10. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
+# 10. The device runs out of memory in a forward or backward that follows a plan, and the user wants another one
+#     (`on_oom="replan"`). The plan gets a sequence within a smaller limit, by which what was under way runs again. That
+#     limit counts for steps of this kind until the user sets one. → solved
+# 11. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
 #
 # The model is in training mode in events 1 and 5, and when a file is made of a plan: the caller sees to it. In all
 # threads of a process, one planner at a time measures or solves (`planning_lock`).
@@ -65,6 +68,8 @@ from rotor_py.plan.noticed.forwards import Forwards
 from rotor_py.plan.noticed.kept_gradients import KeptGradients
 from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
 from rotor_py.plan.noticed.watched_steps import WatchedSteps
+from rotor_py.plan.out_of_memory.guarded_budget import guarded
+from rotor_py.plan.out_of_memory.replanner import Replanner, refuse_several_processes
 from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.saved.fingerprint import model_fingerprint
 from rotor_py.plan.saved.plan import Plan
@@ -164,7 +169,7 @@ class Planner:
             cut=measured.cut,
             fresh_gradients=self.settings.fresh_grads,
         )
-        self.plans.take_up(plan, spec.model)
+        self.plans.take_up(guarded(plan) if self.settings.replans else plan, spec.model)
 
     def solve(
         self, limit: int | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
@@ -197,6 +202,8 @@ class Planner:
         spec = self.model.step_on(value)
         if not spec.model.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return self.model.core.forward(*args, **kwargs)
+        if self.settings.replans:
+            refuse_several_processes(self.model)
         self._make_ready(spec, value)
         self._gradients.notice(self.in_use, partial(self._plan_for_kept_gradients, value))
         try:
@@ -235,9 +242,11 @@ class Planner:
         assert plan.sequence is not None
         flying = self._forwards.in_flight()
         sequence = self._forwards.sequence_beside(flying, plan, self.model) if flying else plan.sequence
-        preserve_rng_state = self.settings.preserve_rng_state
-        with self._steps.watched(plan, value, in_flight=bool(flying)) as forward_returned:
-            output = plan.source.run(plan.cut, sequence, value, preserve_rng_state=preserve_rng_state)
+        smaller = Replanner(plan, self.model) if self.settings.replans else None
+        rng = self.settings.preserve_rng_state
+        telling = nullcontext() if smaller is None else smaller.telling_of_the_rest()
+        with telling, self._steps.watched(plan, value, in_flight=bool(flying)) as forward_returned:
+            output = plan.source.run(plan.cut, sequence, value, preserve_rng_state=rng, smaller=smaller)
             forward_returned(output)
         self._forwards.watch(output, plan, sequence, self.model)
         return output
@@ -330,7 +339,8 @@ class Planner:
     def adopt(self, file: Plan) -> None:
         """Event 8: follow a plan from a file. PlanMismatchError if it was made for another model."""
         file.refuse_other(model=model_fingerprint(self.model.core))
-        self.plans.in_use = StepPlan.adopted(file, self._blank)
+        plan = StepPlan.adopted(file, self._blank)
+        self.plans.in_use = guarded(plan) if self.settings.replans else plan
         if self.settings.mem_limit is None and file.limited:
             self.settings.mem_limit = file.mem_limit
         if self.settings.optimizer is not None:
@@ -340,7 +350,7 @@ class Planner:
                 _log.warning("%s", error)
 
     def copied(self) -> Planner:
-        """Event 10: a planner for a copy of the model. It refers to this model until that is copied along with it."""
+        """Event 11: a planner for a copy of the model. It refers to this model until that is copied along with it."""
         twin = Planner(self.model.whole, self.model.core, replace(self.settings))
         twin.plans = self.plans.copied(twin._blank)
         return twin

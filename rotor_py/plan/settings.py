@@ -34,11 +34,12 @@ class Settings:
     by_hand: ByHand | None = None
     forwards_in_flight: int = 1
     watch: bool | None = None
+    on_oom: str = "raise"
 
     def __post_init__(self) -> None:
         """TypeError if `optimizer` is no optimizer: its class, for example.
 
-        ValueError if `forwards_in_flight` is not a whole number, one at least.
+        ValueError if `forwards_in_flight` is not a whole number, one at least, or if `on_oom` cannot be done.
         """
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
@@ -48,6 +49,25 @@ class Settings:
             raise TypeError(
                 f"optimizer is {what_it_is(given)}; pass the optimizer that will step, made of the model's parameters"
             )
+        self._refuse_on_oom()
+
+    def _refuse_on_oom(self) -> None:
+        if self.on_oom not in ("raise", "replan"):
+            raise ValueError(f"on_oom is {self.on_oom!r}; it can be 'raise' or 'replan'")
+        if not self.replans:
+            return
+        if self.by_hand is not None:
+            raise ValueError(f"on_oom='replan' looks for a plan that needs less, and {self.by_hand} leaves no choice")
+        if not self.preserve_rng_state:
+            raise ValueError(
+                "on_oom='replan' runs stages again with the same random numbers, and preserve_rng_state=False gives "
+                "that up; leave one of them out"
+            )
+
+    @property
+    def replans(self) -> bool:
+        """Whether a step that runs out of memory is undone, and runs again by a plan that needs less."""
+        return self.on_oom == "replan"
 
     @property
     def solved_with(self) -> tuple[int | str | None, int]:

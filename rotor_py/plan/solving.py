@@ -44,6 +44,8 @@ def solve(
         else:
             algorithm = algorithm or Persistent(slots=settings.mem_slots if slots is None else slots)
             most = limit_bytes(given, device)
+            if limit is None and plan.reduced is not None and plan.reduced[0] == given:
+                most = min(most, max(plan.reduced[1], plan.budget.least_bytes()))
             if group is not None and size_of(group) > 1:
                 sequence = agreed_sequence(plan.budget, most, algorithm, group, device)
             else:

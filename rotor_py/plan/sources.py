@@ -15,6 +15,7 @@ from rotor_py.capture.session import CaptureSession
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import as_entered, is_sharded
 from rotor_py.execute import regions
+from rotor_py.execute.guarded_tape import GuardedTape, SmallerPlans
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import Cut, cut, is_chain
@@ -70,10 +71,19 @@ class Source(Protocol):
         PlanMismatchError if it was made for another model.
         """
 
-    def run(self, cut: Cut | None, sequence: Sequence, value: Any, *, preserve_rng_state: bool) -> Any:
+    def run(
+        self,
+        cut: Cut | None,
+        sequence: Sequence,
+        value: Any,
+        *,
+        preserve_rng_state: bool,
+        smaller: SmallerPlans | None = None,
+    ) -> Any:
         """Run the model forward on `value`, so that its backward follows `sequence`.
 
-        PlanMismatchError if the model takes another way than it did when it was measured.
+        With `smaller` plans, what runs out of memory is undone, and runs again by one of these. PlanMismatchError if
+        the model takes another way than it did when it was measured.
         """
 
 
@@ -113,12 +123,20 @@ class LayerSource:
     def adopt(self, plan: Plan) -> Cut:
         return plan.cut(self._model)
 
-    def run(self, cut: Cut | None, sequence: Sequence, value: Any, *, preserve_rng_state: bool) -> Any:
+    def run(
+        self,
+        cut: Cut | None,
+        sequence: Sequence,
+        value: Any,
+        *,
+        preserve_rng_state: bool,
+        smaller: SmallerPlans | None = None,
+    ) -> Any:
         assert cut is not None
         for _, layer in cut.prefix:
             value = layer(value)
         runners = [StageRunner(function, name, preserve_rng_state) for name, function in cut.stages]
-        return self._replay(runners, sequence, value)
+        return self._replay(runners, sequence, value, smaller)
 
 
 class GraphSource:
@@ -131,7 +149,7 @@ class GraphSource:
         self._granularity = granularity
         self._session = CaptureSession(model, self._run_stages, granularity)
         self._replay = _Replay(model)
-        self._following: tuple[Sequence, bool] | None = None
+        self._following: tuple[Sequence, bool, SmallerPlans | None] | None = None
 
     def renewed(self) -> GraphSource:
         return GraphSource(self._model, self._granularity)
@@ -158,20 +176,28 @@ class GraphSource:
     def adopt(self, plan: Plan) -> None:
         self._session.cut_layers = plan.cut_layers
 
-    def run(self, cut: Cut | None, sequence: Sequence, value: Any, *, preserve_rng_state: bool) -> Any:
+    def run(
+        self,
+        cut: Cut | None,
+        sequence: Sequence,
+        value: Any,
+        *,
+        preserve_rng_state: bool,
+        smaller: SmallerPlans | None = None,
+    ) -> Any:
         arguments, keywords = value
         # Dynamo calls `_run_stages` in the course of the forward, and hands over nothing of ours.
-        self._following = sequence, preserve_rng_state
+        self._following = sequence, preserve_rng_state, smaller
         return self._session.run(arguments, keywords, partial(_tell_of_capture, value))
 
     def _run_stages(self, cut: Cut, value: Any) -> Any:
         """Run the stages of the main graph, for the shapes that TorchDynamo found this time: `cut` is theirs."""
         assert self._following is not None
-        sequence, preserve_rng_state = self._following
+        sequence, preserve_rng_state, smaller = self._following
         for _, layer in cut.prefix:
             value = layer(value)
         runners, value = in_context(cut.stages, value, preserve_rng_state)
-        return self._replay(runners, sequence, value)
+        return self._replay(runners, sequence, value, smaller)
 
 
 def source_of(model: nn.Module, granularity: int) -> Source:
@@ -194,13 +220,15 @@ class _Replay:
         self._model = model
         self._read: tuple[Sequence, Program] | None = None
 
-    def __call__(self, runners: list[StageRunner], sequence: Sequence, value: Any) -> Any:
+    def __call__(self, runners: list[StageRunner], sequence: Sequence, value: Any, smaller: SmallerPlans | None) -> Any:
         # Sequences are compared as objects: comparing thousands of operations would take longer than small stages do.
         if self._read is None or self._read[0] is not sequence:
             self._read = sequence, program(len(runners), sequence)
         if is_sharded(self._model):
             # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.
             return regions.run(runners, regions.regions(sequence), value)
+        if smaller is not None:
+            return GuardedTape(runners, self._read[1], smaller).forward(value)
         return replay(runners, self._read[1], value)
 
 

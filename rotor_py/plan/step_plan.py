@@ -62,6 +62,10 @@ class StepPlan:
     """the sequence of the last step that was watched to its end"""
     overruns: int = 0
     """how many steps were found to take more than the limit"""
+    reduced: tuple[int | str | None, int] | None = None
+    """the limit that was set when the device ran out of memory, and the bytes that are left of it since"""
+    guard_bytes: int | None = None
+    """bytes of the budget for undoing what runs out of memory; None where nothing is undone"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -103,7 +103,11 @@ class StepPlans:
             twin.in_use = replace(self.in_use, source=source)
         elif self.in_use is not None and self.in_use.file is not None:
             # Optimizers that have come since count in the copy as well.
-            twin.in_use = replace(StepPlan.adopted(self.in_use.file, source), budget=self.in_use.budget)
+            twin.in_use = replace(
+                StepPlan.adopted(self.in_use.file, source),
+                budget=self.in_use.budget,
+                guard_bytes=self.in_use.guard_bytes,
+            )
         return twin
 
     def _all(self) -> list[StepPlan]:

@@ -44,6 +44,11 @@ class TrainedModel:
         """Whether this process trains the model by itself."""
         return size_of(self.group) == 1
 
+    @property
+    def sharded(self) -> bool:
+        """Whether `fully_shard` was applied to it."""
+        return is_sharded(self.core)
+
     def step_on(self, value: Any) -> StepSpec:
         """A step on `value` with the model as it is now."""
         return StepSpec(ModelState.of(self.core), spec_of(value))
@@ -70,7 +75,7 @@ class TrainedModel:
     def budget(self, measured: Measured, device: torch.device, noticed: OptimizerCost | None) -> Budget:
         """The memory of a step that was measured; `noticed` is what optimizers cost that nobody named."""
         given = self.settings.optimizer
-        several = is_sharded(self.core) or not self.alone
+        several = self.sharded or not self.alone
         with at_rest(self.core):
             budget = make_budget(
                 self.core,

@@ -7,9 +7,10 @@ In the caller's graph (`forward`), for the first time where more runs follow (`f
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +24,9 @@ from rotor_py.stage.graph_effects import recall_effects, run_with_graph
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_py.stage.surroundings import Surroundings, recorded
+from rotor_py.stage.undo import Undo
+
+T = TypeVar("T")
 
 
 class StageRunner:
@@ -98,7 +102,7 @@ class StageRunner:
         run = self._function() if torch.is_grad_enabled() else self._without_graph()
         with (
             During("forward", self.name),
-            recorded(self.function, self._devices(value), self.preserve_rng_state, self.name) as surroundings,
+            recorded(self.function, self.devices(value), self.preserve_rng_state, self.name) as surroundings,
         ):
             output = run(value)
         tell_of_backward(output, self.name)
@@ -113,8 +117,19 @@ class StageRunner:
         with During("recomputation", self.name), torch.no_grad(), surroundings.restored(self.function, graph=False):
             return self._without_graph()(value)
 
+    @property
+    def switched(self) -> bool:
+        """Whether a module of the stage was switched between training and evaluation since the runner was made."""
+        return _modes(self.function) != self._modes
+
+    @property
+    def hooks_gradients(self) -> bool:
+        """Whether modules of the stage have hooks that their backward calls."""
+        modules = self.function.modules() if isinstance(self.function, nn.Module) else ()
+        return any(module._backward_hooks or module._backward_pre_hooks for module in modules)
+
     def _refuse_other_modes(self) -> None:
-        if _modes(self.function) != self._modes:
+        if self.switched:
             raise RuntimeError(
                 f"stage {self.name!r} was switched between training and evaluation after its forward, and has to be "
                 "run again for the backward; call train() and eval() before the forward or after the backward"
@@ -144,30 +159,51 @@ class StageRunner:
         parameter that it does not own.
         """
         self._refuse_other_modes()
+        restored = surroundings.restored(self.function, graph=True)
+        attached, output, _ = self._attach("recomputation", restored, value, skip_output)
+        return attached, output
+
+    def attach_first(self, value: Any) -> tuple[AttachedStage, Any, Surroundings]:
+        """Run it for the first time with a graph of its own; return that, the output, and what surrounded it.
+
+        RuntimeError if an `open` stage uses a parameter that it does not own.
+        """
+        with torch.enable_grad():  # weights that autocast has cast are kept then, as in plain training
+            recording = recorded(self.function, self.devices(value), self.preserve_rng_state, self.name)
+            attached, output, found = self._attach("forward", recording, value)
+        return attached, output, found[0]
+
+    def _attach(
+        self, doing: str, around: AbstractContextManager[T], value: Any, skip_output: bool = False
+    ) -> tuple[AttachedStage, Any, T]:
+        """Run it with a graph of its own inside of `around`; return that graph, the output, and what `around` gave."""
         slots = parameter_slots(self.function)
         # Not the parameters themselves: their hooks would fire here, and again when the outer engine has the gradient.
         aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
         origin = torch.empty(0, requires_grad=True)
         entered = enter_graph(origin, value)
         inputs, owners = edges_of(entered), owners_of(entered)
-        with (
-            During("recomputation", self.name),
-            torch.enable_grad(),
-            surroundings.restored(self.function, graph=True),
-            substituted(slots, aliases),
-        ):
+        with During(doing, self.name), torch.enable_grad(), around as found, substituted(slots, aliases):
             output = self._function(skip_output)(entered)
         owners += owners_of(output)
         attached = AttachedStage(edges_of(output), inputs, list(aliases.values()), owners, self.name)
         if self.open:  # a walk through the whole graph, which a layer that owns all it uses is spared
             attached.refuse_other_leaves(origin)
-        return attached, output
+        return attached, output, found
+
+    def undo(self, value: Any) -> Undo:
+        """What undoes a first run on `value`, which is about to begin."""
+        return Undo(self.function, self.devices(value))
 
     def parameters(self) -> list[torch.Tensor]:
         """The trained parameters, each once, in the order of the gradients of `AttachedStage.backward`."""
         return trained_parameters(self.function)
 
-    def _devices(self, value: Any) -> tuple[torch.device, ...]:
+    def all_parameters(self) -> list[torch.Tensor]:
+        """The parameters, those that are frozen as well."""
+        return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
+
+    def devices(self, value: Any) -> tuple[torch.device, ...]:
         return accelerators(tensor.device for tensor in [*self.read(value), *self.parameters()])
 
 

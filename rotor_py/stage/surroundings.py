@@ -164,3 +164,11 @@ def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
     """The buffers of which a copy is kept while `function` may be run again, as far as its runs have shown."""
     known = _moving.get(function, frozenset()) if isinstance(function, nn.Module) else frozenset()
     return [slot[2] for i, slot in enumerate(_own_buffers(function)) if i in known]
+
+
+def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
+    """The buffers that a forward of `function` may change, statistics included; all, until one has shown which."""
+    known = _moving.get(function) if isinstance(function, nn.Module) else None
+    own = _own_buffers(function)
+    still = set() if known is None else {id(slot[2]) for i, slot in enumerate(own) if i not in known}
+    return [slot for slot in buffer_slots(function) if id(slot[2]) not in still]

@@ -1,0 +1,123 @@
+"""After an out-of-memory error: plans within smaller limits, three times in a step at most.
+
+By how much the limit has to be smaller nobody can know: the allocation that failed was the first that found no room,
+and the step was not over. What it asked for was missing at least. And on CUDA, what was allocated at that moment is
+about all that the device has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.device import allocated_bytes
+from rotor_py.measure.planning_lock import planning
+from rotor_py.plan.out_of_memory.guarded_budget import forward_and_backward, rest_of_backward
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.stage.activity import add_note
+from rotor_py.stage.out_of_memory import asked_bytes, is_out_of_memory
+from rotor_py.units import format_bytes
+from rotor_solver import InfeasibleError, Persistent, Sequence
+
+_log = logging.getLogger("rotor_py")
+_NOT_AGAIN = "on_oom='replan' has not run this again"
+_TRIES = 3
+"""How often a step is run again. The last time, by the plan that needs least: a slow step is better than none."""
+_SHARE = 1 / 8
+"""The least part of a limit that is taken off. A guess: what was asked for may have been the last straw of a few
+kilobytes, and each further try costs time."""
+
+
+class Replanner:
+    """The plans for one forward by `plan` and its backward. Plans for later steps of this kind become smaller too."""
+
+    def __init__(self, plan: StepPlan, model: TrainedModel) -> None:
+        self._plan = plan
+        self._model = model
+        self._sequence = plan.sequence
+        self._budget = forward_and_backward(plan.budget)
+        self._tries = 0
+        self._final = False
+        """whether an error has got its note"""
+
+    @cached_property
+    def _limit(self) -> int:
+        """What the sequence in use needs, or the smaller limit that the last one was made for."""
+        assert self._sequence is not None
+        return self._budget.peak_bytes(self._sequence)  # most steps never ask
+
+    def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
+        """A sequence for the whole chain; None if `error`, which gets a note, is final."""
+        return self._plan.sequence if self._reduce(error, "forward", inexact) else None
+
+    def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
+        """A sequence for the first `stages` stages in the backward; None if `error`, which gets a note, is final."""
+        doing = f"backward of stage {self._plan.names[stages - 1]!r}"
+        return self.rest_as_before(stages) if self._reduce(error, doing, inexact) else None
+
+    def rest_as_before(self, stages: int) -> Sequence:
+        """A sequence for the first `stages` stages within the limit as it is, or else the one that needs least."""
+        budget = rest_of_backward(self._plan.budget, stages)
+        try:
+            return self._solve(budget, self._limit)
+        except InfeasibleError as error:
+            return self._solve(budget, error.min_bytes)
+
+    @contextmanager
+    def telling_of_the_rest(self) -> Iterator[None]:
+        """Note on an out-of-memory error from outside of the stages that nothing was run again."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error) and not self._final:
+                add_note(error, f"{_NOT_AGAIN}: it came from outside of the planned stages, where no plan needs less")
+            raise
+
+    def _reduce(self, error: BaseException, doing: str, inexact: str | None) -> bool:
+        """Make the limit smaller, with a line in the log; False if that cannot be, or nothing could be run again."""
+        least, before = self._budget.least_bytes(), self._limit
+        if why := inexact or self._no_smaller_plan(least):
+            add_note(error, f"{_NOT_AGAIN}: {why}")
+            self._final = True
+            return False
+        self._tries += 1
+        asked, allocated = asked_bytes(error), allocated_bytes(self._model.device_of(self._plan.input_spec))
+        smaller = before - max(asked, int(before * _SHARE))
+        if allocated is not None:  # the error's traceback still keeps all that was there
+            smaller = min(smaller, allocated)
+        self._limit = least if self._tries == _TRIES else max(least, smaller)
+        self._plan.sequence = self._solve(self._budget, self._limit)
+        self._plan.reduced = self._model.settings.mem_limit, self._limit
+        _log.warning(
+            "out of memory in the %s of %s%s: it is undone and runs again within %s (%d bytes), where it needed %s (%d "
+            "bytes); try %d of %d",
+            doing, type(self._model.core).__name__, f", which asked for {format_bytes(asked)}" if asked else "",
+            format_bytes(self._limit), self._limit, format_bytes(before), before, self._tries, _TRIES,
+        )  # fmt: skip
+        return True
+
+    def _no_smaller_plan(self, least: int) -> str | None:
+        within = f"{format_bytes(self._limit)} ({self._limit} bytes)"
+        if self._limit <= least:
+            return f"no plan needs less memory than the one in use, {within}"
+        if self._tries == _TRIES:
+            return f"it has been {_TRIES} times in this step, the last time within {within}"
+        return None
+
+    def _solve(self, budget: Budget, limit: int) -> Sequence:
+        with planning:
+            return budget.solve(limit, Persistent(slots=self._model.settings.mem_slots))
+
+
+def refuse_several_processes(model: TrainedModel) -> None:
+    """UnsupportedModelError for a model that is trained by several processes, or is sharded."""
+    if not model.alone or model.sharded:
+        raise UnsupportedModelError(
+            f"on_oom='replan' is for one process, and {type(model.core).__name__} is trained by several or sharded: "
+            "the others would wait for what this one sends while it runs stages again; leave on_oom out"
+        )

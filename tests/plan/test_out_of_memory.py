@@ -1,0 +1,426 @@
+"""`on_oom="replan"`: what runs out of memory is undone, and runs again by a plan that needs less."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
+from rotor_py.plan.out_of_memory import replanner
+from rotor_py.stage.out_of_memory import asked_bytes, is_out_of_memory
+from tests.checkpointable.steps import between, blocks, images, square, step_peak
+from tests.execute.starved import AtOperators, Capacity, out_of_cpu_memory, out_of_memory
+from tests.execute.undone import Gated, notes, planned, state, step
+from tests.training.loop import differences, rows
+from tests.training.tripping import chain as dropping
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
+Kind = Callable[[], nn.Module]
+
+
+def test_a_device_that_is_too_small_trains_inside_it(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    start, batch = blocks(6, 16), images(8, 16)
+    network = Checkpointable(copy.deepcopy(start), loss=square, fresh_grads=True, on_oom="replan", mem_limit="1GB")
+    network.measure(batch)
+    network.compute_sequence()
+    plain = copy.deepcopy(start)
+    with Capacity() as roomy:
+        step(plain, batch=batch)
+    for share, tries in ((0.95, 1), (0.75, 2), (0.4, 3)):
+        network.zero_grad()
+        network.load_state_dict(start.state_dict())
+        network.compute_sequence("1GB")
+        caplog.clear()
+        with Capacity(share * roomy.peak) as device:
+            step(network, batch=batch)
+        assert device.errors == tries
+        assert not differences(state(network), state(plain))
+        lines = [line for line in caplog.messages if line.startswith("out of memory in the ")]
+        assert [line[-20:].partition("; ")[2] for line in lines] == [f"try {i + 1} of 3" for i in range(tries)]
+        with Capacity(share * roomy.peak) as device:
+            step(network, batch=batch)  # the next step follows the smaller plan from the start
+        assert device.errors == 0
+    network.zero_grad()
+    with Capacity(0.2 * roomy.peak), pytest.raises(torch.OutOfMemoryError) as caught:
+        step(network, batch=batch)
+    assert "has not run this again: no plan needs less memory than the one in use" in "\n".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("kind", [blocks, Gated])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_step_takes_what_is_predicted_and_no_more_than_the_limit(kind: Kind, share: float) -> None:
+    torch.manual_seed(0)
+    batch = images(8, 16) if kind is blocks else rows(count=512)
+    network = Checkpointable(kind(), loss=square, fresh_grads=True, on_oom="replan")
+    network.measure(batch)
+    network.compute_sequence(between(network, share))
+    step_peak(network, batch, fresh_grads=True)  # the first capture
+    peak = step_peak(network, batch, fresh_grads=True)
+    assert peak <= network.mem_limit
+    # Of captured models, what a stage needs when it is run again is an upper bound.
+    assert peak >= (0.98 if kind is blocks else 0.85) * network.budget.peak_bytes(network.sequence)
+
+
+class Probe(nn.Linear):
+    """Notes what the device holds when it begins."""
+
+    device: Capacity | None = None
+    held: list[int]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if self.device is not None:
+            self.held.append(self.device.held)
+        return super().forward(value)
+
+
+class Once(nn.Module):
+    """Runs out of memory in its forward or backward, once."""
+
+    where = ""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        keeps = value * 2  # what the frame of an error's traceback would keep
+        self.run_out("forward")
+        made = torch.tanh(keeps)
+        if made.requires_grad:
+            made.register_hook(lambda _: self.run_out("backward"))
+        return made
+
+    def run_out(self, where: str) -> None:
+        if self.where == where:
+            self.where = ""
+            raise out_of_memory()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_the_failed_run_held_is_free_when_the_next_one_begins(where: str) -> None:
+    count, width = 64, 128
+    unit = count * width * 4
+    probe, once = Probe(width, width, bias=False), Once()
+    layers = [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(5)]
+    network = Checkpointable(nn.Sequential(probe, *layers, once, nn.Tanh()), loss=square, on_oom="replan")
+    batch = torch.randn(count, width)
+    network.measure(batch)
+    network.compute_sequence(between(network, 1.0))
+    step(network, batch=batch)
+    network.zero_grad(set_to_none=False)
+    with Capacity() as device:
+        probe.device, probe.held, once.where = device, [], where
+        square(network(batch)).backward()
+    assert probe.held[0] == 0
+    begins = probe.held[1]
+    if where == "forward":
+        assert begins == 0
+    else:
+        # The output, its gradient's scalars, and the gradient that has come to the stage: no stage's ā.
+        assert begins <= 3 * unit + 64
+    assert device.peak > 6 * unit
+
+
+class TestNotExact:
+    """What could not be exact is not tried: the error of the user is raised, with a note that says why."""
+
+    def fails(self, network: Checkpointable, between: Callable[[], Any] = lambda: None, at: int = 4) -> str:
+        loss = square(network(rows()))
+        between()
+        sequence = network.sequence
+        with AtOperators(at).inside_stages(), pytest.raises(torch.OutOfMemoryError) as caught:
+            loss.backward()
+        assert network.sequence is sequence
+        return notes(caught.value)
+
+    def trains_on(self, network: Checkpointable) -> None:
+        plain = copy.deepcopy(network.model)
+        for each in (network, plain):
+            each.zero_grad()
+            step(each)
+        assert not differences(state(network), state(plain))
+
+    def test_parameters_that_were_written_to(self) -> None:
+        network = planned(dropping())
+
+        def write() -> None:
+            with torch.no_grad():
+                network.model[0].weight += 1
+
+        assert "has not run this again: the input or a parameter was written to" in self.fails(network, write)
+        self.trains_on(network)
+
+    def test_an_input_that_was_written_to(self) -> None:
+        network = planned(nn.Sequential(nn.Identity(), *dropping()))
+        batch = rows()
+        loss = square(network(batch.requires_grad_()))
+        batch.data = batch.data + 1  # another tensor in its place does not matter
+        with torch.no_grad():
+            batch.add_(1)
+        with AtOperators(4).inside_stages(), pytest.raises(torch.OutOfMemoryError) as caught:
+            loss.backward()
+        assert "the input or a parameter was written to" in notes(caught.value)
+
+    def test_stages_that_were_switched(self) -> None:
+        network = planned(dropping())
+        assert "switched between training and evaluation" in self.fails(network, network.eval)
+        network.train()
+        self.trains_on(network)
+
+    def test_hooks_on_gradients(self) -> None:
+        model = dropping()
+        model[-2].register_full_backward_hook(lambda *_: None)
+        network = planned(model)
+        name = network.names[-2]
+        with AtOperators().inside_stages() as count:
+            loss = square(network(rows()))
+            begins = count.calls
+            loss.backward()
+        found = [self.hooked(network, at) for at in range(1, count.calls - begins)]
+        assert f"stage {name!r} has hooks on gradients, which may have been called" in found
+        assert "" in found
+
+    def hooked(self, network: Checkpointable, at: int) -> str:
+        network.compute_sequence(network.mem_limit)
+        loss = square(network(rows()))
+        try:
+            with AtOperators(at).inside_stages():
+                loss.backward()
+        except torch.OutOfMemoryError as error:
+            return error.__notes__[-1].partition(": ")[2]
+        return ""
+
+    def test_a_buffer_that_has_never_moved_before(self) -> None:
+        class Late(nn.Linear):
+            late = False
+
+            def __init__(self) -> None:
+                super().__init__(12, 12)
+                self.register_buffer("count", torch.zeros(1))
+
+            def forward(self, value: torch.Tensor) -> torch.Tensor:
+                if self.late:
+                    self.count.add_(1)
+                return super().forward(value)
+
+        network = planned(nn.Sequential(Late(), *dropping()))
+        network.model[0].late = True
+        with AtOperators(3).inside_stages(), pytest.raises(torch.OutOfMemoryError) as caught:
+            network(rows())
+        assert "buffer 'count' was changed for the first time" in notes(caught.value)
+
+    def test_the_loss_is_outside(self) -> None:
+        network = planned(dropping())
+
+        def loss(output: torch.Tensor) -> torch.Tensor:
+            raise out_of_memory()
+
+        sequence = network.sequence
+        with pytest.raises(torch.OutOfMemoryError):
+            loss(network(rows()))
+        assert network.sequence is sequence
+
+    def test_layers_before_the_chain_are_outside(self) -> None:
+        class Failing(nn.Module):
+            fails = False
+
+            def forward(self, value: torch.Tensor) -> torch.Tensor:
+                if self.fails:
+                    raise out_of_memory()
+                return value * 2
+
+        model = nn.Sequential(Failing(), *dropping())
+        network = planned(model)
+        network.model[0].fails = True
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            network(rows())
+        assert "it came from outside of the planned stages" in notes(caught.value)
+
+    def test_second_derivatives(self) -> None:
+        network = planned(dropping())
+        with pytest.raises(RuntimeError, match="leave on_oom out"):
+            torch.autograd.grad(square(network(rows())), list(network.parameters()), create_graph=True)
+
+
+def test_after_three_times_the_error_is_raised_and_the_next_step_is_right() -> None:
+    torch.manual_seed(0)
+    start = dropping()
+    network = planned(start)
+    with AtOperators(*range(1, 200)).inside_stages() as mode, pytest.raises(torch.OutOfMemoryError) as caught:
+        step(network)
+    assert mode.errors == 4
+    assert "no plan needs less memory than the one in use" in notes(caught.value)
+    network.load_state_dict(start.state_dict())
+    step(network)
+    step(start)
+    assert not differences(state(network), state(start))
+
+
+@pytest.mark.parametrize("make", [out_of_memory, out_of_cpu_memory])
+def test_the_limit_is_smaller_by_what_was_asked_for_or_a_share(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    network = planned(dropping())
+    for asked, share in ((10, 1 / 8), (60_000, None)):
+        network.compute_sequence(network.mem_limit)
+        before = network.budget.peak_bytes(network.sequence)
+        caplog.clear()
+        with AtOperators(1, error=lambda asked=asked: make(asked)).inside_stages():
+            step(network)
+        least = before - (int(share * before) if share else int(0.95 * asked))
+        assert network.budget.peak_bytes(network.sequence) <= least
+        (line,) = caplog.messages
+        assert line.startswith("out of memory in the forward of Sequential")
+        assert f"where it needed {before / 1000:.0f} kB ({before} bytes); try 1 of 3" in line
+
+
+def test_on_cuda_the_limit_is_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = planned(dropping())
+    enough = between(network, 0.3)
+    monkeypatch.setattr(replanner, "allocated_bytes", lambda device: enough)
+    with AtOperators(1).inside_stages():
+        step(network)
+    assert network.budget.peak_bytes(network.sequence) <= enough
+
+
+def test_an_out_of_memory_error_of_this_machine_is_understood() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert asked_bytes(caught.value) == 2**62
+    assert is_out_of_memory(out_of_memory())
+    assert asked_bytes(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0")) == 2.5 * 2**30
+    assert asked_bytes(torch.OutOfMemoryError("no")) == 0
+    assert not is_out_of_memory(InfeasibleError("it would run out of memory", min_bytes=2, mem_limit=1))
+    assert not is_out_of_memory(MemoryError())
+
+
+class TestPlans:
+    """A smaller plan is for the kind of step that ran out of memory, until a limit is set anew."""
+
+    def test_a_limit_that_is_set_again_counts_again(self) -> None:
+        network = planned(dropping())
+        limit, sequence = network.mem_limit, str(network.sequence)
+        with AtOperators(1).inside_stages():
+            step(network)
+        assert str(network.sequence) != sequence
+        assert network.mem_limit == limit
+        smaller = str(network.sequence)
+        assert str(network.compute_sequence()) == smaller
+        assert str(network.compute_sequence(limit)) == sequence
+
+    def test_other_kinds_of_steps_keep_theirs(self) -> None:
+        network = planned(dropping())
+        network.model[0].weight.requires_grad_(False)
+        step(network)
+        frozen = str(network.sequence)
+        network.model[0].weight.requires_grad_(True)
+        with AtOperators(1).inside_stages():
+            step(network)
+        smaller = str(network.sequence)
+        network.model[0].weight.requires_grad_(False)
+        step(network)
+        assert str(network.sequence) == frozen
+        network.model[0].weight.requires_grad_(True)
+        step(network)
+        assert str(network.sequence) == smaller
+
+    @pytest.mark.parametrize("kind", [dropping, Gated])
+    def test_plan_files_are_written_and_read_either_way(self, kind: Kind, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        start = kind()
+        network = planned(start, 0.8)
+        network.save_plan(tmp_path / "plan.json")
+        plain = Checkpointable(copy.deepcopy(start), plan=tmp_path / "plan.json", loss=square)
+        loaded = Checkpointable(copy.deepcopy(start), plan=tmp_path / "plan.json", loss=square, on_oom="replan")
+        step(plain)
+        step(loaded)
+        assert str(plain.sequence) == str(loaded.sequence) == str(network.sequence)
+        loaded.zero_grad()
+        loaded.load_state_dict(start.state_dict())
+        with AtOperators(9).inside_stages() as mode:
+            step(loaded)
+        assert mode.errors == 1
+        step(start)
+        assert not differences(state(loaded), state(start))
+        assert str(loaded.sequence) != str(network.sequence)
+        loaded.save_plan(tmp_path / "smaller.json")
+        assert str(Checkpointable(copy.deepcopy(start), plan=tmp_path / "smaller.json").sequence) == str(
+            loaded.sequence
+        )
+
+    def test_a_copy_has_it_too(self) -> None:
+        network = copy.deepcopy(planned(dropping()))
+        step(network)  # which plans
+        network.zero_grad()
+        plain = copy.deepcopy(network.model)
+        with AtOperators(9).inside_stages() as mode:
+            step(network)
+        step(plain)
+        assert mode.errors == 1
+        assert not differences(state(network), state(plain))
+
+
+class TestSettings:
+    def test_off_by_default(self) -> None:
+        network = Checkpointable(dropping(), loss=square, mem_limit="1GB")
+        network.measure(rows())
+        with AtOperators(5).inside_stages(), pytest.raises(torch.OutOfMemoryError) as caught:
+            step(network)
+        assert "on_oom" not in notes(caught.value)
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ({"on_oom": "retry"}, "it can be 'raise' or 'replan'"),
+            ({"on_oom": "replan", "preserve_rng_state": False}, "same random numbers"),
+            ({"on_oom": "replan", "level": 1}, "level=1 leaves no choice"),
+            ({"on_oom": "replan", "every_n_layers": 2}, "every_n_layers=2 leaves no choice"),
+        ],
+    )
+    def test_what_excludes_each_other_is_refused(self, given: Any, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            Checkpointable(dropping(), **given)
+        Checkpointable(dropping(), **{**given, "on_oom": "raise"})
+
+    def test_several_processes_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        network = planned(dropping())
+        monkeypatch.setattr("rotor_py.plan.trained_model.size_of", lambda group: 2)
+        with pytest.raises(UnsupportedModelError, match="on_oom='replan' is for one process"):
+            step(network)
+        monkeypatch.undo()
+        step(network)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_device_that_is_too_small_trains_inside_it() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.GELU(), nn.Dropout(0.1)) for _ in range(12)]
+    start = nn.Sequential(*layers).to(device)
+    batch = torch.randn(8192, 1024, device=device)
+    plain = copy.deepcopy(start)
+    step(plain, batch=batch)
+    expected = {**state(plain), "cuda": torch.cuda.get_rng_state(device)}
+    del plain
+    network = Checkpointable(copy.deepcopy(start), loss=square, fresh_grads=True, on_oom="replan")
+    network.measure(batch)
+    network.compute_sequence(between(network, 1.0))
+    full, least = network.mem_limit, network.budget.least_bytes()
+    total = torch.cuda.get_device_properties(device).total_memory
+    for share in (0.8, 0.5, 0.3):
+        network.zero_grad()
+        network.load_state_dict(start.state_dict())
+        network.compute_sequence(full)
+        torch.cuda.empty_cache()
+        # Blocks that the allocator has cut cannot always be joined again: a tenth more than the bytes.
+        torch.cuda.set_per_process_memory_fraction(1.1 * (least + share * (full - least)) / total, device)
+        try:
+            sequence = str(network.sequence)
+            step(network, batch=batch)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        assert str(network.sequence) != sequence
+        assert not differences({**state(network), "cuda": torch.cuda.get_rng_state(device)}, expected)
