@@ -26,6 +26,7 @@
 #     error's traceback would keep it otherwise. What a retained graph holds stays for the next pass, as in plain
 #     training.
 # 11. A forward right before the backward of its stage skips its output: nobody reads it (see `stage.skipped_output`).
+# 12. A `GuardedTape` runs again what runs out of memory. It has no stages of rule 1, and a Note of its own.
 """
 
 from __future__ import annotations
