@@ -29,6 +29,7 @@
 # 11. A pass may be for inputs alone, and another for parameters follow from the same gradients, node by node (the
 #     backwards of a zero-bubble pipeline). The first computes both; what is wanted later is kept (see `Unclaimed`).
 # 12. A forward right before the backward of its stage skips its output: nobody reads it (see `stage.skipped_output`).
+# 13. A `GuardedTape` runs again what runs out of memory. It has no stages of rule 1, and a Note of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One stage and the four ways in which the executor runs it.
+"""One stage and the ways in which the executor runs it.
 
-In the caller's graph (`forward`), for the first time where more runs follow (`first`), once more without a graph
-(`again`), and once more with a graph of its own (`attach`).
+In the caller's graph (`forward`), for the first time where more runs follow (`first`, or `attach_first` with a graph of
+its own), once more without a graph (`again`), and once more with a graph of its own (`attach`).
 """
 
 from __future__ import annotations
@@ -168,9 +168,8 @@ class StageRunner:
 
         RuntimeError if an `open` stage uses a parameter that it does not own.
         """
-        with torch.enable_grad():  # weights that autocast has cast are kept then, as in plain training
-            recording = recorded(self.function, self.devices(value), self.preserve_rng_state, self.name)
-            attached, output, found = self._attach("forward", recording, value)
+        recording = recorded(self.function, self.devices(value), self.preserve_rng_state, self.name)
+        attached, output, found = self._attach("forward", recording, value)
         return attached, output, found[0]
 
     def _attach(
@@ -183,6 +182,7 @@ class StageRunner:
         origin = torch.empty(0, requires_grad=True)
         entered = enter_graph(origin, value)
         inputs, owners = edges_of(entered), owners_of(entered)
+        # `around` inside of `enable_grad`: it keeps weights that autocast has cast only where there is a graph.
         with During(doing, self.name), torch.enable_grad(), around as found, substituted(slots, aliases):
             output = self._function(skip_output)(entered)
         owners += owners_of(output)

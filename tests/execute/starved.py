@@ -77,11 +77,12 @@ class AtOperators(TorchDispatchMode):
     @contextmanager
     def inside_stages(self) -> Iterator[AtOperators]:
         """The mode, on from where a stage begins to where it ends: TorchDynamo captures nothing inside of a mode."""
-        with watched(self._turn):
+        with watched(lambda doing, name, begins: self.turn(begins)):
             yield self
 
-    def _turn(self, doing: str, name: str, begins: bool) -> None:
-        if begins:
+    def turn(self, on: bool) -> None:
+        """Enter the mode, or leave it."""
+        if on:
             self.__enter__()
         else:
             self.__exit__(None, None, None)

@@ -14,13 +14,15 @@ from torch import nn
 
 from rotor_profiling import memory_meter
 from rotor_py import Checkpointable
+from rotor_py.stage.activity import watched
 from rotor_solver import Sequence
 from tests.checkpointable.steps import between, square
-from tests.execute.starved import AtOperators
-from tests.execute.undone import Gated, assert_exact_wherever_it_runs_out, moving, planned, step
-from tests.training.loop import rows
+from tests.execute.starved import AtOperators, Capacity
+from tests.execute.undone import Gated, assert_exact_wherever_it_runs_out, moving, planned, state, step
+from tests.training.loop import differences, rows
 from tests.training.tripping import chain as dropping
 
+F = nn.functional
 Kind = Callable[[], nn.Module]
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
 KINDS: list[Kind] = [dropping, moving, Gated]
@@ -52,6 +54,13 @@ def test_stages_that_are_stored_in_part_are_as_exact() -> None:
     assert_exact_wherever_it_runs_out(network, start, every=4, sequence=Sequence.parse(text))
 
 
+class Twice(nn.Linear):
+    """One weight, used twice: autocast casts it once, and the gradients of both uses are added in its precision."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.tanh(super().forward(value)), self.weight)
+
+
 def test_so_is_autocast() -> None:
     def train(network: nn.Module) -> None:
         torch.manual_seed(3)
@@ -60,7 +69,7 @@ def test_so_is_autocast() -> None:
         loss.backward()
 
     torch.manual_seed(0)
-    start = dropping()
+    start = nn.Sequential(Twice(12, 12), *dropping())
     with torch.autocast("cpu", torch.bfloat16):
         network = planned(start, 0.8)
     assert_exact_wherever_it_runs_out(network, start, train, every=7)
@@ -76,16 +85,17 @@ def test_gradients_that_were_there_before_are_added_to_once() -> None:
     assert_exact_wherever_it_runs_out(planned(start, 0.8), start, train, every=13)
 
 
-def test_several_forwards_in_flight_are_undone_one_by_one() -> None:
+@pytest.mark.parametrize("kind", [dropping, moving])
+def test_several_forwards_in_flight_are_undone_one_by_one(kind: Kind) -> None:
     def train(network: nn.Module) -> None:
         torch.manual_seed(3)
         (square(network(rows())) + square(network(rows(1))) * 2).backward()
 
     torch.manual_seed(0)
-    start = moving()
+    start = kind()
     logging.getLogger("rotor_py").setLevel(logging.ERROR)
     try:
-        assert_exact_wherever_it_runs_out(planned(start, 0.9), start, train, every=7)
+        assert_exact_wherever_it_runs_out(planned(start, 0.9), start, train, every=9)
     finally:
         logging.getLogger("rotor_py").setLevel(logging.NOTSET)
 
@@ -156,6 +166,45 @@ def test_the_random_state_before_a_backward_is_put_back() -> None:
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(12, 32), *[Layer(32, 32) for _ in range(4)])
     assert_exact_wherever_it_runs_out(planned(start), start, every=2)
+
+
+def test_a_buffer_that_an_earlier_forward_has_saved_is_put_back_unnoticed() -> None:
+    """Autograd refuses a backward whose saved tensors were written to; batch norm's own kernel is exempt."""
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.GELU())
+    network = planned(start)
+
+    def train(model: nn.Module) -> None:
+        torch.manual_seed(3)
+        (square(model(rows())) + square(model(rows(1)))).backward()
+
+    train(network)
+    plain = copy.deepcopy(start)
+    train(plain)
+    for at in range(1, 6):
+        network.zero_grad()
+        network.load_state_dict(start.state_dict())
+        network.compute_sequence(network.mem_limit)
+        torch.manual_seed(3)
+        failing = AtOperators(at)
+        first = square(network(rows()))
+        with watched(lambda doing, name, begins, mode=failing: mode.turn(begins) if name == "1" else None):
+            second = square(network(rows(1)))
+        assert failing.errors == 1
+        (first + second).backward()
+        assert not differences(state(network), state(plain))
+
+
+def test_the_input_is_let_go_of_with_the_backward() -> None:
+    network = planned(dropping())
+    with Capacity() as device:
+        batch = rows().clone()
+        loss = square(network(batch))
+        loss.backward()
+        held, size = device.held, batch.nbytes
+        del batch
+        assert device.held == held - size
+    del loss
 
 
 def test_steps_that_were_undone_leave_no_bytes_behind() -> None:
