@@ -21,7 +21,7 @@ from rotor_py.plan.step_spec import ModelState, StepSpec
 
 _MOST_WAITING = 8
 """Step plans that wait beside the one in use; the one that has waited longest goes first. A guess: a GAN has two or
-three, and TorchDynamo takes no more than eight values of a keyword."""
+three."""
 
 
 class StepPlans:
