@@ -7,7 +7,7 @@ from functools import cached_property
 
 from rotor_solver.chain import Chain
 from rotor_solver.extremes import store_all
-from rotor_solver.pipeline.buffers import torch_buffers
+from rotor_solver.pipeline.buffers import buffer_bytes
 from rotor_solver.pipeline.in_flight import InFlight, in_flight
 from rotor_solver.pipeline.parts import left_bytes, part_of, with_weights_put_off
 from rotor_solver.pipeline.plan import Part
@@ -68,7 +68,7 @@ class Budget:
             flying=flying,
             sequence=store_all(part) if sequence is None else sequence,
             fixed_bytes=sum(self.fixed[begin:end])
-            + (torch_buffers(part, number, self.schedule, flying) if self.buffers else 0),
+            + (buffer_bytes(part, number, self.schedule, flying) if self.buffers else 0),
             left_bytes=left_bytes(part) if self.schedule.microbatches > 1 else 0,
             waiting_bytes=left_bytes(planned) if flying.split else 0,
         )

@@ -26,7 +26,8 @@ def in_flight(schedule: Schedule) -> list[InFlight]:
 
         gpipe         M
         1f1b          min(M, P - r)
-        zero-bubble   min(M, P - r), and beside them up to r that wait for the weights: P altogether
+        zero-bubble   min(M, P - r), and beside them up to r that wait for the weights: P altogether; if the backwards
+                      are whole, none of these
         interleaved   min(M · V, (V - 1) · M / max(1, ⌊M / P⌋) + 2 (P - 1 - r) + 1) of its V parts together
 
     The numbers are counted in the order of actions itself.

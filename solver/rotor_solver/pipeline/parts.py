@@ -52,7 +52,7 @@ def cut_points(chain: Chain, wanted: Iterable[int] | None) -> list[int]:
     inner = range(1, length) if wanted is None else sorted(set(wanted) - {0, length})
     for point in inner:
         if not 0 < point < length:
-            raise ValueError(f"cut_points has {point}; the chain's stages are 0 to {length - 1}")
+            raise ValueError(f"boundaries has {point}; the chain's stages are 0 to {length - 1}")
     return [0, *(point for point in inner if _nothing_crosses(chain.gradient[:point])), length]
 
 

@@ -8,6 +8,8 @@ The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.
                   clusters using Megatron-LM", arXiv 2104.04473
     zero-bubble   ScheduleInterleavedZeroBubble with one part on each rank: the ZB-H1 of Qi et al., "Zero bubble
                   pipeline parallelism", arXiv 2401.10241
+    zero-bubble-whole
+                  the same, and the backward for the inputs is the whole one: nothing is kept for the second
 
 The chain is cut into P · V parts. Rank r has the parts r, r + P, r + 2P, …: V of them if the schedule is interleaved,
 else one.
@@ -56,12 +58,12 @@ class Schedule:
             number = getattr(self, field)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{field} is {number!r}; it has to be a whole number, one or more")
-        if self.name in _ONE_PART and self.virtual_stages > 1:
+        if self.name not in _SEVERAL_PARTS and self.virtual_stages > 1:
             raise ValueError(
                 f"{self.name} has one part of the chain on each rank; virtual_stages is {self.virtual_stages}. "
                 'The schedule that has several is "interleaved"'
             )
-        if self.name in _IN_ROUNDS and self.microbatches % self.rounds:
+        if self.name not in _ONE_AFTER_THE_OTHER and self.microbatches % self.rounds:
             raise ValueError(
                 f"{self.name} on {self.ranks} ranks cannot divide {self.microbatches} microbatches into {self.rounds} "
                 f"equal rounds; take a multiple of {self.ranks}"
@@ -111,6 +113,10 @@ def _zero_bubble(schedule: Schedule, rank: int) -> list[Action]:
     return _rounds(schedule, rank, per_hop=1, put_off=rank or None)  # rank 0 puts off none: its backward stays whole
 
 
+def _zero_bubble_whole(schedule: Schedule, rank: int) -> list[Action]:
+    return _rounds(schedule, rank, per_hop=1)
+
+
 def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = None) -> list[Action]:
     """torch's `_get_1f1b_rank_ops`: forwards ahead (`_get_warmup_ops`), then a forward and a backward in turns.
 
@@ -149,7 +155,9 @@ SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
     "1f1b": _one_forward_one_backward,
     "interleaved": _interleaved,
     "zero-bubble": _zero_bubble,
+    "zero-bubble-whole": _zero_bubble_whole,
 }
 """All schedules by name: the order of a rank."""
-_IN_ROUNDS = ("interleaved", "zero-bubble")
-_ONE_PART = ("gpipe", "1f1b", "zero-bubble")
+_ONE_AFTER_THE_OTHER = ("gpipe", "1f1b")
+"""Schedules that turn to every microbatch once; the others do so in rounds."""
+_SEVERAL_PARTS = ("interleaved",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 from rotor_solver.chain import Chain
@@ -18,7 +19,8 @@ from rotor_solver.simulate import simulate
 _FEW = 24
 """Slots for what a microbatch keeps, where only a lower bound is wanted; a guess."""
 _Key = tuple[Chain, int, int]
-"""A part's chain, the bytes for its microbatches, and how many are in flight."""
+"""A part's chain, the bytes for its microbatches (below zero if what is beside them fills more than the limit), and how
+many are in flight."""
 
 
 class Search:
@@ -44,7 +46,7 @@ class Search:
         if key in self._solved:
             return self.lower_bound(number, begin, end)
         if key not in self._guessed:
-            self._guessed[key] = bound_in_flight(*key, _FEW)
+            self._guessed[key] = bound_in_flight(*key, _FEW) if key[1] >= 0 else math.inf
         return self._guessed[key]
 
     def lower_bound(self, number: int, begin: int, end: int) -> float:
@@ -76,7 +78,7 @@ class Search:
         return self._parts[key]
 
     def _key(self, part: Part, number: int) -> _Key:
-        return part.chain, max(0, self.budget.shares[number] - part.beside_bytes), part.flying.forwards
+        return part.chain, self.budget.shares[number] - part.beside_bytes, part.flying.forwards
 
     def _solve(self, number: int, begin: int, end: int) -> tuple[float, Sequence | None]:
         part = self._stored(number, begin, end)
@@ -84,9 +86,10 @@ class Search:
         if key not in self._solved:
             if (progress := watcher()) is not None:
                 progress(len(self._solved), 0, "parts")
-            try:
+            self._solved[key] = math.inf, None
+            if key[1] < 0:
+                return self._solved[key]
+            with suppress(InfeasibleError):
                 sequence = fastest_in_flight(*key, self._slots)
                 self._solved[key] = simulate(part.chain, sequence).makespan, sequence
-            except InfeasibleError:
-                self._solved[key] = math.inf, None
         return self._solved[key]
