@@ -28,6 +28,7 @@ from rotor_solver.limits import InfeasibleError
 from rotor_solver.moments import Moment, moments
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 from rotor_solver.persistent import Persistent
+from rotor_solver.pipeline import PipelinePlan, Schedule, plan_pipeline
 from rotor_solver.progress import watched
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import Simulation, simulate, skipped_outputs
@@ -57,9 +58,11 @@ __all__ = [
     "Option",
     "Periodic",
     "Persistent",
+    "PipelinePlan",
     "PlanMemory",
     "RecomputeAll",
     "Revolve",
+    "Schedule",
     "Sequence",
     "Simulation",
     "Sqrt",
@@ -72,6 +75,7 @@ __all__ = [
     "limit_for",
     "min_bytes",
     "moments",
+    "plan_pipeline",
     "recompute_all",
     "simulate",
     "simulate_forwards",

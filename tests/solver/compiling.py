@@ -14,7 +14,7 @@ from types import ModuleType
 from numba.core.dispatcher import Dispatcher
 
 import rotor_solver
-from rotor_solver import Chain, Option, Stage, frontier, min_bytes, simulate, solve, store_all
+from rotor_solver import Chain, Option, Stage, frontier, min_bytes, plan_pipeline, simulate, solve, store_all
 
 
 def kernel_modules() -> list[ModuleType]:
@@ -51,6 +51,8 @@ def persistent() -> None:
 def others() -> None:
     solve_at(chain_of(3, 12), 0.5, "floating")
     solve_at(chain_of(3, 12), 0.5, "griewank-heterogeneous")
+    chain = chain_of(3, 12)
+    plan_pipeline(chain, 3, simulate(chain, store_all(chain)).peak // 2, 6)
 
 
 if __name__ == "__main__":

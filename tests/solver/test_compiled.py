@@ -44,6 +44,7 @@ def test_these_are_all_the_files_with_kernels() -> None:
         "persistent.layout",
         "persistent.descend",
         "persistent.windows",
+        "pipeline.sequences.kernels",
     }
 
 

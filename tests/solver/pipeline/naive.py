@@ -1,0 +1,78 @@
+"""Slow twins: all sequences of a small chain one by one, and all cuts of a chain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations, pairwise
+
+from rotor_solver import (
+    Backward,
+    Chain,
+    ForwardCheck,
+    ForwardEnable,
+    ForwardNograd,
+    Loss,
+    Operation,
+    Sequence,
+    Stage,
+    simulate,
+)
+
+
+def all_sequences(chain: Chain) -> Iterator[Sequence]:
+    """Every memory-persistent sequence."""
+    length = len(chain)
+
+    def runs(i: int, last: int) -> Iterator[list[Operation]]:
+        if i > last:
+            yield []
+            return
+        if i == length:
+            yield [Loss()]
+            return
+        for option in range(len(chain.stages[i].options)):
+            for rest in runs(i + 1, last):
+                yield [ForwardEnable(i, option), *rest, Backward(i)]
+        for j in range(i + 1, last + 1):
+            for right in runs(j, last):
+                for left in runs(i, j - 1):
+                    yield [ForwardCheck(i), *map(ForwardNograd, range(i + 1, j)), *right, *left]
+
+    for operations in runs(0, length):
+        yield Sequence(operations)
+
+
+@cache
+def bytes_and_seconds(chain: Chain, count: int) -> list[tuple[int, float]]:
+    """Of every sequence, the bytes of `count` microbatches in flight, and its seconds."""
+    found = []
+    for sequence in all_sequences(chain):
+        result, position = simulate(chain, sequence), sequence.index(Loss())
+        kept = result.after[position - 1] if position else chain.input_bytes
+        found.append(((count - 1) * kept + result.peak, result.makespan))
+    return found
+
+
+def fastest(chain: Chain, limit: int, count: int) -> float:
+    """The least seconds within the limit; infinite if nothing fits."""
+    return min((seconds for size, seconds in bytes_and_seconds(chain, count) if size <= limit), default=math.inf)
+
+
+def least_bytes(chain: Chain, count: int) -> int:
+    return min(size for size, _ in bytes_and_seconds(chain, count))
+
+
+def all_cuts(length: int, parts: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Every way to cut so many stages into parts: first stages and ends."""
+    for inner in combinations(range(1, length), parts - 1):
+        yield tuple(pairwise((0, *inner, length)))
+
+
+def cut_off(chain: Chain, begin: int, end: int) -> Chain:
+    """Stages begin … end - 1 as the chain of a rank, which keeps its output until the backward."""
+    stages: tuple[Stage, ...] = chain.stages[begin:end]
+    if end == len(chain):
+        return Chain(stages, chain.activation[begin], chain.loss_time, chain.loss_temp, chain.output_held)
+    return Chain(stages, chain.activation[begin], output_held=True)

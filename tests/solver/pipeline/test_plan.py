@@ -1,0 +1,224 @@
+"""Plans for pipelines, against all cuts with all sequences, and their promise: no rank passes its limit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rotor_solver import Chain, InfeasibleError, PipelinePlan, min_bytes, plan_pipeline, simulate, store_all
+from rotor_solver.pipeline import SCHEDULES, Schedule
+from rotor_solver.pipeline.budget import Budget
+from rotor_solver.pipeline.in_flight import in_flight
+from tests.solver.pipeline import naive
+from tests.solver.strategies import plain_chains
+
+EXACT = 10**6
+
+
+def uniform(length: int, size: int = 4, seconds: float = 1.0) -> Chain:
+    """Stages that take `seconds` forward and twice as long backward, and keep two outputs."""
+    lists = [seconds] * length, [2 * seconds] * length + [0.0], [size] * (length + 1), [2 * size] * length
+    return Chain.from_arrays(*lists, [0] * length, [0] * (length + 1))
+
+
+def best_of_all(chain: Chain, limits: tuple[int, ...], counts: list[int], fixed: list[int], left: bool) -> float:
+    """The least seconds of the slowest part, over all cuts and all sequences."""
+    best = math.inf
+    for cuts in naive.all_cuts(len(chain), len(limits)):
+        seconds = []
+        for (begin, end), limit, count in zip(cuts, limits, counts, strict=True):
+            part = naive.cut_off(chain, begin, end)
+            beside = sum(fixed[begin:end]) + (sum(part.gradient) if left else 0)
+            seconds.append(naive.fastest(part, limit - beside, count))
+        best = min(best, max(seconds))
+    return best
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    plain_chains(max_stages=4),
+    st.sampled_from(("gpipe", "1f1b")),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 5), min_size=5, max_size=5),
+    st.lists(st.floats(0.2, 1.2), min_size=3, max_size=3),
+    st.booleans(),
+)
+def test_no_cuts_and_no_sequences_are_better(
+    chain: Chain, name: str, ranks: int, microbatches: int, fixed: list[int], shares: list[float], gradients: bool
+) -> None:
+    assume(len(chain) >= ranks)
+    if gradients:
+        chain = replace(chain, stages=tuple(replace(each, gradient=2) for each in chain.stages))
+    fixed = fixed[: len(chain)]
+    full = simulate(chain, store_all(chain)).peak + sum(fixed)
+    limits = tuple(int(share * full) for share in shares[:ranks])
+    counts = [each.forwards for each in in_flight(Schedule(name, ranks, microbatches))]
+    best = best_of_all(chain, limits, counts, fixed, microbatches > 1)
+    try:
+        plan = plan_pipeline(chain, ranks, limits, microbatches, name, fixed=fixed, slots=EXACT)
+    except InfeasibleError as error:
+        assert best == math.inf
+        more = error.min_bytes - error.mem_limit
+        assert more > 0
+        enough = tuple(limit + more for limit in limits)
+        assert plan_pipeline(chain, ranks, enough, microbatches, name, fixed=fixed).fits
+        assert best_of_all(chain, tuple(each - 1 for each in enough), counts, fixed, microbatches > 1) == math.inf
+        return
+    assert plan.slowest_seconds == pytest.approx(best)
+    assert plan.lower_bound == pytest.approx(best)
+    assert plan.fits
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    plain_chains(max_stages=8),
+    st.sampled_from(
+        (
+            ("gpipe", 1),
+            ("1f1b", 1),
+            ("zero-bubble", 1),
+            ("zero-bubble-whole", 1),
+            ("interleaved", 2),
+            ("interleaved", 3),
+        )
+    ),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.floats(0.1, 2.0),
+    st.booleans(),
+    st.integers(1, 40),
+)
+def test_no_rank_of_the_simulated_step_passes_its_limit(
+    chain: Chain, schedule: tuple[str, int], ranks: int, rounds: int, share: float, buffers: bool, slots: int
+) -> None:
+    name, virtual = schedule
+    assume(len(chain) >= ranks * virtual)
+    limit = int(share * simulate(chain, store_all(chain)).peak * ranks)
+    fixed = [each % 3 for each in range(len(chain))]
+    arguments = (rounds * ranks, name)
+    more = {"fixed": fixed, "virtual_stages": virtual, "buffers": buffers, "slots": slots}
+    try:
+        plan = plan_pipeline(chain, ranks, limit, *arguments, **more)
+    except InfeasibleError as error:
+        plan = plan_pipeline(chain, ranks, error.min_bytes, *arguments, **more)
+    assert [(part.begin, part.end) for part in plan.parts] == [*pairwise((0, *plan.cuts, len(chain)))]
+    assert [part.rank for part in plan.parts] == [number % ranks for number in range(ranks * virtual)]
+    assert plan.fits
+    for rank in range(ranks):
+        assert plan.timeline.peaks[rank] <= sum(part.peak_bytes for part in plan.parts_of(rank)) <= plan.limits[rank]
+
+
+def test_what_one_part_on_each_rank_is_planned_to_take_is_what_the_step_takes() -> None:
+    plan = plan_pipeline(uniform(12), 3, 100, 6, slots=EXACT)
+    assert plan.timeline.peaks == tuple(part.peak_bytes for part in plan.parts)
+
+
+def test_later_ranks_get_more_stages_where_memory_is_short() -> None:
+    """They keep fewer microbatches in flight, and so recompute less."""
+    plan = plan_pipeline(uniform(24), 4, 160, 8, slots=EXACT)
+    lengths = [part.end - part.begin for part in plan.parts]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+    assert plan_pipeline(uniform(24), 4, 10**6, 8).cuts == (6, 12, 18)
+
+
+def test_every_rank_has_a_limit_of_its_own() -> None:
+    chain = uniform(12)
+    plan = plan_pipeline(chain, 2, (60, 10**4), 4, slots=EXACT)
+    assert plan.cuts[0] < 6
+    assert plan.timeline.peaks[0] <= 60
+
+
+def test_one_rank_with_one_microbatch_is_the_ordinary_problem() -> None:
+    chain = uniform(10)
+    for limit in range(min_bytes(chain), 120, 10):
+        plan = plan_pipeline(chain, 1, limit, 1)
+        assert plan.parts[0].sequence.lower_bound == pytest.approx(plan.slowest_seconds)
+
+
+def test_a_part_begins_only_where_it_may() -> None:
+    chain = uniform(12)
+    assert plan_pipeline(chain, 3, 10**6, 3, boundaries=(2, 3, 11)).cuts == (3, 11)
+    skip = list(chain.stages)  # stage 8 leaves the gradient of what stage 2 made
+    skip[8], skip[2] = replace(skip[8], gradient=4), replace(skip[2], gradient=-4)
+    cuts = plan_pipeline(replace(chain, stages=tuple(skip)), 2, 10**6, 2).cuts
+    assert cuts in ((2,), (9,))
+
+
+def test_what_waits_for_the_weights_is_counted() -> None:
+    """Rank 1 of zero-bubble keeps all that a microbatch saved until the backward for the weights."""
+    chain = uniform(4)
+    first, second = plan_pipeline(chain, 2, 10**6, 4, "zero-bubble").parts
+    assert not first.flying.split
+    # Two inputs of stages and their ā, and the gradients of two outputs.
+    assert second.waiting_bytes == 4 + 2 * 8 + 2 * 4
+    assert second.peak_bytes == second.microbatch.peak_bytes + second.waiting_bytes
+
+
+def test_gradients_that_the_first_microbatch_leaves_are_there_from_then_on() -> None:
+    chain = uniform(4)
+    chain = replace(chain, stages=tuple(replace(each, gradient=100) for each in chain.stages))
+    alone, several = (plan_pipeline(chain, 2, 10**6, count).parts[0] for count in (1, 2))
+    assert (alone.left_bytes, several.left_bytes) == (0, 200)
+
+
+@settings(deadline=None, max_examples=20)
+@given(plain_chains(max_stages=6), st.floats(0.3, 1.5))
+def test_where_a_rank_has_several_parts_the_slowest_part_is_as_fast_as_its_share_allows(
+    chain: Chain, share: float
+) -> None:
+    assume(len(chain) >= 4)
+    limit = int(share * simulate(chain, store_all(chain)).peak)
+    schedule = Schedule("interleaved", 2, 2, 2)
+    fixed = (0,) * len(chain)
+    best = []
+    for progress in (0, 1, 3):
+        budget = Budget(schedule, (limit, limit), fixed, progress=progress)
+        assert all(budget.shares[rank] + budget.shares[rank + 2] <= limit for rank in range(2))
+        counts = [each.forwards for each in budget.flying]
+        best.append(best_of_all(chain, tuple(budget.shares), counts, list(fixed), True))
+    try:
+        plan = plan_pipeline(chain, 2, limit, 2, "interleaved", slots=EXACT)
+    except InfeasibleError:
+        assert min(best) == math.inf
+        return
+    assert max(part.microbatch.seconds for part in plan.parts) in [pytest.approx(each) for each in best]
+
+
+def refused(arguments: tuple, says: str, **more: object) -> None:
+    with pytest.raises(ValueError, match=says):
+        plan_pipeline(*arguments, **more)
+
+
+def test_what_cannot_be_is_refused_in_a_sentence() -> None:
+    chain = uniform(3)
+    refused((chain, 4, 100, 4), "3 stages cannot be cut into 4 parts; take fewer ranks")
+    refused((chain, 2, 100, 4, "interleaved"), "3 stages cannot be cut into 4 parts")
+    refused((chain, 3, 100, 4), "3 stages, which can be cut at 1 places, cannot be cut into 3 parts", boundaries=[1])
+    refused((chain, 2, 100, 4, "dualpipe"), "there is no schedule 'dualpipe'; there are gpipe, 1f1b, interl")
+    refused((chain, 2, (100, 100, 100), 4), "there are 3 limits for 2 ranks; give one for each, or one for all")
+    refused((chain, 2, -1, 4), "mem_limit is -1")
+    refused((chain, 2, 100, 4), "fixed has 1 entries; the chain has 3 stages", fixed=[1])
+    refused((chain, 2, 100, 4), "boundaries has 7; the chain's stages are 0 to 2", boundaries=[7])
+    refused((chain, 2, 100, 4), "slots is 0", slots=0)
+
+
+def test_the_refusal_names_the_rank_and_the_least_limit() -> None:
+    chain = uniform(12)
+    with pytest.raises(
+        InfeasibleError, match="12 stages do not fit on 3 ranks, wherever they are cut: rank "
+    ) as caught:
+        plan_pipeline(chain, 3, 20, 6)
+    least = caught.value.min_bytes
+    assert caught.value.mem_limit == 20
+    assert f"needs at least {least} bytes; its limit is 20. Take smaller microbatches" in str(caught.value)
+    plan: PipelinePlan = plan_pipeline(chain, 3, least, 6)
+    assert plan.fits
+    with pytest.raises(InfeasibleError):
+        plan_pipeline(chain, 3, least - 1, 6)

@@ -1,0 +1,122 @@
+"""The order of every rank, against that of torch.distributed.pipelining; and what is in flight."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.pipelining import schedules as theirs
+
+from rotor_solver.pipeline import SCHEDULES, Schedule
+from rotor_solver.pipeline.in_flight import InFlight, in_flight
+
+
+def rounds_of_torch(ranks: int, microbatches: int, parts: int, rank: int, zero_bubble: bool) -> list[str]:
+    """What ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble compute for a rank."""
+    in_round = microbatches // max(1, microbatches // ranks)
+    ahead = theirs._get_warmup_ops(rank, parts, in_round, ranks, microbatches, 1 if zero_bubble else 2)
+    total = parts * microbatches
+
+    def forward(step: int) -> int:
+        return step // in_round % parts * ranks + rank
+
+    def backward(step: int) -> int:
+        return (parts - 1 - (step - ahead) // in_round % parts) * ranks + rank
+
+    found = theirs._get_1f1b_rank_ops(
+        parts, ranks, ahead, total - ahead, ahead, rank, forward, backward, rank, enable_zero_bubble=zero_bubble
+    )
+    return [str(each) for each in found if each is not None]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "parts"), [(4, 8, 2), (2, 6, 3), (4, 4, 2), (3, 2, 2), (4, 10, 2)])
+def test_interleaved_is_what_torch_does(ranks: int, microbatches: int, parts: int) -> None:
+    schedule = Schedule("interleaved", ranks, microbatches, parts)
+    for rank in range(ranks):
+        assert [str(each) for each in schedule.order(rank)] == rounds_of_torch(ranks, microbatches, parts, rank, False)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (3, 9), (4, 4), (4, 2), (1, 3)])
+def test_zero_bubble_is_what_torch_does(ranks: int, microbatches: int) -> None:
+    schedule = Schedule("zero-bubble", ranks, microbatches)
+    for rank in range(ranks):
+        expected = rounds_of_torch(ranks, microbatches, 1, rank, True)
+        if rank == 0:  # each backward for the weights comes right after that for the inputs: they are one
+            expected = [each.replace("I", "B") for each in expected if "W" not in each]
+        assert [str(each) for each in schedule.order(rank)] == expected
+
+
+def test_whole_backwards_are_in_the_order_of_those_for_the_inputs() -> None:
+    split, whole = Schedule("zero-bubble", 4, 8), Schedule("zero-bubble-whole", 4, 8)
+    for rank in range(4):
+        expected = [str(each).replace("I", "B") for each in split.order(rank) if each.kind != "W"]
+        assert [str(each) for each in whole.order(rank)] == expected
+
+
+def test_1f1b_and_gpipe_by_hand() -> None:
+    def order(name: str, rank: int) -> str:
+        return " ".join(f"{each.kind}{each.microbatch}" for each in Schedule(name, 2, 3).order(rank))
+
+    assert order("1f1b", 0) == "F0 F1 B0 F2 B1 B2"
+    assert order("1f1b", 1) == "F0 B0 F1 B1 F2 B2"
+    assert order("gpipe", 0) == order("gpipe", 1) == "F0 F1 F2 B0 B1 B2"
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8, 16])
+def test_what_is_in_flight_is_what_the_formulas_say(microbatches: int) -> None:
+    ranks = 4
+
+    def counts(name: str) -> list[InFlight]:
+        return in_flight(Schedule(name, ranks, microbatches))
+
+    assert counts("gpipe") == [InFlight(microbatches)] * ranks
+    assert counts("1f1b") == [InFlight(min(microbatches, ranks - r)) for r in range(ranks)]
+    assert counts("zero-bubble-whole") == counts("1f1b")
+    for rank, found in enumerate(counts("zero-bubble")):
+        assert found.forwards == min(microbatches, ranks - rank)
+        assert found.weights <= rank
+        assert found.split == (rank > 0)
+    if microbatches >= 2 * ranks:  # then the steady state is long enough for all of them
+        assert [each.weights for each in counts("zero-bubble")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("microbatches", [4, 8, 16])
+def test_interleaved_keeps_the_forwards_ahead_and_one_more(microbatches: int) -> None:
+    ranks, parts = 4, 2
+    schedule = Schedule("interleaved", ranks, microbatches, parts)
+    for rank in range(ranks):
+        most = flying = 0
+        for action in schedule.order(rank):
+            flying += {"F": 1, "B": -1}[action.kind]
+            most = max(most, flying)
+        assert most == min(microbatches * parts, (parts - 1) * ranks + 2 * (ranks - 1 - rank) + 1)
+        own = [each.forwards for number, each in enumerate(in_flight(schedule)) if number % ranks == rank]
+        assert max(own) <= min(microbatches, most)
+        assert sum(own) >= most
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_microbatch_goes_once_through_every_part(name: str) -> None:
+    schedule = Schedule(name, 3, 6, 2 if name == "interleaved" else 1)
+    for rank in range(3):
+        done = [(each.part, each.microbatch) for each in schedule.order(rank) if each.kind == "F"]
+        back = [(each.part, each.microbatch) for each in schedule.order(rank) if each.kind in ("B", "I")]
+        whole = {(part, each) for part in range(schedule.parts) if part % 3 == rank for each in range(6)}
+        assert len(done) == len(back) == len(whole)
+        assert set(done) == set(back) == whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("1F1B", 2, 2), "there is no schedule '1F1B'; there are gpipe, 1f1b, interleaved, zero-bubble, zero-"),
+        (("1f1b", 0, 2), "ranks is 0; it has to be a whole number, one or more"),
+        (("1f1b", 2, True), "microbatches is True"),
+        (("1f1b", 2, 2, 2), "1f1b has one part of the chain on each rank; virtual_stages is 2"),
+        (
+            ("interleaved", 4, 9, 2),
+            "interleaved on 4 ranks cannot divide 9 microbatches into 2 equal rounds; take a",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(arguments, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Schedule(*arguments)
