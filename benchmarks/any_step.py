@@ -206,7 +206,7 @@ def measured(step: Step) -> dict[str, Any]:
         take(planned)
     planned.zero_grad()
     # Batches of later forwards are made for them, as the plan counts them; the caller holds all of them.
-    held = [tensor for tensor in (batch if isinstance(batch, tuple | list) else [batch])]
+    held = list(batch if isinstance(batch, tuple | list) else [batch])
     peak = measured_peak(lambda: take(planned), [*planned.parameters(), *held], CPU)
     take(plain)
     pairs = zip(planned.parameters(), plain.parameters(), strict=True)

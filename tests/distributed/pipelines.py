@@ -220,15 +220,16 @@ def peak(rank: int, name: str, kind: str, share: float, whole: bool = False) -> 
     return Peak(measured, sum(tensor.nbytes for tensor in beside), pipeline.limits, predicted, in_flight)
 
 
-def inside(rank: int, name: str, kind: str, share: float, whole: bool = False) -> tuple[int, int, list[str]]:
-    """The measured peak of a rank, and the bytes that it was given, with plans for what is in flight; what was logged.
+def planned_for_flight(rank: int, name: str, kind: str, share: float, whole: bool) -> tuple[Pipeline, int, int]:
+    """A pipeline with plans for what is in flight. The bytes that this rank was given, and those that it should take.
 
     Given are the limits of its stages, what it sends and receives in, and its part of the batch.
     """
     pipeline = Pipeline(rank, name, kind, None, {"dw_builder": whole_backward} if whole else {})
     flying = microbatches_in_flight(pipeline.schedule)
     sample, given = torch.zeros(SAMPLES, WIDTH), pipeline.batch(0)
-    allowed = sum(each.nbytes for each in given[:1] * pipeline.first + given[1:] * pipeline.last)
+    beside = sum(each.nbytes for each in given[:1] * pipeline.first + given[1:] * pipeline.last)
+    allowed = predicted = beside
     planned = []
     for stage, module in zip(pipeline.stages, pipeline.models, strict=True):
         model = Checkpointable(
@@ -239,23 +240,38 @@ def inside(rank: int, name: str, kind: str, share: float, whole: bool = False) -
         model.measure(sample.clone().requires_grad_(not stage.is_first))
         assert model.budget is not None
         least, most = model.budget.least_bytes(), model.budget.peak_bytes(store_all(model.budget.chain))
-        model.compute_sequence(least + int(share * (most - least)))
-        allowed += model.mem_limit + buffer_bytes(pipeline.schedule, stage, sample, sample)  # type: ignore[operator]
+        sequence = model.compute_sequence(least + int(share * (most - least)))
+        buffers = buffer_bytes(pipeline.schedule, stage, sample, sample)
+        allowed += model.mem_limit + buffers  # type: ignore[operator] # bytes
+        predicted += model.budget.peak_bytes(sequence) + buffers
         planned.append(model)
     for stage, model in zip(pipeline.stages, planned, strict=True):
         stage.submod = model
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rotor_py").addHandler(handler)
+    pipeline.models = planned
+    return pipeline, allowed, predicted
+
+
+def peak_in_flight(pipeline: Pipeline) -> int:
+    """The measured peak of a rank in the third step, its part of the batch included."""
+    given = pipeline.batch(0)
     for _ in range(2):
         pipeline.step(given)
-    parameters = [p for model in planned for p in model.parameters()]
+    parameters = [p for model in pipeline.models for p in model.parameters()]
     buffers = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
     mine = given[:1] * pipeline.first + given[1:] * pipeline.last
     present = [*parameters, *(p.grad for p in parameters if p.grad is not None), *buffers, *mine]
     dist.barrier()
-    measured = measured_peak(lambda: pipeline.step(given), present, device())
+    return measured_peak(lambda: pipeline.step(given), present, device())
+
+
+def inside(rank: int, name: str, kind: str, share: float, whole: bool = False) -> tuple[int, int, list[str]]:
+    """The measured peak of a rank with plans for what is in flight, the bytes that it was given, and what was logged."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    pipeline, allowed, _ = planned_for_flight(rank, name, kind, share, whole)
+    logging.getLogger("rotor_py").addHandler(handler)
+    measured = peak_in_flight(pipeline)
     logging.getLogger("rotor_py").removeHandler(handler)
     return measured, allowed, said
 
