@@ -34,7 +34,7 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
-    model = Checkpointable(nn.Sequential(*(block() for _ in range(6))).to(device))
+    model = Checkpointable(nn.Sequential(*(block() for _ in range(6))).to(device), watch=False)
     # Two backwards in one: a stage that is run again computes both anyway, and holds nothing until the second.
     stage = PipelineStage(model, rank, ranks, device, dw_builder=whole_backward)
     if "--zero-bubble" in sys.argv:

@@ -236,6 +236,7 @@ def planned_for_flight(rank: int, name: str, kind: str, share: float, whole: boo
             module,
             loss=(lambda output: loss(output, torch.zeros_like(output))) if stage.is_last else None,
             forwards_in_flight=flying[stage.stage_index],
+            watch=False,
         )
         model.measure(sample.clone().requires_grad_(not stage.is_first))
         assert model.budget is not None
@@ -265,7 +266,7 @@ def peak_in_flight(pipeline: Pipeline) -> int:
 
 
 def inside(rank: int, name: str, kind: str, share: float, whole: bool = False) -> tuple[int, int, list[str]]:
-    """The measured peak of a rank with plans for what is in flight, the bytes that it was given, and what was logged."""
+    """The measured peak of a rank with plans for what is in flight, the bytes it was given, and what was logged."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

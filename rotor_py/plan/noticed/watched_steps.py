@@ -81,6 +81,8 @@ class WatchedSteps:
         asked = self._model.settings.watch
         if asked is False or plan.unlimited(self._model.settings) or plan.overruns > _MOST_OVERRUNS:
             return None
+        if plan.budget.forwards > 1 or plan.most_in_flight > 1:
+            return None  # the next forward would join the step, and what runs between them is no loss
         device, present_bytes = self._device_of(plan), 0
         if device.type == "cpu":
             if plan.watched is plan.sequence and not asked:
