@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.compiled_models import TracedGraph, compile_forward, handing_graphs_to
 from rotor_py.capture.fsdp_marks import FSDPMarks
+from rotor_py.capture.graph.data_questions import NOW, Answers, Asking, OtherAnswerError
 from rotor_py.capture.graph.run_graph import raise_own_error
+from rotor_py.capture.library_masks import masks_asked_about
 from rotor_py.errors import UnsupportedModelError
 
 _log = logging.getLogger("rotor_py")
@@ -27,10 +29,10 @@ RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 
 @dataclass(slots=True)
 class _Compiled:
-    """What calls the model: `function` is made at the first call, under the marks of a sharded model."""
+    """What calls the model: each of `functions` is made at its first call, under the marks of a sharded model."""
 
     marks: FSDPMarks | None
-    function: Callable[..., Any] | None = None
+    functions: dict[Answers, Callable[..., Any]] = field(default_factory=dict)
 
 
 class CapturedForward:
@@ -42,6 +44,8 @@ class CapturedForward:
         self._compiled: _Compiled | None = None
         self._graphs: dict[TracedGraph, CapturedGraph] = {}
         self._told_of_cache = False
+        self._answers: Answers = ()
+        """How the last batch answered: the next one is likely to answer alike."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs: they are bound to this model, and a copy captures its own."""
@@ -53,27 +57,43 @@ class CapturedForward:
         For a sharded model, raises UnsupportedModelError if Dynamo breaks its graph, or if its parameters are gathered
         in a way of their own. An error of the model itself is raised as the model raises it.
         """
+        answers = self._answers
+        while True:
+            asking = Asking(answers)
+            try:
+                output = self._call(args, kwargs, run_graph, asking)
+            except OtherAnswerError as other:  # before any stage has run
+                answers = asking.corrected(other)
+            else:
+                self._answers = answers
+                return output
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], run_graph: RunGraph, asking: Asking) -> Any:
         if self._compiled is None:  # nothing was measured: the plan came from a file, or this is a copy
             self._compiled = _Compiled(FSDPMarks.of(self.model))
         compiled, marks = self._compiled, self._compiled.marks
 
         def handle(traced: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+            asking.open = False
             graph = self._captured(traced, marks)
-            # The graph runs inside of `compiled.function`, where holes and marks are on the model.
+            # The graph runs inside of the compiled function, where holes and marks are on the model.
             with marks.unmarked() if marks else nullcontext():
                 return run_graph(graph, arguments)
 
         with (
             handing_graphs_to(handle),
+            masks_asked_about(),
             # Inside DistributedDataParallel, Dynamo would cut the graph where a bucket of gradients is full, so that
             # compiled backwards overlap with communication. Stages have backwards of their own, and overlap anyway.
             torch._dynamo.config.patch(optimize_ddp=False),
             marks.marked() if marks else nullcontext(),
         ):
-            if compiled.function is None:
-                compiled.function = compile_forward(self.model, marks.signature if marks else None)
+            function = compiled.functions.get(asking.answers)
+            if function is None:
+                function = compile_forward(self.model, marks.signature if marks else None, asking.answers)
+                compiled.functions[asking.answers] = function
             try:
-                return compiled.function(self.model, args, self._without_cache(kwargs))
+                return function(self.model, args, self._without_cache(kwargs), asking)
             except Unsupported as error:
                 if marks is None:
                     raise
@@ -84,6 +104,8 @@ class CapturedForward:
                     devices = [p.device for p in self.model.parameters()]
                     raise_own_error(self.model, args, kwargs, devices[0] if devices else torch.device("cpu"))
                 raise
+            finally:
+                NOW.asking = None
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rotor_py.capture.graph.data_questions import NOW, Answers, Asking
 from rotor_py.stage.autocast import Autocast
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
@@ -35,14 +36,15 @@ class TracedGraph:
         return _handler.get()(self, arguments)
 
 
-def compile_forward(model: nn.Module, marks: Hashable = None) -> Callable[..., Any]:
-    """The function (model, args, kwargs) that runs the forward of `model`, and of models that are built alike.
+def compile_forward(model: nn.Module, marks: Hashable = None, answers: Answers = ()) -> Callable[..., Any]:
+    """The function (model, args, kwargs, asking) that runs the forward of `model`, and of models that are built alike.
 
+    There is one for each `answers` of `asking`: TorchDynamo would count another one as a recompilation.
     `marks` says where modules of `fully_shard` begin and end. A model with marks is captured as one graph or not at
     all: between two graphs its own code would run, on holes instead of parameters. Where the graph would break, a call
     of the function raises torch's `Unsupported`.
     """
-    key = _structure(model), marks
+    key = _structure(model), marks, answers
     # `model` is an argument of the function and no part of it, so a function keeps no model alive.
     if key not in _compiled:
         _compiled[key] = torch.compile(_own_function(), backend=_backend, fullgraph=marks is not None)
@@ -88,7 +90,8 @@ def _own_function() -> Callable[..., Any]:
     Dynamo counts recompilations by code object, and gives up on one that many models share.
     """
 
-    def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asking: Asking) -> Any:
+        NOW.asking = asking  # here, where TorchDynamo traces it
         return model.forward(*args, **kwargs)
 
     return FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)

@@ -17,9 +17,10 @@ from torch import nn
 from rotor_profiling import measure_loss
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
+from rotor_py.capture.graph.data_questions import Answers
 from rotor_py.capture.measure_graphs import MeasuredGraph, measure_graphs
 from rotor_py.capture.whole_step import trained_bytes, with_loss, with_other_graphs
-from rotor_py.errors import PlanMismatchError, UnsupportedModelError
+from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.measurement import Measurement
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
@@ -35,6 +36,8 @@ class CaptureSession:
         self._forward = CapturedForward(model, granularity)
         self.cut_like: Callable[[list[Layer]], Cut] | None = None
         """Cuts the layers of a graph as the plan's graph was cut; raises PlanMismatchError if the layers differ."""
+        self.answers: Answers | None = None
+        """How the data of batches answer that the plan is for; None if no plan is known, or none of a graph."""
         self._planned: dict[CapturedGraph, Cut] = {}
         """The stages of the main graph, and of the same graph for other shapes of the input."""
         self._unplanned: set[CapturedGraph] = set()
@@ -52,7 +55,8 @@ class CaptureSession:
         """Run the model's forward by the plan.
 
         Raises UnsupportedModelError if Dynamo did not call the main graph, and PlanMismatchError if it captured another
-        graph than the plan is for. An error of the model itself is raised as the model raises it.
+        graph than the plan is for: OtherDataError if that is because of the batch's data. An error of the model itself
+        is raised as the model raises it.
         """
         self._followed_plan = False
         output = self._forward.call(args, kwargs, self._run_graph)
@@ -85,6 +89,7 @@ class CaptureSession:
         # Without the shared values: they may be as large as an input, and the session outlives the step.
         self.cut_like = partial(_cut_like, replace(main, shared=()))
         self._planned = {main.graph: main.cut}
+        self.answers = main.graph.answers
         self._unplanned = {each.graph for each in found.graphs if each is not main}
         measurement = with_other_graphs(found)
         if loss is not None:
@@ -98,9 +103,11 @@ class CaptureSession:
         if graph in self._unplanned or not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
         graph.split(arguments)
-        if not graph.trains or not self._follows_plan(graph):
+        if not graph.trains:
             return graph.run_unplanned(arguments)
-        value, values = graph.enter(arguments)
+        value, values = graph.enter(arguments)  # first, since it may show that the batch belongs to another graph
+        if not self._follows_plan(graph):
+            return graph.run_unplanned(arguments)
         self._followed_plan = True
         return graph.leave(self._run_stages(self._planned[graph], value), values)
 
@@ -114,6 +121,9 @@ class CaptureSession:
             return True
         assert self.cut_like is not None
         try:
+            # Names and shapes may be equal, and bytes are not: one graph has a mask, and the other has none.
+            if self.answers is not None and graph.answers != self.answers:
+                raise OtherDataError(self.answers, graph.answers)
             self._planned[graph] = replace(self.cut_like(graph.layers), input_owned=True)
         except PlanMismatchError:
             if not self._followed_plan:

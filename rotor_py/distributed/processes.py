@@ -34,6 +34,11 @@ def processes(model: nn.Module) -> dist.ProcessGroup | None:
     return ddp.process_group if ddp is not None else group_of(model)
 
 
+def several_processes() -> bool:
+    """Whether this process is one of several, whatever they do together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def size_of(group: dist.ProcessGroup | None) -> int:
     """The number of processes in a group; 1 if there is no group."""
     return dist.get_world_size(group) if group is not None else 1
