@@ -16,6 +16,7 @@ from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.cut_points import find_cut_points
 from rotor_py.capture.graph.data_questions import Answers, answers_of, give_up, is_about_the_batch, questions_of
+from rotor_py.capture.graph.function_transforms import with_whole_transforms
 from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_input
 from rotor_py.capture.graph.graph_nodes import carries_gradient, tensors_of
 from rotor_py.capture.graph.graph_stage import context_of, stages_of
@@ -40,6 +41,7 @@ class CapturedGraph:
         granularity: int,
         marks: FSDPMarks | None = None,
     ) -> None:
+        with_whole_transforms(graph_module)
         self.graph_module = graph_module
         self._marks = marks
         self.layers: list[Layer] = []
