@@ -104,6 +104,7 @@ def _send(name: str, pipe: Connection) -> None:
 
 def in_a_process(name: str, seconds: float) -> Row:
     """The row of one family, from a process that is ended after so many seconds."""
+    unfinished = {"family": name, "task": families()[name].task}
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(_PRELOADED)
     receiving, sending = processes.Pipe(duplex=False)
@@ -113,17 +114,17 @@ def in_a_process(name: str, seconds: float) -> Row:
     try:
         if receiving.poll(seconds):
             return dict(receiving.recv())
-        return {
-            "family": name,
-            "task": families()[name].task,
-            "result": SLOW,
-            "why": f"it took more than {seconds:.0f} s",
-        }
+        return {**unfinished, "result": SLOW, "why": f"it took more than {seconds:.0f} s"}
     except EOFError:
-        return {"family": name, "task": families()[name].task, "result": REFUSED, "why": "the process died"}
+        return {**unfinished, "result": REFUSED, "why": "the process died"}
     finally:
         process.terminate()
         process.join()
+
+
+def in_words(row: Row) -> str:
+    """The result, with its reason."""
+    return f"{row['result']}: {row['why']}" if row["why"] else str(row["result"])
 
 
 def line(row: Row) -> str:
@@ -131,7 +132,7 @@ def line(row: Row) -> str:
     cells = [row["family"], str(row.get("stages", ""))]
     cells += [format_bytes(row[name]) if name in row else "" for name in NUMBERS[1:6]]
     cells += [f"{row[name]:.2g}" if name in row else "" for name in NUMBERS[6:]]
-    return f"| {' | '.join([*cells, row['result'] + (': ' if row['why'] else '') + row['why']])} |"
+    return f"| {' | '.join([*cells, in_words(row)])} |"
 
 
 def summary(rows: list[Row]) -> str:
@@ -145,9 +146,7 @@ def summary(rows: list[Row]) -> str:
     for row in sorted(rows, key=lambda row: results.index(row["result"])):
         if row["result"] != SAME:
             difference = f"{row['difference']:.0e}" if "difference" in row else ""
-            lines.append(
-                f"| {row['family']} | {difference} | {row['result']}{': ' if row['why'] else ''}{row['why']} |"
-            )
+            lines.append(f"| {row['family']} | {difference} | {in_words(row)} |")
     return "\n".join(lines)
 
 
@@ -160,6 +159,7 @@ def main() -> None:
     options = parser.parse_args()
     results = ROOT / "benchmarks" / "results" / "zoo-cpu.json"
     rows: list[Row] = json.loads(results.read_text())["rows"] if options.resume and results.exists() else []
+    rows = [row for row in rows if row["result"] != SLOW]
     known = {row["family"] for row in rows}
     for name in families():
         if name not in known and (options.only is None or name in options.only):
