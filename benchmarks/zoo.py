@@ -15,7 +15,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import multiprocessing
+import resource
+import signal
 import time
 import warnings
 from collections import Counter
@@ -98,25 +101,27 @@ def _sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0].rpartition(' ')[0] + ' ' + text[2] if text[2] else text[0]}"[:300]
 
 
-def _send(name: str, pipe: Connection) -> None:
+def _send(name: str, seconds: int, pipe: Connection) -> None:
+    used = math.ceil(time.process_time())
+    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, used + seconds))
     pipe.send(trained(name))
 
 
-def in_a_process(name: str, seconds: float) -> Row:
-    """The row of one family, from a process that is ended after so many seconds."""
-    unfinished = {"family": name, "task": families()[name].task}
+def in_a_process(name: str, seconds: int) -> Row:
+    """The row of one family, from a process that is ended after so many seconds of its processor."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(_PRELOADED)
     receiving, sending = processes.Pipe(duplex=False)
-    process = processes.Process(target=_send, args=(name, sending))
+    process = processes.Process(target=_send, args=(name, seconds, sending))
     process.start()
     sending.close()
     try:
-        if receiving.poll(seconds):
-            return dict(receiving.recv())
-        return {**unfinished, "result": SLOW, "why": f"it took more than {seconds:.0f} s"}
+        return dict(receiving.recv())
     except EOFError:
-        return {**unfinished, "result": REFUSED, "why": "the process died"}
+        process.join()
+        killed = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+        why = f"it took more than {seconds} s" if killed else f"the process ended with {process.exitcode}"
+        return {"family": name, "task": families()[name].task, "result": SLOW if killed else REFUSED, "why": why}
     finally:
         process.terminate()
         process.join()
@@ -153,7 +158,7 @@ def summary(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="names of families")
-    parser.add_argument("--seconds", type=float, default=180, help="the time limit of each")
+    parser.add_argument("--seconds", type=int, default=240, help="seconds of the processor that each may take")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
