@@ -49,6 +49,10 @@ class Source(Protocol):
         user was told.
         """
 
+    @property
+    def answers(self) -> tuple[bool, ...] | None:
+        """How the batch that was measured answers what the model asks about its data; None if nothing is known."""
+
     def renewed(self) -> Source:
         """One for another kind of step, or for a copy of the model."""
 
@@ -73,7 +77,8 @@ class Source(Protocol):
     def run(self, cut: Cut | None, sequence: Sequence, value: Any, *, preserve_rng_state: bool) -> Any:
         """Run the model forward on `value`, so that its backward follows `sequence`.
 
-        PlanMismatchError if the model takes another way than it did when it was measured.
+        PlanMismatchError if the model takes another way than it did when it was measured, OtherDataError if it does
+        so because of the data.
         """
 
 
@@ -81,6 +86,7 @@ class LayerSource:
     """The layers of a nesting of `nn.Sequential`, as they stand."""
 
     captured = False
+    answers = None
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -133,6 +139,10 @@ class GraphSource:
         self._replay = _Replay(model)
         self._following: tuple[Sequence, bool] | None = None
 
+    @property
+    def answers(self) -> tuple[bool, ...] | None:
+        return self._session.answers
+
     def renewed(self) -> GraphSource:
         return GraphSource(self._model, self._granularity)
 
@@ -157,6 +167,7 @@ class GraphSource:
 
     def adopt(self, plan: Plan) -> None:
         self._session.cut_layers = plan.cut_layers
+        self._session.answers = tuple(plan.answers)
 
     def run(self, cut: Cut | None, sequence: Sequence, value: Any, *, preserve_rng_state: bool) -> Any:
         arguments, keywords = value

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rotor_py.capture.data_questions import give_up, is_question
 from rotor_py.capture.fsdp_marks import FSDPMarks, Place
 from rotor_py.capture.graph.graph_nodes import (
     attribute_of,
@@ -126,6 +127,8 @@ class _Reader:
         elif self._is_early(node):
             self._early.add(node)
             facts.context.append(node)
+        elif is_question(node):
+            give_up(node)
         else:
             facts.body.append(node)
             self._read_by_body.update(memory_root(each) for each in node.all_input_nodes)
