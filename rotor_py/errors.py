@@ -33,12 +33,27 @@ class PlanMismatchError(ValueError):
         self.found = found
 
 
+class OtherDataError(PlanMismatchError):
+    """A plan that was made for batches whose data the model treats otherwise: with padding or without, for example.
+
+    `found` is how this batch answers the model's questions about data; TorchDynamo knows their order.
+    """
+
+    def __init__(self, planned: tuple[bool, ...], found: tuple[bool, ...]) -> None:
+        super().__init__("what the model asks about its data", _answers(planned), _answers(found))
+        self.answers = found
+
+
 def shortened(value: object) -> str:
     """`str(value)` on one line, with its middle left out where it is long."""
     text = str(value)
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return text if text.isprintable() else repr(text)[1:-1]
+
+
+def _answers(given: tuple[bool, ...]) -> str:
+    return ", ".join("yes" if each else "no" for each in given) or "nothing"
 
 
 class CheckpointLimitError(ValueError):

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from rotor_profiling import tensors_in
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.compiled_models import CompiledForward, TracedGraph, compile_forward, handing_graphs_to
+from rotor_py.capture.data_questions import NOW, Answers, Asking, OtherAnswerError
 from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.run_graph import raise_own_error
+from rotor_py.capture.library_masks import masks_asked_about
 from rotor_py.capture.tracing import keep_image_sizes, keep_known_sizes, tracing
 from rotor_py.errors import UnsupportedModelError
 
@@ -29,10 +31,10 @@ RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 
 @dataclass(slots=True)
 class _Compiled:
-    """What calls the model: `forward` is made at the first call, under the marks of a sharded model."""
+    """What calls the model: each of `forwards` is made at its first call, under the marks of a sharded model."""
 
     marks: FSDPMarks | None
-    forward: CompiledForward | None = None
+    forwards: dict[Answers, CompiledForward] = field(default_factory=dict)
 
 
 class CapturedForward:
@@ -45,6 +47,8 @@ class CapturedForward:
         self._compiled: _Compiled | None = None
         self._graphs: dict[TracedGraph, CapturedGraph] = {}
         self._told_of_cache = False
+        self._answers: Answers = ()
+        """How the last batch answered: the next one is likely to answer alike."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs: they are bound to this model, and a copy captures its own."""
@@ -59,17 +63,37 @@ class CapturedForward:
     ) -> Any:
         """Run the model's forward, with `run_graph` in the place of every graph.
 
-        `recaptured` is called before TorchDynamo makes another graph where there is one already, with the seconds that
-        the last one took; 0 if nobody knows.
+        `recaptured` is called before TorchDynamo makes another graph where there is one already for such answers of the
+        data, with the seconds that the last one took; 0 if nobody knows.
 
         For a sharded model, raises UnsupportedModelError if Dynamo breaks its graph, or if its parameters are gathered
         in a way of their own. An error of the model itself is raised as the model raises it.
         """
+        answers = self._answers
+        while True:
+            asking = Asking(answers)
+            try:
+                output = self._call(args, kwargs, run_graph, recaptured, asking)
+            except OtherAnswerError as other:  # before any stage has run
+                answers = asking.corrected(other)
+            else:
+                self._answers = answers
+                return output
+
+    def _call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run_graph: RunGraph,
+        recaptured: Callable[[float], None] | None,
+        asking: Asking,
+    ) -> Any:
         if self._compiled is None:  # nothing was measured: the plan came from a file, or this is a copy
             self._compiled = _Compiled(FSDPMarks.of(self.model))
         compiled, marks = self._compiled, self._compiled.marks
 
         def handle(traced: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+            asking.open = False
             graph = self._captured(traced, marks)
             # The graph runs inside of `forward.function`, where holes and marks are on the model.
             with now.paused(), marks.unmarked() if marks else nullcontext():
@@ -79,18 +103,25 @@ class CapturedForward:
             return outputs
 
         def began() -> None:
-            if self._graphs and recaptured is not None:
+            if known and self._graphs and recaptured is not None:
                 recaptured(forward.seconds)
 
-        with handing_graphs_to(handle), tracing(began) as now, marks.marked() if marks else nullcontext():
-            if compiled.forward is None:
+        with (
+            handing_graphs_to(handle),
+            tracing(began) as now,
+            masks_asked_about(),
+            marks.marked() if marks else nullcontext(),
+        ):
+            known = asking.answers in compiled.forwards
+            if not known:
                 signature = marks.signature if marks else None
-                compiled.forward = compile_forward(self.model, signature, open_sizes=self.open_sizes)
-            forward = compiled.forward
+                made = compile_forward(self.model, signature, asking.answers, open_sizes=self.open_sizes)
+                compiled.forwards[asking.answers] = made
+            forward = compiled.forwards[asking.answers]
             if self.open_sizes:
                 keep_image_sizes(tensors_in((args, kwargs)))
             try:
-                return forward.function(self.model, args, self._without_cache(kwargs))
+                return forward.function(self.model, args, self._without_cache(kwargs), asking)
             except Unsupported as error:
                 if marks is None:
                     raise
@@ -103,6 +134,7 @@ class CapturedForward:
                 raise
             finally:
                 forward.seconds = now.seconds or forward.seconds
+                NOW.asking = None
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

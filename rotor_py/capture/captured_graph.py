@@ -13,14 +13,17 @@ import torch
 from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
+from rotor_py.capture.data_questions import Answers, answers_of, give_up, is_about_the_batch, questions_of
 from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points
+from rotor_py.capture.graph.function_transforms import with_whole_transforms
 from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_input
 from rotor_py.capture.graph.graph_nodes import carries_gradient, tensors_of
 from rotor_py.capture.graph.graph_stage import context_of, stages_of
 from rotor_py.capture.graph.mark_nodes import enter, leave
 from rotor_py.capture.graph.recurrent_layers import draws_from_own_state, with_layers_apart
 from rotor_py.capture.graph.run_graph import line_of, run_graph
+from rotor_py.distributed.processes import several_processes
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Layer
 from rotor_py.measure.measurement import PrefixCost
@@ -39,6 +42,7 @@ class CapturedGraph:
         granularity: int,
         marks: FSDPMarks | None = None,
     ) -> None:
+        with_whole_transforms(graph_module)
         self.graph_module = graph_module = with_layers_apart(graph_module)
         self._marks = marks
         self.layers: list[Layer] = []
@@ -63,10 +67,14 @@ class CapturedGraph:
         If it is the same graph as `like` but for sizes, it is cut as that one was, where that is possible.
 
         Raises UnsupportedModelError if the model writes into its own input or draws from a random state that cannot be
-        set back, or if a sharded module returns no tensor that a gradient could come through.
+        set back, or if a sharded module returns no tensor that a gradient could come through, and OtherAnswerError if
+        yes is assumed of a question that cannot be asked.
         """
         if self._facts is not None:
             return
+        if several_processes():  # Rule 3 in `data_questions.py`
+            for question in filter(is_about_the_batch, questions_of(self.graph_module.graph)):
+                give_up(question)
         facts = read_graph(self.graph_module, arguments, self._buffers, self._marks)
         if self._marks is not None:
             _refuse_lost(facts, self._marks)
@@ -97,6 +105,11 @@ class CapturedGraph:
         self._context = context_of(facts, self._wanted)
 
     @property
+    def answers(self) -> Answers:
+        """What the graph assumes of questions about data."""
+        return answers_of(self.graph_module.graph)
+
+    @property
     def trains(self) -> bool:
         """Whether anything in the graph has a gradient."""
         return self._facts is not None and any(map(carries_gradient, self._facts.body))
@@ -119,7 +132,10 @@ class CapturedGraph:
         return tuple(i for i, node in enumerate(tensors) if losses and node not in losses)
 
     def enter(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[fx.Node, Any]]:
-        """Run the context. Return what goes into the first stage, and all values that do not come out of the chain."""
+        """Run the context. Return what goes into the first stage, and all values that do not come out of the chain.
+
+        OtherAnswerError if the data answer a question otherwise than the graph assumes.
+        """
         assert self._facts is not None
         values = dict(zip(self._placeholders, arguments, strict=True))
         self._bind(values)

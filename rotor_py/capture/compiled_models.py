@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rotor_py.capture.data_questions import NOW, Answers, Asking
 from rotor_py.stage.autocast import Autocast
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
@@ -38,22 +39,25 @@ class TracedGraph:
 
 @dataclass(slots=True)
 class CompiledForward:
-    """A function (model, args, kwargs) that TorchDynamo traces when it is called."""
+    """A function (model, args, kwargs, asking) that TorchDynamo traces when it is called."""
 
     function: Callable[..., Any]
     seconds: float = 0.0
     """What tracing took the last time."""
 
 
-def compile_forward(model: nn.Module, marks: Hashable = None, *, open_sizes: bool = True) -> CompiledForward:
+def compile_forward(
+    model: nn.Module, marks: Hashable = None, answers: Answers = (), *, open_sizes: bool = True
+) -> CompiledForward:
     """What runs the forward of `model`, and of models that are built alike.
 
-    With `open_sizes`, graphs have symbols for the sizes of inputs; without, each is for one shape. `marks` says where
-    modules of `fully_shard` begin and end. A model with marks is captured as one graph or not at all: between two
-    graphs its own code would run, on holes instead of parameters. Where the graph would break, a call of the function
-    raises torch's `Unsupported`.
+    With `open_sizes`, graphs have symbols for the sizes of inputs; without, each is for one shape. There is a function
+    for each `answers` of `asking`: TorchDynamo would count another one as a recompilation. `marks` says where modules
+    of `fully_shard` begin and end. A model with marks is captured as one graph or not at all: between two graphs its
+    own code would run, on holes instead of parameters. Where the graph would break, a call of the function raises
+    torch's `Unsupported`.
     """
-    key = _structure(model), marks, open_sizes
+    key = _structure(model), marks, answers, open_sizes
     # `model` is an argument of the function and no part of it, so a function keeps no model alive.
     if key not in _compiled:
         function = torch.compile(_own_function(), backend=_backend, fullgraph=marks is not None, dynamic=open_sizes)
@@ -100,7 +104,8 @@ def _own_function() -> Callable[..., Any]:
     Dynamo counts recompilations by code object, and gives up on one that many models share.
     """
 
-    def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asking: Asking) -> Any:
+        NOW.asking = asking  # here, where TorchDynamo traces it
         return model.forward(*args, **kwargs)
 
     return FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)

@@ -17,11 +17,12 @@ from torch._dynamo.exc import TorchDynamoException
 
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
+from rotor_py.capture.data_questions import Answers
 from rotor_py.capture.measure_graphs import measure_graphs
 from rotor_py.capture.measured_graphs import MeasuredGraphs
 from rotor_py.capture.tracing import MOST_GRAPHS
 from rotor_py.capture.whole_step import whole_step
-from rotor_py.errors import PlanMismatchError, UnsupportedModelError
+from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.measurement import Measurement
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
@@ -47,6 +48,8 @@ class CaptureSession:
         self._forward = CapturedForward(model, granularity)
         self.cut_layers: Callable[[list[Layer]], Cut] | None = None
         """For a plan from a file: cuts layers as the file says; raises PlanMismatchError if they are others."""
+        self.answers: Answers | None = None
+        """How the data of batches answer that the plan is for; None if no plan is known, or none of a graph."""
         self._main: _MainGraph | None = None
         """The graph that was measured."""
         self._planned: dict[CapturedGraph, Cut] = {}
@@ -63,7 +66,8 @@ class CaptureSession:
         """Run the model's forward by the plan; `recaptured` is what `CapturedForward.call` says.
 
         Raises UnsupportedModelError if Dynamo did not call the main graph, and PlanMismatchError if it captured another
-        graph than the plan is for. An error of the model itself is raised as the model raises it.
+        graph than the plan is for: OtherDataError if that is because of the batch's data. An error of the model itself
+        is raised as the model raises it.
         """
         self._followed_plan = False
         output = self._forward.call(args, kwargs, self._run_graph, recaptured)
@@ -93,6 +97,8 @@ class CaptureSession:
         # Not all that was found: the shared values may be as large as an input, and the session outlives the step.
         self._main = _MainGraph(main.graph, main.cut)
         self._planned = {main.graph: main.cut}
+        # Where a graph breaks, the first one asks, and it need not be the main one.
+        self.answers = next((each.graph.answers for each in found.graphs if each.graph.answers), ())
         self._unplanned = {each.graph for each in found.graphs if each is not main}
         return main.cut, whole_step(found), main.shared
 
@@ -120,9 +126,11 @@ class CaptureSession:
         if graph in self._unplanned or not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
         graph.split(arguments, self._main.graph if self._main is not None else None)
-        if not graph.trains or not self._follows_plan(graph):
+        if not graph.trains:
             return graph.run_unplanned(arguments)
-        value, values = graph.enter(arguments)
+        value, values = graph.enter(arguments)  # first, since it may show that the batch belongs to another graph
+        if not self._follows_plan(graph):
+            return graph.run_unplanned(arguments)
         self._followed_plan = True
         return graph.leave(self._run_stages(self._planned[graph], value), values)
 
@@ -135,6 +143,9 @@ class CaptureSession:
         if graph in self._planned:
             return True
         try:
+            # Operators and shapes may be equal, and bytes are not: one graph has a mask, and the other has none.
+            if self.answers is not None and graph.answers not in ((), self.answers):
+                raise OtherDataError(self.answers, graph.answers)
             self._planned[graph] = replace(self._cut(graph), input_owned=True)
         except PlanMismatchError:
             if not self._followed_plan:

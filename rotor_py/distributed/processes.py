@@ -35,6 +35,11 @@ def processes(model: nn.Module) -> dist.ProcessGroup | None:
     return ddp.process_group if ddp is not None else group_of(model)
 
 
+def several_processes() -> bool:
+    """Whether this process is one of several, whatever they do together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def meeting_in_stages(model: nn.Module) -> dist.ProcessGroup | None:
     """The processes that wait for each other inside stages of `model`, so that all have to run these equally often."""
     synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())

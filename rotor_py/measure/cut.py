@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,8 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
 
     A layer that makes nothing new, because it writes into its input or returns a view of it, is joined to the layer
     before it. From an input that it overwrites, it could not be run again; and freeing an input frees nothing while the
-    output is a view of it. Leading layers that have nothing to train and get no gradient are the prefix.
+    output is a view of it. If the layers before it only handed on what it overwrites, it is joined to the one that made
+    it. Leading layers that have nothing to train and get no gradient are the prefix.
 
     Raises UnsupportedModelError if `model` is no nesting of `nn.Sequential`, if it has nothing to train, or if a layer
     returns no tensor or cannot be run again with the same numbers. What a layer raises passes through, with a note that
@@ -100,17 +102,28 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
     # A copy, since the first layer may write into it.
     value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
     groups: list[list[Layer]] = []
+    made_by: dict[int, int] = {}
+    """for the address of what a group has made and is still handed on, the number of that group"""
     for position, (name, module) in enumerate(found):
+        given = storages(tensors_in(value))
         value, wrote, made_nothing = _run(name, module, value, device)
         if position == leading and wrote:
             raise UnsupportedModelError(
                 f"layer {name!r} overwrites the input of the chain, and no stage before it could be joined to it; use "
                 "the layer without inplace=True"
             )
-        if position > leading and (wrote or made_nothing):
-            groups[-1].append((name, module))
-        elif position >= leading:
+        if position < leading:
+            continue
+        if position == leading or not (wrote or made_nothing):
             groups.append([(name, module)])
+        else:
+            last = len(groups) - 1
+            first = min((made_by.get(address, last) for address in wrote), default=last)
+            groups[first:] = [[*itertools.chain.from_iterable(groups[first:]), (name, module)]]
+        own = len(groups) - 1
+        known = {address: min(maker, own) for address, maker in made_by.items() if address in given}
+        new = dict.fromkeys(storages(tensors_in(value)).keys() - given.keys(), own)
+        made_by = {**known, **new}
     return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups))
 
 
@@ -131,8 +144,8 @@ def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> 
                 )
 
 
-def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tuple[Any, bool, bool]:
-    """The output of a layer, whether it wrote into its input, and whether its output lies in its input's memory."""
+def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tuple[Any, set[int], bool]:
+    """The output of a layer, where it wrote into its input, and whether its output lies in its input's memory."""
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
     with (
@@ -146,9 +159,9 @@ def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tupl
     if not outputs:
         raise UnsupportedModelError(f"layer {name!r} returned no tensor, so nothing after it can be trained")
     # By version, not by value: a ReLU in place may happen to change nothing on this input.
-    wrote = [tensor._version for tensor in inputs] != before
+    written = [tensor for tensor, version in zip(inputs, before, strict=True) if tensor._version != version]
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()
-    return tree_map_only(torch.Tensor, torch.Tensor.detach, output), wrote, made_nothing
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, output), set(storages(written)), made_nothing
 
 
 def _trains(module: nn.Module) -> bool:

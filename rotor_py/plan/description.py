@@ -47,6 +47,7 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
         input=input_fingerprint(plan.input_spec, model.device_of(plan.input_spec)),
         prefix=[name for name, _ in plan.cut.prefix],
         stages=plan.cut.groups(),
+        answers=list(plan.source.answers or ()),
         traits=[recall_effects(function) for function in plan.functions],
         sequence=sequence,
         mem_limit=_limit_bytes(plan, model),

@@ -17,10 +17,12 @@
 #     follows it. If a plan that waits was made for such steps, that one is put in use; it is solved again if the limit
 #     has changed, or if gradients of other steps are left over. If there is no plan for such steps, or the input is
 #     larger, the planner measures (event 1) and solves (event 2). A captured model may then run another graph than the
-#     one that was measured; it is measured and run once more. If no plan fits, or anything else goes wrong on the way,
-#     the plans that there were stay: one batch that is too large costs nothing. It is remembered, and a batch as large
-#     is refused at once. Two things are refused. Several processes take no input that none of their plans covers: each
-#     would plan for itself. And a model is not measured for larger and larger inputs without end.
+#     one that was measured; it is measured and run once more. If that is because of what is in the batch, such as
+#     padding, it is another kind of step, which shows late; a plan for it may wait. If no plan fits, or anything else
+#     goes wrong on the way, the plans that there were stay: one batch that is too large costs nothing. It is
+#     remembered, and a batch as large is refused at once, unless it may mask less. Two things are refused. Several
+#     processes take no input that none of their plans covers: each would plan for itself. And a model is not measured
+#     for larger and larger inputs without end.
 #  6. An optimizer is noticed. It counts in every budget. A sequence that leaves no room for it is given up, and another
 #     one is found. If there is none, training goes on with the old one, beyond the limit, and a warning says so. Where
 #     several processes train the model, each notices its own optimizer, so they solve together at the next forward.
@@ -51,7 +53,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,7 +62,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in
-from rotor_py.errors import PlanMismatchError, UnsupportedModelError
+from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.input_spec import describe
@@ -148,10 +150,10 @@ class Planner:
         the model cannot be cut.
         """
         with self.plans.kept_on_error():
-            self._measure(self._blank.input_of(args, kwargs))
+            value = self._blank.input_of(args, kwargs)
+            self._measure(self.model.step_on(value), value)
 
-    def _measure(self, value: Any) -> None:
-        spec = self.model.step_on(value)
+    def _measure(self, spec: StepSpec, value: Any) -> None:
         # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
         source = self._blank.renewed()
         device = self.model.device_of(spec.input)
@@ -160,7 +162,7 @@ class Planner:
             measured = source.measure(value, device, self.settings, progress)
         budget = self.model.budget(measured, device, noticed_cost(self))
         # Capturing may have changed the model: buffers and modules that its first forward makes.
-        spec = replace(spec, model=ModelState.of(self.model.core))
+        spec = replace(spec, model=ModelState.of(self.model.core), answers=source.answers)
         plan = StepPlan(
             source,
             measured.measurement,
@@ -208,15 +210,32 @@ class Planner:
         self._gradients.notice(self.in_use, partial(self._plan_for_kept_gradients, value))
         try:
             return self._run_planned(value)
-        except PlanMismatchError:
+        except PlanMismatchError as error:
             if self.in_use.file is not None or not self.captured:
                 raise
+            answers = error.answers if isinstance(error, OtherDataError) else None
         # Not in the `except`: there, the error's traceback would keep what the first attempt has made.
+        if answers is not None:
+            self._turn_to_answers(answers, value)
+            with suppress(PlanMismatchError):  # for its shape, the model may take another way, too
+                return self._run_planned(value)
         return self._run_other_way(value)
+
+    def _turn_to_answers(self, answers: tuple[bool, ...], value: Any) -> None:
+        """Have a plan for batches whose data answer as these do: one that waits, or a new one.
+
+        UnsupportedModelError in one of several processes: others may have other batches.
+        """
+        if not self.model.alone:
+            raise UnsupportedModelError(
+                "the plan was made before this process was one of several, and for batches that are masked otherwise; "
+                "call measure() again in all of them"
+            )
+        self._make_ready(replace(self.model.step_on(value), answers=answers), value)
 
     def _run_other_way(self, value: Any) -> Any:
         """The model takes another way than the one that the plan in use is for, for another shape for example."""
-        spec = self.model.step_on(value)
+        spec = replace(self.model.step_on(value), answers=self.in_use.source.answers)  # data answered as it expected
         for plan in self.plans.for_other_ways(spec, self._covers(value), self._revive):
             try:
                 agree(plan, self.model)
@@ -291,7 +310,7 @@ class Planner:
             try:
                 agree(self.in_use, self.model)
             except InfeasibleError as error:
-                self._refusals.remember(spec, error)
+                self._refusals.remember(replace(spec, answers=self.in_use.source.answers), error)
                 raise
         self._grown += grows
 
@@ -313,15 +332,18 @@ class Planner:
                     "together cannot each make one; call measure() in all of them with the largest input there will be"
                 )
             why = "planning again" if plan.is_for(spec) else "planning for another kind of step"
+            if plan.spec is not None and spec.answers not in (None, plan.spec.answers):
+                why = "planning for batches that are masked otherwise (with or without padding)"
             _log.warning("%s: the input is %s", why, describe(spec.input))
-        self._measure(value)
+        self._measure(spec, value)
 
     def _plan_for_kept_gradients(self, value: Any) -> None:
         """Measure and solve for gradients that are kept between steps; InfeasibleError if no plan has room for them."""
         self.settings.fresh_grads = False
         self.plans.keep_only_in_use()
+        spec = replace(self.model.step_on(value), answers=self.in_use.source.answers)
         with self.plans.kept_on_error():
-            self._measure(value)
+            self._measure(spec, value)
             agree(self.in_use, self.model)
 
     def _revive(self, plan: StepPlan) -> None:

@@ -34,5 +34,10 @@ class Refusals:
         """InfeasibleError for a step that needs at least as much as one that was refused for as large a limit."""
         for each in self._known:
             alike = each.spec.model == spec.model and source.covers(spec.input, each.spec.input)
-            if alike and limit_bytes <= each.error.mem_limit:
+            if alike and _least(each.spec, spec) and limit_bytes <= each.error.mem_limit:
                 raise copy(each.error)
+
+
+def _least(refused: StepSpec, spec: StepSpec) -> bool:
+    """Whether the data of `spec` need no less than those that were refused. A batch that masks nothing needs least."""
+    return all(refused.answers or ()) or refused.answers == spec.answers

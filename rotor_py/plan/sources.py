@@ -50,6 +50,10 @@ class Source(Protocol):
         user was told.
         """
 
+    @property
+    def answers(self) -> tuple[bool, ...] | None:
+        """How the batch that was measured answers what the model asks about its data; None if nothing is known."""
+
     def renewed(self) -> Source:
         """One for another kind of step, or for a copy of the model."""
 
@@ -83,7 +87,7 @@ class Source(Protocol):
         """Run the model forward on `value`, so that its backward follows `sequence`.
 
         With `smaller` plans, what runs out of memory is undone, and runs again by one of these. PlanMismatchError if
-        the model takes another way than it did when it was measured.
+        the model takes another way than it did when it was measured, OtherDataError if it does so because of the data.
         """
 
 
@@ -91,6 +95,7 @@ class LayerSource:
     """The layers of a nesting of `nn.Sequential`, as they stand."""
 
     captured = False
+    answers = None
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -151,6 +156,10 @@ class GraphSource:
         self._replay = _Replay(model)
         self._following: tuple[Sequence, bool, SmallerPlans | None] | None = None
 
+    @property
+    def answers(self) -> tuple[bool, ...] | None:
+        return self._session.answers
+
     def renewed(self) -> GraphSource:
         return GraphSource(self._model, self._granularity)
 
@@ -175,6 +184,7 @@ class GraphSource:
 
     def adopt(self, plan: Plan) -> None:
         self._session.cut_layers = plan.cut_layers
+        self._session.answers = tuple(plan.answers)
 
     def run(
         self,

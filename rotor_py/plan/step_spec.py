@@ -74,10 +74,13 @@ class StepSpec:
 
     model: ModelState
     input: Any
+    answers: tuple[bool, ...] | None = None
+    """how the batch answers what a captured model asks about its data; None where that is not known yet"""
 
     def same_step(self, other: StepSpec) -> bool:
         """Whether one plan serves both, as far as sizes allow it: the same state, and gradients in the same places."""
-        return self.model == other.model and same_kind(self.input, other.input)
+        alike = self.answers is None or other.answers is None or self.answers == other.answers
+        return alike and self.model == other.model and same_kind(self.input, other.input)
 
     def same_gradients(self, other: StepSpec) -> bool:
         """Whether the same tensors of the input get a gradient."""

@@ -144,7 +144,7 @@ def test_a_model_that_changes_after_loading_is_refused(file: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "3", '"plan"', "{}", '{"schema": 4}', '{"schema": 2}', "[" * 100_000, "\x00", "\udcff"],
+    ["", "{", "[]", "null", "3", '"plan"', "{}", '{"schema": 5}', '{"schema": 2}', "[" * 100_000, "\x00", "\udcff"],
 )
 def test_files_that_are_no_plan_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.json"

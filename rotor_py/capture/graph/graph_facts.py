@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rotor_py.capture.data_questions import give_up, is_question
 from rotor_py.capture.fsdp_marks import FSDPMarks, Place
 from rotor_py.capture.graph.graph_nodes import (
     attribute_of,
@@ -74,9 +75,19 @@ def read_graph(
     graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset[int], marks: FSDPMarks | None = None
 ) -> GraphFacts:
     """Read a graph that is to be called with `inputs`; `buffers` are the ids of the model's buffers."""
-    inputs = list(inputs)
-    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    reader = _Reader(Sizes(placeholders, inputs), buffers, marks)
+    values = list(inputs)
+    sizes = Sizes([node for node in graph_module.graph.nodes if node.op == "placeholder"], values)
+    late: set[fx.Node] = set()
+    while True:
+        facts = _read(graph_module, values, _Reader(sizes, buffers, marks, late))
+        # All stages share what the context makes, so none may write into it: whoever ran again would write again.
+        written = {memory_root(node.all_input_nodes[0]) for node in facts.body if _writes(node)} & {*facts.context}
+        if not written:
+            return facts
+        late |= written
+
+
+def _read(graph_module: fx.GraphModule, inputs: list[Any], reader: _Reader) -> GraphFacts:
     remaining = iter(inputs)
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
@@ -93,11 +104,13 @@ def read_graph(
 class _Reader:
     """A graph as far as it has been read, node by node."""
 
-    def __init__(self, sizes: Sizes, buffers: frozenset[int], marks: FSDPMarks | None) -> None:
+    def __init__(self, sizes: Sizes, buffers: frozenset[int], marks: FSDPMarks | None, late: set[fx.Node]) -> None:
         self.facts = GraphFacts([], [], [], {}, {}, {}, [], sizes, marks)
         self._buffers = buffers
         self._places = marks.places if marks else {}
         self._modes = Modes()
+        self._late = late
+        """What has to be made in the body."""
         self._early: set[fx.Node] = set()
         """What is there before the body runs: values from the caller, frozen parameters, and the context."""
         self._read_by_body: set[fx.Node] = set()
@@ -126,6 +139,8 @@ class _Reader:
         elif self._is_early(node):
             self._early.add(node)
             facts.context.append(node)
+        elif is_question(node):
+            give_up(node)
         else:
             facts.body.append(node)
             self._read_by_body.update(memory_root(each) for each in node.all_input_nodes)
@@ -135,7 +150,8 @@ class _Reader:
         # Random numbers have to be drawn in the model's order. A norm may move its running statistics; measuring puts
         # them back after a stage, but not after the context. A mark has to run where it stands.
         if (
-            carries_gradient(node)
+            node in self._late
+            or carries_gradient(node)
             or is_random(node)
             or draws_random_numbers(node)
             or "_norm" in name_of(node)
@@ -158,12 +174,17 @@ class _Reader:
 def written_input(facts: GraphFacts) -> fx.Node | None:
     """A node that writes into a tensor that the model is called with."""
     for node in facts.body:
-        if node.op in ("call_function", "call_method") and overwrites(node) and node.all_input_nodes:
+        if _writes(node):
             target = memory_root(node.all_input_nodes[0])
             # Dynamo names a placeholder after the place of its value: `args` or `kwargs` of the compiled function.
             if target in facts.given and target.name.startswith(("l_args_", "l_kwargs_")):
                 return node
     return None
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether the node may write into its first input."""
+    return node.op in ("call_function", "call_method") and overwrites(node) and bool(node.all_input_nodes)
 
 
 def _switched(now: Modes, node: fx.Node) -> Modes:

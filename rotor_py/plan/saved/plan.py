@@ -21,7 +21,8 @@ from rotor_solver import Sequence
 class Plan:
     """A sequence, and all that is needed to know that it fits: what it was made for, and for which limit.
 
-    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `traits` are what runs without a
+    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `answers` are those of the batch
+    to what a captured model asks about its data, such as whether there is padding. `traits` are what runs without a
     graph do not show of each stage. `costs` are what was measured: a report needs nothing else. `limited` says that
     `mem_limit` is one that somebody set, or that the device has; a strategy by hand may have none.
     """
@@ -30,6 +31,7 @@ class Plan:
     input: dict[str, Any]
     prefix: list[str]
     stages: list[list[str]]
+    answers: list[bool]
     traits: list[GraphEffects]
     sequence: Sequence
     mem_limit: int

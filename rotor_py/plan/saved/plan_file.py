@@ -6,6 +6,7 @@ What a field means:
     model                  `fingerprint.model_fingerprint`: types of layers and shapes of parameters, by name
     input                  `fingerprint.input_fingerprint`: device, autocast, and shape, dtype and gradient by tensor
     prefix, stages         names of the layers that run before the chain, and of the layers of each stage
+    answers                how the batch answered what a captured model asks about its data (`capture`)
     traits                 for each stage, what a run without a graph does not show (`stage.graph_effects`)
     sequence, solver       the sequence in its notation; the algorithm that found it, and its lower bound in seconds
     mem_limit, limited     the limit in bytes, and whether somebody has set it; a strategy by hand may have none
@@ -35,7 +36,7 @@ from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.stage.graph_effects import GraphEffects
 from rotor_solver import Sequence
 
-SCHEMA = 4
+SCHEMA = 5
 _LARGEST_FILE = 16 * 2**20
 """A plan has some thousand bytes for each hundred stages; nobody's file is read into memory to find that out."""
 _log = logging.getLogger("rotor_py")
@@ -97,6 +98,8 @@ def _checked(data: dict[str, Any]) -> dict[str, Any]:
     costs = PlanCosts.from_data(data["costs"], names, fresh_gradients=data["fresh_grads"])
     traits = _traits(data["traits"])
     _names([data["prefix"]])
+    if not all(isinstance(answer, bool) for answer in data["answers"]):
+        raise ValueError(f"the answers are {reprlib.repr(data['answers'])}, and have to be true or false")
     if len(traits) != len(names):
         raise ValueError(f"there are traits of {len(traits)} stages, and {len(names)} stages")
     if data["mem_limit"] <= 0 or data["peak_bytes"] <= 0:
@@ -170,6 +173,7 @@ _FIELDS: dict[str, type] = {
     "input": dict,
     "prefix": list,
     "stages": list,
+    "answers": list,
     "traits": list,
     "sequence": str,
     "mem_limit": int,

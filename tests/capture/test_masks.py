@@ -1,0 +1,190 @@
+"""A captured model of transformers runs the attention that it runs eagerly, whatever its batch masks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from rotor_profiling.storage import storage_bytes
+from rotor_py import Checkpointable, PlanMismatchError
+from rotor_py.capture import captured_graph
+from rotor_py.capture.graph.graph_stage import GraphStage
+
+transformers = pytest.importorskip("transformers")
+masking_utils = pytest.importorskip("transformers.masking_utils")
+
+SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+Batch = dict[str, torch.Tensor]
+
+
+def llama(kind: str = "Llama", **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, num_key_value_heads=2, **settings)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=32, n_layer=2, n_head=4)
+    )
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, max_position_embeddings=32))
+
+
+def bart(layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(vocab_size=50, d_model=32, encoder_layers=layers, decoder_layers=layers, **heads)
+    )
+
+
+def words(*, mask: bool = False, padded: bool = False, length: int = 16) -> Batch:
+    ids = torch.randint(3, 50, (3, length), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if mask or padded:
+        batch["attention_mask"] = torch.ones_like(ids)
+    if padded:
+        batch["attention_mask"][1, length // 2 :] = 0
+    return batch
+
+
+def attentions(planned: Checkpointable) -> Iterator[fx.Node]:
+    for stage in (each for function in planned.functions for each in function.modules()):
+        if isinstance(stage, GraphStage):
+            yield from (node for node in stage.body.graph.nodes if "scaled_dot_product" in str(node.target))
+
+
+def gradients(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(2)
+    # With a plan it is off anyway. GPT-2's attention would read keys in another layout from a cache.
+    off = {"use_cache": False} if hasattr(model.config, "use_cache") and not isinstance(model, Checkpointable) else {}
+    model(**batch, **off).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_same_gradients(planned: Checkpointable, plain: nn.Module, batch: Batch) -> None:
+    found, expected = gradients(planned, batch), gradients(plain.train(), batch)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+def recomputing(planned: Checkpointable) -> None:
+    """Have a plan that stores as little as it can."""
+    assert planned.budget is not None
+    planned.compute_sequence(planned.budget.least_bytes())
+
+
+@pytest.mark.parametrize("batch", [words(), words(mask=True)], ids=["no mask", "nothing masked"])
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2"])
+def test_a_decoder_whose_batch_masks_nothing_keeps_the_fast_attention(kind: str, batch: Batch) -> None:
+    planned = Checkpointable(model := llama(kind), batch)
+    found = list(attentions(planned))
+    assert len(found) == 2
+    for node in found:
+        assert (node.kwargs["is_causal"], node.kwargs["enable_gqa"]) == (True, True)
+        assert node.kwargs["attn_mask"] is None
+    recomputing(planned)
+    assert_same_gradients(planned, model, batch)
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, bart, llama])
+@pytest.mark.parametrize("batch", [words(), words(mask=True), words(padded=True)], ids=["no", "whole", "padded"])
+def test_gradients_are_those_of_the_model_run_eagerly(make: Callable[[], nn.Module], batch: Batch) -> None:
+    planned = Checkpointable(model := make(), batch)
+    recomputing(planned)
+    masked = sum(node.kwargs["attn_mask"] is not None for node in attentions(planned))
+    padded = not batch.get("attention_mask", torch.ones(1)).all()
+    # A mask of Bart's is for its encoder, and for the decoder where it looks at that; what the decoder reads is whole.
+    assert masked == padded * (4 if make is bart else 2)
+    assert_same_gradients(planned, model, batch)
+
+
+def test_a_window_shorter_than_the_text_and_packed_sequences_stay_masked() -> None:
+    planned = Checkpointable(model := llama("Mistral", sliding_window=4), words())
+    assert all(node.kwargs["attn_mask"] is not None for node in attentions(planned))
+    recomputing(planned)
+    assert_same_gradients(planned, model, words())
+    packed = {**words(), "position_ids": torch.arange(16).remainder(8).expand(3, 16).contiguous()}
+    planned = Checkpointable(model := llama(), packed)
+    assert all(node.kwargs["attn_mask"] is not None for node in attentions(planned))
+    assert_same_gradients(planned, model, packed)
+
+
+def test_the_stages_save_no_more_than_the_model_run_eagerly() -> None:
+    model, batch = llama().train(), words(mask=True, length=24)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        output = model(**batch, use_cache=False)
+    owned = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers(), *batch.values()]}
+    eager = storage_bytes([tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in owned])
+    del output
+    planned = Checkpointable(model, batch)
+    saved = [stage.saved_bytes for stage in planned._planner.in_use.measurement.stages]
+    assert sum(saved) <= 1.02 * eager
+
+
+def test_padded_batches_have_a_plan_of_their_own_that_waits_for_the_next(caplog: Any) -> None:
+    model = llama()
+    planned = Checkpointable(model, words(mask=True), mem_limit="1GB")
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        for padded in (False, True, False, True, True, False):
+            assert_same_gradients(planned, model, words(mask=True, padded=padded))
+            assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
+    assert caplog.text.count("planning") == 1
+    assert "planning for batches that are masked otherwise (with or without padding)" in caplog.text
+
+
+def test_an_encoder_and_a_decoder_are_masked_each_by_its_own_batch() -> None:
+    model = bart(layers=1)
+    planned = Checkpointable(model, words(), mem_limit="1GB")
+    half = words(padded=True)["attention_mask"]
+    for mask, other in ((half, None), (torch.ones_like(half), half), (half, None)):
+        masks = {"attention_mask": mask, "decoder_attention_mask": other}
+        batch = {**words(), **{name: each for name, each in masks.items() if each is not None}}
+        assert_same_gradients(planned, model, batch)
+
+
+def test_a_plan_from_a_file_refuses_batches_that_are_masked_otherwise(tmp_path: Path) -> None:
+    model = llama()
+    Checkpointable(model, words(mask=True), mem_limit="1GB").save_plan(tmp_path / "plan.json")
+    again = Checkpointable(copy.deepcopy(model), plan=tmp_path / "plan.json")
+    assert_same_gradients(again, model, words(mask=True))
+    with pytest.raises(PlanMismatchError, match="what the model asks about its data was yes then and is no now"):
+        again(**words(padded=True))
+
+
+def test_one_of_several_processes_asks_nothing_about_its_own_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each has another batch, and all have to run the same stages.
+    monkeypatch.setattr(captured_graph, "several_processes", lambda: True)
+    assert all(node.kwargs["is_causal"] for node in attentions(Checkpointable(llama(), words())))
+    for padded in (False, True):
+        planned = Checkpointable(model := llama(), words(mask=True, padded=padded), mem_limit="1GB")
+        assert all(node.kwargs["attn_mask"] is not None for node in attentions(planned))
+        for other in (False, True):
+            found = gradients(planned, words(mask=True, padded=other))
+            expected = gradients(model.train(), words(mask=True, padded=other))
+            for one, two in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, two)
+
+
+def test_the_library_is_as_it_was_after_a_step() -> None:
+    before = (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices)
+    planned = Checkpointable(llama(), words(mask=True), mem_limit="1GB")
+    planned(**words(padded=True)).loss.backward()
+    assert (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices) == before
+    with pytest.raises(IndexError):
+        planned(input_ids=torch.full((1, 3), 99), labels=torch.zeros(1, 3, dtype=torch.long))
+    assert (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices) == before
