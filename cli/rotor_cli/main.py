@@ -21,6 +21,7 @@ Examples:
   rotor-plan model.py --mem-limit 4GB --compare
   rotor-plan model.py --sweep --plot curve.svg
   rotor-plan model.py --max-overhead 10%
+  rotor-plan model.py --pipeline 4 --microbatches 16 --mem-limit 4GB
   rotor-plan model.py:encoder --mem-limit 512MiB --input 32,3,224,224
   rotor-plan package.models:net --mem-limit 4GB --json - | jq .plan
   rotor-plan transformers:LlamaForCausalLM --config '{"num_hidden_layers": 8}' --input 4,512:int64 --mem-limit 8GB
@@ -66,6 +67,15 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 @click.option("--compare", is_flag=True, help="Every strategy at this limit, in one table; --verify measures them too.")
 @click.option("--sweep", is_flag=True, help="The curve of memory against time; needs no --mem-limit.")
 @click.option("--plot", "plot_file", metavar="FILE", help="Draw the curve of --sweep as FILE.svg or FILE.png.")
+@click.option("--pipeline", type=click.IntRange(min=1), metavar="RANKS", help="Cut the model for a pipeline of RANKS.")
+@click.option("--microbatches", type=click.IntRange(min=1), metavar="M", help="In a step. [default: 2 for each rank]")
+@click.option(
+    "--schedule",
+    default="1f1b",
+    show_default=True,
+    help="Of the pipeline: gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-whole.",
+)
+@click.option("--virtual-stages", type=click.IntRange(min=1), metavar="V", help="Parts on each rank. [interleaved: 2]")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on the terminal while it works.")
 @click.option("--traceback", is_flag=True, help="Show tracebacks of unexpected errors.")
 @click.version_option(package_name="rotor-plan")
@@ -82,6 +92,11 @@ def main(traceback: bool, **options: Any) -> None:
     request = Request(**options)
     try:
         request.refuse_wrong_use()
+        if request.pipeline is not None:
+            from rotor_cli.commands.pipeline import run
+
+            run(request)
+            return
         from rotor_cli.commands.deliver import show, write
         from rotor_cli.commands.plan import plan
 

@@ -34,6 +34,10 @@ class Request:
     plan_file: str | None
     trace_file: str | None
     html_file: str | None
+    pipeline: int | None = None
+    microbatches: int | None = None
+    schedule: str = "1f1b"
+    virtual_stages: int | None = None
     quiet: bool = False
 
     @property
@@ -56,6 +60,44 @@ class Request:
             raise usage("--mem-limit and --max-overhead both say how to plan; give one of them")
         if self.plot_file is not None:
             self._refuse_plot(self.plot_file)
+        self._refuse_pipeline()
+
+    def _refuse_pipeline(self) -> None:
+        of_pipelines = {"--microbatches": self.microbatches, "--virtual-stages": self.virtual_stages}
+        if self.pipeline is None:
+            given = [name for name, value in of_pipelines.items() if value is not None]
+            if given or self.schedule != "1f1b":
+                raise usage(f"{(*given, '--schedule')[0]} is about a pipeline; add --pipeline RANKS")
+            return
+        alone = {
+            "--max-overhead": self.max_overhead,
+            "--fresh-grads": self.fresh_grads,
+            "--verify": self.verify,
+            "--compare": self.compare,
+            "--sweep": self.sweep,
+            "--save": self.plan_file,
+            "--trace": self.trace_file,
+            "--html": self.html_file,
+        }
+        for name, value in alone.items():
+            if value:
+                raise usage(f"--pipeline plans for several processes, and {name} is about one; leave one of them out")
+        from rotor_solver import Schedule
+
+        try:
+            Schedule(self.schedule, self.pipeline, self.microbatches_or_default, self.virtual_stages_or_default)
+        except ValueError as error:
+            raise usage(f"--pipeline: {error}") from error
+
+    @property
+    def microbatches_or_default(self) -> int:
+        """Of a pipeline: twice as many as ranks unless given."""
+        return 2 * (self.pipeline or 1) if self.microbatches is None else self.microbatches
+
+    @property
+    def virtual_stages_or_default(self) -> int:
+        """Of a pipeline: parts on each rank."""
+        return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
     def _refuse_plot(self, path: str) -> None:
         from rotor_solver.plot import require_matplotlib

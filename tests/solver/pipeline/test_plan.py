@@ -79,14 +79,7 @@ def test_no_cuts_and_no_sequences_are_better(
 @given(
     plain_chains(max_stages=8),
     st.sampled_from(
-        (
-            ("gpipe", 1),
-            ("1f1b", 1),
-            ("zero-bubble", 1),
-            ("zero-bubble-whole", 1),
-            ("interleaved", 2),
-            ("interleaved", 3),
-        )
+        [("interleaved", 2), ("interleaved", 3), *((name, 1) for name in SCHEDULES if name != "interleaved")]
     ),
     st.integers(1, 3),
     st.integers(1, 3),

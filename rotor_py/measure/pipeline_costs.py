@@ -1,0 +1,92 @@
+"""What a measured model costs the ranks of a pipeline, by stage: time and memory of a microbatch, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from rotor_profiling import OptimizerCost, bytes_like, storages
+from rotor_profiling.isolate import trained_parameters
+from rotor_py.measure.measurement import Measurement
+from rotor_py.stage.surroundings import moving_buffers
+from rotor_solver import Chain
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCosts:
+    """The chain of one microbatch; by stage, what is there throughout the step and what the optimizer's step needs on
+    top; and the stages at which a part may begin: where nothing is carried past.
+    """
+
+    chain: Chain
+    fixed: tuple[int, ...]
+    stepping: tuple[int, ...]
+    boundaries: tuple[int, ...]
+
+
+def pipeline_costs(
+    model: nn.Module,
+    stages: Sequence[nn.Module],
+    measurement: Measurement,
+    device: torch.device,
+    *,
+    microbatches: int,
+    batch_bytes: int = 0,
+    optimizer: OptimizerCost | None = None,
+) -> PipelineCosts:
+    """The costs of `model` with these `stages`, measured on one microbatch, with gradients that are kept.
+
+    Parameters that several stages share count in each: ranks cannot share them. Those before the chain belong to the
+    first stage, and so does the time there; `batch_bytes` is a microbatch that layers before the chain take.
+    """
+    trained = [bytes_like(p for p in trained_parameters(stage) if p.device == device) for stage in stages]
+    known: set[int] = set()
+    fixed = []
+    for stage, gradients in zip(stages, trained, strict=True):
+        own = storages(tensor for tensor in (*stage.parameters(), *stage.buffers()) if tensor.device == device)
+        known.update(own)
+        # What a replay keeps of buffers that move: the copy that is put back, and one that the next run writes into.
+        snapshots = 2 * microbatches * bytes_like(moving_buffers(stage))
+        fixed.append(sum(own.values()) + gradients + snapshots)
+    rest = storages(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device)
+    fixed[0] += sum(size for address, size in rest.items() if address not in known) + microbatches * batch_bytes
+    fixed[-1] += measurement.loss.kept_bytes * microbatches + measurement.returned_bytes
+    whole = sum(trained) or 1
+    state, step = (optimizer.state_bytes, optimizer.step_bytes) if optimizer else (0, 0)
+    return PipelineCosts(
+        _with_prefix(measurement),
+        tuple(size + -(-state * own // whole) for size, own in zip(fixed, trained, strict=True)),
+        tuple(-(-step * own // whole) for own in trained),
+        tuple(
+            point
+            for point in range(1, len(stages))
+            if not any(each.first <= point <= each.last for each in measurement.carried)
+        ),
+    )
+
+
+def _with_prefix(measurement: Measurement) -> Chain:
+    """The chain, in which the first stage runs what comes before it as well."""
+    chain = measurement.chain(fresh_gradients=False)
+    prefix = measurement.prefix
+    if prefix is None:
+        return chain
+    first = chain.stages[0]
+    options = tuple(
+        replace(
+            option,
+            forward_time=option.forward_time + prefix.seconds,
+            forward_temp=max(option.forward_temp, prefix.temp_bytes),
+        )
+        for option in first.options
+    )
+    first = replace(
+        first,
+        options=options,
+        nograd_time=first.seconds_without_graph + prefix.seconds,
+        nograd_temp=max(first.temp_without_graph, prefix.temp_bytes),
+    )
+    return replace(chain, stages=(first, *chain.stages[1:]))
