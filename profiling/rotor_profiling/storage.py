@@ -26,10 +26,19 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+_WRAPPERS = ("_local_tensor", "elem")
+"""Where subclasses of tensors keep the tensor that they wrap: `DTensor`, and `AsyncCollectiveTensor`, which is the
+result of a collective that may still be on its way. One may be inside the other."""
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process has, where processes share it (`DTensor`); else the tensor."""
-    part = getattr(tensor, "_local_tensor", None)
-    return part if isinstance(part, torch.Tensor) else tensor
+    while type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        inner = next((part for name in _WRAPPERS if (part := getattr(tensor, name, None)) is not None), None)
+        if not isinstance(inner, torch.Tensor):
+            break
+        tensor = inner
+    return tensor
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

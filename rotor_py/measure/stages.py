@@ -111,6 +111,7 @@ class _ChainMeasurer:
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
         self._stages = cut.stages
+        self._sharding = cut.sharding
         self._device = device
         self._silent = silent
         self._preserve_rng_state = preserve_rng_state
@@ -123,7 +124,7 @@ class _ChainMeasurer:
         """Measure a stage on its input; return its output, the input of the next one."""
         name, function = self._stages[number]
         offers = offers_of(function)
-        with gathered(function, offers.gathered_dtypes):
+        with gathered(function, self._sharding):
             beside = self.carried.addresses(value)
             cost, *others = self._cost((name, function), value, beside, offers.carried, number == len(self._stages) - 1)
             self.costs.append(cost)

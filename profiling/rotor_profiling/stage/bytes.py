@@ -144,7 +144,7 @@ def _run_with_own_graph(
     kept = attached.backward(gradients)
     meter.mark("between")
     inputs = kept[: len(tensors_in(value))]
-    return tuple(0 if each is None else each.untyped_storage().nbytes() for each in inputs)
+    return tuple(0 if each is None else storage_bytes([each]) for each in inputs)
 
 
 def _released_bytes(runner: Runner, value: Any, place: Place) -> tuple[int, int]:
@@ -172,7 +172,7 @@ def _released_bytes(runner: Runner, value: Any, place: Place) -> tuple[int, int]
 
 
 def _copied(owned: frozenset[int], tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.untyped_storage().data_ptr() in owned else tensor.clone()
+    return tensor if owned.issuperset(storages([tensor])) else tensor.clone()
 
 
 def _forget_if_fresh(parameters: list[torch.Tensor], place: Place) -> None:
