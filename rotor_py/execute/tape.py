@@ -26,6 +26,8 @@
 #     error's traceback would keep it otherwise. What a retained graph holds stays for the next pass, as in plain
 #     training.
 # 11. A forward right before the backward of its stage skips its output: nobody reads it (see `stage.skipped_output`).
+# 12. A gradient that a collective is still to bring (tensor parallelism) is waited for before stages are run again:
+#     what was sent stays in memory until somebody waits. Outputs of stages are waited for at their end (`StageRunner`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.storage import tensors_in
+from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.execute.in_flight import Held, Pass, Passes
 from rotor_py.execute.node import Frame, StageNode
 from rotor_py.execute.program import Program, Step, program
@@ -133,6 +135,7 @@ class Tape:
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage` (Rule 3)."""
+        wait_for(gradients)  # Rule 12
         with self._passes.resume() as current:
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
@@ -144,9 +147,10 @@ class Tape:
         for tensor in tensors_in(value):
             if tensor.requires_grad:
                 # Called once for each of them: after the first, `position` says that there is nothing left to run.
-                tensor.register_hook(lambda _: self._arrived(stage))
+                tensor.register_hook(lambda gradient: self._arrived(stage, gradient))
 
-    def _arrived(self, stage: int) -> None:
+    def _arrived(self, stage: int, gradient: torch.Tensor) -> None:
+        wait_for(gradient)  # Rule 12
         with self._passes.resume() as current:
             self._advance(current, stage)
 

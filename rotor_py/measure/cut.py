@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, storages, tensors_in
+from rotor_profiling.storage import wait_for
 from rotor_py.distributed.shard_groups import Sharding, sharding_of
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.errors import UnsupportedModelError
@@ -150,6 +151,7 @@ def _run(name: str, module: nn.Module, value: Any, device: torch.device, shardin
         torch.no_grad(),
     ):
         output = module(value)
+        wait_for(output)
     outputs = tensors_in(output)
     if not outputs:
         raise UnsupportedModelError(f"layer {name!r} returned no tensor, so nothing after it can be trained")

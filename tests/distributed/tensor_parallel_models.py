@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -47,8 +46,34 @@ def columns_and_rows(model: Any, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def sequence(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """Between the blocks, each process has a part of the sequence."""
+    for block in list(model)[:-1]:
+        plan = {
+            "norm": SequenceParallel(),  # returns a DTensor
+            "wide": ColwiseParallel(input_layouts=Shard(1)),
+            "narrow": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+    return parallelize_module(model, mesh, {"6": ColwiseParallel(input_layouts=Shard(1))})
+
+
+def all_shared(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """All that goes from layer to layer is a DTensor, the output too."""
+    for block in list(model)[:-1]:
+        plan = {
+            "norm": SequenceParallel(),
+            "wide": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+            "narrow": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(block, mesh, plan)
+    return parallelize_module(model, mesh, {"6": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)})
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, DeviceMesh], nn.Module]]] = {
     "chain": (chain, columns_and_rows),
+    "sequence": (chain, sequence),
+    "all shared": (chain, all_shared),
 }
 
 
@@ -66,12 +91,17 @@ def made(kind: str, parallel: str) -> nn.Module:
 
 
 def batches(kind: str, count: int) -> list[dict[str, Any]]:
-    """The same in all processes."""
+    """The same in all processes, or a part of each sequence."""
     generator = torch.Generator("cpu").manual_seed(1)
     drawn: dict[str, Any] = {"generator": generator, "device": "cpu"}
-    return [{"input": torch.randn(BATCH, LENGTH, WIDTH, **drawn)} for _ in range(count)]
+    found = [torch.randn(BATCH, LENGTH, WIDTH, **drawn) for _ in range(count)]
+    if kind in ("sequence", "all shared"):
+        found = [each.chunk(dist.get_world_size(), 1)[dist.get_rank()] for each in found]
+    return [{"input": each} for each in found]
 
 
 def loss(output: Any) -> torch.Tensor:
+    if isinstance(output, DTensor):
+        output = output.full_tensor()
     found: torch.Tensor = output.loss if hasattr(output, "loss") else output.float().square().mean()
     return found

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from rotor_profiling.storage import tensors_in
+from rotor_profiling.storage import layout_of, local, tensors_in
 
 
 def leaves_of(value: Any) -> Any:
     """`value` with every tensor replaced by a leaf over the same memory, `requires_grad` as it was."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
+
+
+def gradients_at(value: Any) -> list[torch.Tensor]:
+    """The gradients that a backward has brought to the leaves in `value`.
+
+    Nobody goes on with them here. They may be results of collectives, which somebody has to wait for: until then
+    PyTorch holds on to their memory.
+    """
+    return [tensor.grad for tensor in tensors_in(value) if tensor.grad is not None]
 
 
 def with_graph(output: Any) -> list[torch.Tensor]:
@@ -36,12 +46,24 @@ class _NewGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
         # Not the tensors themselves: the graph would hold the output.
-        ctx.like = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
-        return tensors[0].new_zeros((), dtype=torch.float32)
+        ctx.makers = [_gradient_of(tensor) for tensor in tensors]
+        return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return tuple(
-            torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
-            for shape, stride, dtype, device in ctx.like
-        )
+        return tuple(make() for make in ctx.makers)
+
+
+def _gradient_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What makes a gradient of a tensor, without holding the tensor. That of a `DTensor` is shared as the tensor is."""
+    part = local(tensor)
+    make = partial(_ones, part.shape, part.stride(), part.dtype, part.device)
+    if (layout := layout_of(tensor)) is None:
+        return make
+    kind: Any = type(tensor)
+    shape, stride = tensor.shape, tensor.stride()
+    return lambda: kind.from_local(make(), *layout, run_check=False, shape=shape, stride=stride)
+
+
+def _ones(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1)
