@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -70,10 +71,68 @@ def all_shared(model: Any, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, {"6": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)})
 
 
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def heads(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """Each process has some of the heads, and a part of each MLP."""
+    plan: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def heads_and_sequence(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """As torchtitan does it: norms and residuals on a part of the sequence, and the head split too."""
+    whole = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+    )
+    plan: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan |= {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": whole,
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    outer = {
+        # The embedding is whole: transformers makes positions and masks for as many tokens as come out of it.
+        "model.layers.0": PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+        ),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh, outer)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, DeviceMesh], nn.Module]]] = {
     "chain": (chain, columns_and_rows),
     "sequence": (chain, sequence),
     "all shared": (chain, all_shared),
+    "llama": (llama, heads),
+    "llama, sequence": (llama, heads_and_sequence),
 }
 
 
@@ -85,7 +144,7 @@ def made(kind: str, parallel: str) -> nn.Module:
         return split(make().train(), init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",)))
     grid = init_device_mesh(device().type, (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
     model: Any = split(make().train(), grid["tp"])
-    for each in list(model)[:-1]:
+    for each in model.model.layers if hasattr(model, "model") else list(model)[:-1]:
         fully_shard(each, mesh=grid["dp"])
     return fully_shard(model, mesh=grid["dp"])
 
@@ -94,6 +153,9 @@ def batches(kind: str, count: int) -> list[dict[str, Any]]:
     """The same in all processes, or a part of each sequence."""
     generator = torch.Generator("cpu").manual_seed(1)
     drawn: dict[str, Any] = {"generator": generator, "device": "cpu"}
+    if "llama" in kind:
+        ids = [torch.randint(64, (BATCH, LENGTH), **drawn) for _ in range(count)]
+        return [{"input_ids": each, "labels": each} for each in ids]
     found = [torch.randn(BATCH, LENGTH, WIDTH, **drawn) for _ in range(count)]
     if kind in ("sequence", "all shared"):
         found = [each.chunk(dist.get_world_size(), 1)[dist.get_rank()] for each in found]
