@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,13 +11,15 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, storages, tensors_in
+from rotor_profiling.storage import wait_for
+from rotor_py.distributed.shard_groups import Sharding, sharding_of
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.activity import During
-from rotor_py.stage.protocol import offers_of
 
 Layer = tuple[str, nn.Module]
 """A module, and its dotted path in the model."""
+_NOTHING: Sharding = MappingProxyType({})
 JOINT = "+"
 """Between the names of layers that are one stage."""
 
@@ -26,11 +29,13 @@ class Cut:
     """A model as a chain: `prefix` runs first and never has a gradient; `stages` are what a sequence is about.
 
     `input_owned` says that the caller holds the chain's input throughout, so that dropping it would free nothing.
+    `sharding` has the parameters that have to be gathered to measure a stage by itself.
     """
 
     prefix: tuple[Layer, ...]
     stages: tuple[Layer, ...]
     input_owned: bool = False
+    sharding: Sharding = field(default_factory=dict)
 
     def groups(self) -> list[list[str]]:
         """The names of the layers of every stage."""
@@ -83,11 +88,15 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     returns no tensor or cannot be run again with the same numbers. What a layer raises passes through, with a note that
     names the layer.
     """
-    return cut_layers(layers(model), value, device)
+    # In their own dtype: the hooks that would cast the input to that of a mixed precision policy do not run.
+    return cut_layers(layers(model), value, device, sharding_of(model, mixed_precision=False))
 
 
-def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
-    """`cut`, for layers that are given in the order in which they run. UnsupportedModelError as from `cut`."""
+def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: Sharding = _NOTHING) -> Cut:
+    """`cut`, for layers that are given in the order in which they run; `sharding` is that of their model.
+
+    UnsupportedModelError as from `cut`.
+    """
     # An input that needs a gradient needs the backward of every layer, so there is no prefix.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     leading = 0 if needs_gradient else next((i for i, (_, m) in enumerate(found) if _trains(m)), len(found))
@@ -101,7 +110,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
     value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
     groups: list[list[Layer]] = []
     for position, (name, module) in enumerate(found):
-        value, wrote, made_nothing = _run(name, module, value, device)
+        value, wrote, made_nothing = _run(name, module, value, device, sharding)
         if position == leading and wrote:
             raise UnsupportedModelError(
                 f"layer {name!r} overwrites the input of the chain, and no stage before it could be joined to it; use "
@@ -111,7 +120,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
             groups[-1].append((name, module))
         elif position >= leading:
             groups.append([(name, module)])
-    return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups))
+    return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups), sharding=sharding)
 
 
 def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> None:
@@ -131,17 +140,18 @@ def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> 
                 )
 
 
-def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tuple[Any, bool, bool]:
+def _run(name: str, module: nn.Module, value: Any, device: torch.device, sharding: Sharding) -> tuple[Any, bool, bool]:
     """The output of a layer, whether it wrote into its input, and whether its output lies in its input's memory."""
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
     with (
         During("first run, to measure it,", name),
-        gathered(module, offers_of(module).gathered_dtypes),
+        gathered(module, sharding),
         isolated(module, device),
         torch.no_grad(),
     ):
         output = module(value)
+        wait_for(output)
     outputs = tensors_in(output)
     if not outputs:
         raise UnsupportedModelError(f"layer {name!r} returned no tensor, so nothing after it can be trained")
