@@ -12,7 +12,8 @@ from torch import nn
 
 from rotor_profiling.isolate import RandomState
 from rotor_profiling.memory import memory_meter
-from rotor_profiling.stage.gradients import leaves_of
+from rotor_profiling.stage.gradients import gradients_at, leaves_of
+from rotor_profiling.storage import wait_for
 from rotor_profiling.timing import median_seconds
 
 
@@ -49,6 +50,7 @@ def measure_loss(
                 meter.mark("loss")
                 value = loss(leaf)
                 value.backward()
+                wait_for(gradients_at(leaf))
                 # In training, `backward` holds the gradient that it starts with until all stages are done. Here it is
                 # gone when the call returns, so it is measured by itself.
                 meter.mark("start of a backward")
@@ -57,7 +59,9 @@ def measure_loss(
                 del value, leaf, first_gradient
 
             def run(lap: Callable[[], None]) -> None:
-                loss(leaves_of(output)).backward()
+                leaf = leaves_of(output)
+                loss(leaf).backward()
+                wait_for(gradients_at(leaf))
                 lap()
 
             (seconds,) = median_seconds(run, device, laps=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -26,10 +26,37 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WRAPPERS = ("_local_tensor", "elem")
+"""Where subclasses of tensors keep the tensor that they wrap: `DTensor`, and `AsyncCollectiveTensor`, which is the
+result of a collective that may still be on its way. One may be inside the other."""
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process has, where processes share it (`DTensor`); else the tensor."""
-    part = getattr(tensor, "_local_tensor", None)
-    return part if isinstance(part, torch.Tensor) else tensor
+    while type(tensor) not in _PLAIN and (inner := _wrapped(tensor)) is not None:
+        tensor = inner
+    return tensor
+
+
+def _wrapped(tensor: torch.Tensor) -> torch.Tensor | None:
+    found = next((part for name in _WRAPPERS if (part := getattr(tensor, name, None)) is not None), None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def wait_for(value: Any) -> None:
+    """Wait for the tensors in `value` that are results of collectives. On CUDA, the current stream waits."""
+    for tensor in tensors_in(value):
+        while type(tensor) not in _PLAIN and (inner := _wrapped(tensor)) is not None:
+            if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor
+                tensor.trigger_wait()
+            tensor = inner
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Hashable, Hashable] | None:
+    """How processes share a `DTensor`: its mesh, and its placements there. None for any other tensor."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return None if mesh is None else (mesh, getattr(tensor, "placements", None))
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

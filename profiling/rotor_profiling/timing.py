@@ -32,7 +32,7 @@ def lap_seconds(runs: Callable[[Callable[[], None]], None], device: torch.device
     measured: list[list[float]] = []
     spent = 0.0
     # Processes have to run equally often, but their clocks differ. With equal bounds no clock decides.
-    most = FEWEST_RUNS if _together() else MOST_RUNS
+    most = FEWEST_RUNS if together() else MOST_RUNS
     while len(measured) < FEWEST_RUNS or (spent < ENOUGH_SECONDS and len(measured) < most):
         clock.start()
         runs(clock.lap)
@@ -42,7 +42,7 @@ def lap_seconds(runs: Callable[[Callable[[], None]], None], device: torch.device
     return measured
 
 
-def _together() -> bool:
+def together() -> bool:
     """Whether other processes may have to run as often: a collective in a stage waits for all of them."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 

@@ -20,6 +20,7 @@ from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs
 from rotor_py.capture.saved_outside import SavedOutside
+from rotor_py.distributed.shard_groups import Sharding, sharding_of
 from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
@@ -53,6 +54,7 @@ def measure_graphs(
     """
     model = forward.model
     found = MeasuredGraphs()
+    sharding = sharding_of(model, mixed_precision=True)
     # Autograd saves parameters as well, but they are in memory anyway.
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
@@ -62,7 +64,7 @@ def measure_graphs(
             if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
-            measured, outputs = _measure_graph(graph, arguments, device, **options)
+            measured, outputs = _measure_graph(graph, arguments, device, sharding, **options)
         found.graphs.append(measured)
         return outputs
 
@@ -91,6 +93,7 @@ def _measure_graph(
     graph: CapturedGraph,
     arguments: tuple[Any, ...],
     device: torch.device,
+    sharding: Sharding,
     *,
     progress: Progress | None,
     loss_temp_bytes: int,
@@ -99,7 +102,7 @@ def _measure_graph(
     """A graph with gradients, measured, and its outputs, with which the model's forward goes on."""
     value, values = graph.enter(arguments)
     # The caller of the graph holds its inputs, so they are no checkpoints that a plan could drop.
-    cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
+    cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
     stages = StageMeasurer(cut, value, device, silent=graph.silent, **options)
     made = stages.walk(progress)
     stages.settle_layouts(())

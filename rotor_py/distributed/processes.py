@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_profiling import bytes_like
+from rotor_py.distributed.joined_groups import joined
+from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.distributed.sharded_bytes import gathered_bytes
-from rotor_py.distributed.whole_parameters import group_of, is_sharded
 
 
 def around(model: nn.Module) -> DistributedDataParallel | None:
@@ -30,9 +32,23 @@ def communication_bytes(model: nn.Module) -> int:
 
 
 def processes(model: nn.Module) -> dist.ProcessGroup | None:
-    """The processes that train `model` together; None if the model shows none."""
+    """The processes that train `model` together; None if the model shows none.
+
+    Those are the processes of its DistributedDataParallel, and all that have a part of a parameter: of `fully_shard`,
+    and of tensor parallelism. The first call joins them, and all processes have to come to it together.
+    """
     ddp = around(model)
-    return ddp.process_group if ddp is not None else group_of(model)
+    found = [] if ddp is None else [ddp.process_group]
+    return joined([*found, *_sharing_parameters(model)])
+
+
+def _sharing_parameters(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups of the meshes that the parameters of a model are spread over, one for each dimension of a mesh."""
+    if not dist.is_initialized():
+        return []
+    with at_rest(model):
+        meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    return [group for mesh in meshes for group in mesh.get_all_groups()]
 
 
 def several_processes() -> bool:
@@ -43,7 +59,7 @@ def several_processes() -> bool:
 def meeting_in_stages(model: nn.Module) -> dist.ProcessGroup | None:
     """The processes that wait for each other inside stages of `model`, so that all have to run these equally often."""
     synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-    return processes(model) if synchronized or is_sharded(model) else None
+    return processes(model) if synchronized or _sharing_parameters(model) else None
 
 
 def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:

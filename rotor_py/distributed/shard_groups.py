@@ -6,22 +6,35 @@ Where they differ between versions of torch, both names are here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
+
+from rotor_profiling.storage import local
 
 try:
     from torch.distributed.fsdp import FSDPModule
 except ImportError:  # before torch 2.6
     from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[attr-defined] # not in newer ones
 
-__all__ = ["FSDPModule", "ShardGroup", "ShardedParameter", "at_rest", "cast", "groups_of"]
+__all__ = [
+    "FSDPModule",
+    "ShardGroup",
+    "ShardedParameter",
+    "Sharding",
+    "at_rest",
+    "cast",
+    "groups_of",
+    "sharding_of",
+]
 
 Tensors = tuple[torch.Tensor, ...]
 HookPlace = tuple[dict[int, Any], int]
@@ -40,6 +53,40 @@ class ShardedParameter:
     """The dtype in which it is gathered."""
     device: torch.device
     """The device on which it is gathered."""
+    size: torch.Size
+    """Its shape when it is gathered, in this process: with tensor parallelism, a part of the whole parameter's."""
+    layout: Any
+    """What makes a DTensor of it when it is gathered (`DTensorSpec`), with tensor parallelism; None without."""
+    mesh: DeviceMesh
+    """The processes that it is gathered from, and those that have the same part."""
+    dim: int
+    """The dimension in which it is divided among them."""
+
+    def gather(self) -> torch.Tensor:
+        """What FSDP has modules use: the whole parameter or, with tensor parallelism, this process's part as a DTensor.
+
+        All processes have to call this together.
+        """
+        sharded = self.sharded.detach()
+        assert isinstance(sharded, DTensor)
+        if self.layout is None:
+            return sharded.full_tensor().to(self.dtype)
+        stride = torch.empty(self.size, device="meta").stride()
+        # Not by the placements of `sharded`: those are about both kinds of parallelism at once.
+        placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(self.dim)]
+        spread = DTensor.from_local(
+            local(sharded), self.mesh, placements, run_check=False, shape=self.size, stride=stride
+        )
+        return self.laid_out(spread.full_tensor().to(self.dtype))
+
+    def laid_out(self, memory: torch.Tensor) -> torch.Tensor:
+        """The gathered parameter, in this memory."""
+        if self.layout is None:
+            return memory
+        meta, layout = self.layout.tensor_meta, self.layout
+        return DTensor.from_local(
+            memory, layout.mesh, layout.placements, run_check=False, shape=meta.shape, stride=meta.stride
+        )
 
 
 class ShardGroup:
@@ -89,11 +136,9 @@ class ShardGroup:
 
     @property
     def unsupported(self) -> str | None:
-        """Why whole parameters would not be plain tensors, as the end of a sentence; None if they are."""
+        """Why gathered parameters are not what `ShardedParameter` says, as the end of a sentence; None if they are."""
         for part in self._parts:
             for each in part.fsdp_params:
-                if getattr(each, "is_dtensor", False):
-                    return "is split by tensor parallelism, too"
                 if hasattr(each.sharded_param._local_tensor, "fsdp_pre_all_gather"):
                     return f"is gathered in a way of its own ({type(each.sharded_param._local_tensor).__name__})"
         return None
@@ -157,6 +202,11 @@ class ShardGroup:
             ((at.module, at.param_name), *zip(at.shared_modules, at.shared_param_names, strict=True)),
             dtype if dtype is not None and sharded.dtype.is_floating_point else sharded.dtype,
             parameter.device,
+            parameter._orig_size,
+            # Called `_tp_spec` before torch 2.13.
+            getattr(parameter, "_unsharded_dtensor_spec", None) or getattr(parameter, "_tp_spec", None),
+            parameter.mesh_info.mesh,
+            getattr(getattr(parameter, "fsdp_placement", None), "dim", 0),
         )
 
 
@@ -167,6 +217,20 @@ def groups_of(model: nn.Module) -> list[ShardGroup]:
         return []
     states = {id(state): state for state in (_state(m) for m in model.modules() if isinstance(m, FSDPModule))}
     return [ShardGroup(state) for state in states.values()]
+
+
+Sharding = Mapping[int, ShardedParameter]
+"""The sharded parameters of a model, each by the `id` of what a process has of it between steps."""
+
+
+def sharding_of(model: nn.Module, *, mixed_precision: bool) -> Sharding:
+    """The parameters that `fully_shard` has divided among processes, to be gathered in the dtype of its mixed
+    precision policy, or else in their own.
+    """
+    found = [each for group in groups_of(model) for each in group.parameters]
+    if not mixed_precision:
+        found = [replace(each, dtype=each.sharded.dtype) for each in found]
+    return {id(each.sharded): each for each in found}
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -27,12 +27,12 @@ class GroupBytes:
         """The sizes of a group."""
         parameters = group.parameters
         trained = [each for each in parameters if each.sharded.requires_grad]
-        whole = sum(each.sharded.numel() * each.dtype.itemsize for each in parameters)
+        whole = sum(each.size.numel() * each.dtype.itemsize for each in parameters)
         return cls(
             whole=whole,
             kept=whole // group.spread_after_forward if group.spread_after_forward else 0,
-            gradients=sum(each.sharded.numel() * each.dtype.itemsize for each in trained),
-            sent=sum(each.sharded.numel() * (group.reduce_dtype or each.dtype).itemsize for each in trained),
+            gradients=sum(each.size.numel() * each.dtype.itemsize for each in trained),
+            sent=sum(each.size.numel() * (group.reduce_dtype or each.dtype).itemsize for each in trained),
         )
 
 

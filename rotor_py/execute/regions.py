@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.distributed.gathering import gathered_again
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
@@ -100,6 +101,11 @@ def _run(
             # then does the engine see the operators of the first run, whose saved tensors are made again when asked.
             inside = partial(_run, runners, item.items, known, again)
             value = checkpoint(inside, value, use_reentrant=False, preserve_rng_state=False)
+            for tensor in tensors_in(value):
+                if tensor.requires_grad:
+                    # What a collective is still to bring is waited for before the region is run again: what was sent
+                    # stays in memory until then.
+                    tensor.register_hook(wait_for)
         elif item not in again:
             value = runners[item].forward(value)
         elif item not in known:

@@ -30,6 +30,8 @@
 #     backwards of a zero-bubble pipeline). The first computes both; what is wanted later is kept (see `Unclaimed`).
 # 12. A forward right before the backward of its stage skips its output: nobody reads it (see `stage.skipped_output`).
 # 13. A `GuardedTape` runs again what runs out of memory. It has no stages of rule 1, and a Note of its own.
+# 14. A gradient that a collective is still to bring (tensor parallelism) is waited for before stages are run again:
+#     what was sent stays in memory until somebody waits. Outputs of stages are waited for at their end (`StageRunner`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from rotor_profiling.storage import tensors_in
+from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.execute.in_flight import Held, Pass, Passes
 from rotor_py.execute.node import Frame, StageNode
 from rotor_py.execute.program import Program, Step, program
@@ -145,6 +147,7 @@ class Tape:
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage` (Rule 3)."""
+        wait_for(gradients)  # Rule 14
         with self._passes.resume(stage) as current:
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
@@ -156,11 +159,12 @@ class Tape:
         for tensor in tensors_in(value):
             if tensor.requires_grad:
                 # Called once for each of them: after the first, `position` says that there is nothing left to run.
-                tensor.register_hook(lambda _: self._arrived(stage))
+                tensor.register_hook(lambda gradient: self._arrived(stage, gradient))
 
-    def _arrived(self, stage: int) -> None:
+    def _arrived(self, stage: int, gradient: torch.Tensor) -> None:
         if not self._passes.concerns_nodes():
             return  # a pass for parameters of this stage alone: nobody reads what these forwards make
+        wait_for(gradient)  # Rule 14
         with self._passes.resume(stage) as current:
             self._advance(current, stage)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, storages, tensors_in
+from rotor_profiling.storage import wait_for
+from rotor_py.distributed.shard_groups import Sharding, sharding_of
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.activity import During
-from rotor_py.stage.protocol import offers_of
 
 Layer = tuple[str, nn.Module]
 """A module, and its dotted path in the model."""
+_NOTHING: Sharding = MappingProxyType({})
 JOINT = "+"
 """Between the names of layers that are one stage."""
 
@@ -27,11 +30,13 @@ class Cut:
     """A model as a chain: `prefix` runs first and never has a gradient; `stages` are what a sequence is about.
 
     `input_owned` says that the caller holds the chain's input throughout, so that dropping it would free nothing.
+    `sharding` has the parameters that have to be gathered to measure a stage by itself.
     """
 
     prefix: tuple[Layer, ...]
     stages: tuple[Layer, ...]
     input_owned: bool = False
+    sharding: Sharding = field(default_factory=dict)
 
     def groups(self) -> list[list[str]]:
         """The names of the layers of every stage."""
@@ -85,11 +90,15 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     returns no tensor or cannot be run again with the same numbers. What a layer raises passes through, with a note that
     names the layer.
     """
-    return cut_layers(layers(model), value, device)
+    # In their own dtype: the hooks that would cast the input to that of a mixed precision policy do not run.
+    return cut_layers(layers(model), value, device, sharding_of(model, mixed_precision=False))
 
 
-def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
-    """`cut`, for layers that are given in the order in which they run. UnsupportedModelError as from `cut`."""
+def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: Sharding = _NOTHING) -> Cut:
+    """`cut`, for layers that are given in the order in which they run; `sharding` is that of their model.
+
+    UnsupportedModelError as from `cut`.
+    """
     # An input that needs a gradient needs the backward of every layer, so there is no prefix.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     leading = 0 if needs_gradient else next((i for i, (_, m) in enumerate(found) if _trains(m)), len(found))
@@ -106,7 +115,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
     """for the address of what a group has made and is still handed on, the number of that group"""
     for position, (name, module) in enumerate(found):
         given = storages(tensors_in(value))
-        value, wrote, made_nothing = _run(name, module, value, device)
+        value, wrote, made_nothing = _run(name, module, value, device, sharding)
         if position == leading and wrote:
             raise UnsupportedModelError(
                 f"layer {name!r} overwrites the input of the chain, and no stage before it could be joined to it; use "
@@ -124,7 +133,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device) -> Cut:
         known = {address: min(maker, own) for address, maker in made_by.items() if address in given}
         new = dict.fromkeys(storages(tensors_in(value)).keys() - given.keys(), own)
         made_by = {**known, **new}
-    return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups))
+    return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups), sharding=sharding)
 
 
 def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> None:
@@ -144,17 +153,20 @@ def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> 
                 )
 
 
-def _run(name: str, module: nn.Module, value: Any, device: torch.device) -> tuple[Any, set[int], bool]:
+def _run(
+    name: str, module: nn.Module, value: Any, device: torch.device, sharding: Sharding
+) -> tuple[Any, set[int], bool]:
     """The output of a layer, where it wrote into its input, and whether its output lies in its input's memory."""
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
     with (
         During("first run, to measure it,", name),
-        gathered(module, offers_of(module).gathered_dtypes),
+        gathered(module, sharding),
         isolated(module, device),
         torch.no_grad(),
     ):
         output = module(value)
+        wait_for(output)
     outputs = tensors_in(output)
     if not outputs:
         raise UnsupportedModelError(f"layer {name!r} returned no tensor, so nothing after it can be trained")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from rotor_profiling import Layouts
+from rotor_profiling.storage import local
 
 
 class GradientLayouts:
@@ -23,7 +24,7 @@ class GradientLayouts:
         self._given: list[Layouts] = [()] * (stages + 1)
         """The layouts of the gradients that each backward, and at last the loss, gives to its input."""
         self._outputs: list[list[tuple[torch.Size, tuple[int, ...]]]] = [[] for _ in range(stages)]
-        """Shape and strides of what each stage returns."""
+        """Shape and strides of what each stage returns, or of the part of it that this process has."""
 
     def give_output(self, layouts: Layouts) -> None:
         """The gradients of the chain's output have these layouts."""
@@ -32,7 +33,7 @@ class GradientLayouts:
     def note(self, stage: int, given: Layouts, output: Iterable[torch.Tensor]) -> None:
         """A stage returns the tensors `output`, and its backward gives these layouts to the gradients of its input."""
         self._given[stage] = given
-        self._outputs[stage] = [(tensor.shape, tensor.stride()) for tensor in output]
+        self._outputs[stage] = [(tensor.shape, tensor.stride()) for tensor in map(local, output)]
 
     def differ(self) -> bool:
         """Whether gradients arrive at any stage in other layouts than it was measured with."""

@@ -14,7 +14,6 @@ from rotor_profiling.timing import median_seconds
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import PrefixCost
-from rotor_py.stage.protocol import offers_of
 
 
 def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixCost | None]:
@@ -24,7 +23,7 @@ def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixC
     modules = nn.Sequential(*(module for _, module in cut.prefix))
     # A copy, since a layer may write into it.
     value = tree_map_only(torch.Tensor, torch.clone, value)
-    with gathered(modules, offers_of(modules).gathered_dtypes), isolated(modules, device), torch.no_grad():
+    with gathered(modules, cut.sharding), isolated(modules, device), torch.no_grad():
         modules(value)  # libraries allocate at the first call what they keep for good
         with memory_meter(device) as meter:
             output = modules(value)

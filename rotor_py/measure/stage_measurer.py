@@ -128,7 +128,7 @@ class StageMeasurer:
         """Measure a stage on its input; return its output, the input of the next one."""
         name, function = self._stages[number]
         offers = offers_of(function)
-        with gathered(function, offers.gathered_dtypes):
+        with gathered(function, self._cut.sharding):
             beside = self._carried.addresses(value)
             found = self._find(number, value, beside, offers.carried)
             cost, *others = found.costs
@@ -158,7 +158,8 @@ class StageMeasurer:
         # The bytes of the input belong to the key: they do not follow from its shape, since what is carried or owned
         # does not count.
         kind = (stage_kind(function, value), self.activation_bytes, last, apart, arriving)
-        if kind not in self._known:
+        # Where stages wait for other processes, all of them measure a stage that is new to any of them.
+        if anywhere(kind not in self._known, self._group, self._device):
             with During("measuring", name):
                 effects = find_effects(function, value, self._device)
             remember_effects(function, effects)  # before there is a runner: it asks for them when it is made

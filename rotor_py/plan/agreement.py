@@ -1,14 +1,15 @@
 """One sequence for all processes that train a model together.
 
-The sequence has to be the same everywhere: collectives inside stages (`SyncBatchNorm`) run again when the stage does,
-and all processes have to come to them in the same order. Measured times differ, so rank 0 solves, within what the
-tightest process has room for, and the others take its sequence over.
+The sequence has to be the same everywhere: collectives inside stages (`SyncBatchNorm`, tensor parallelism) run again
+when the stage does, and all processes have to come to them in the same order. What they have measured differs. So rank
+0 solves for the costliest stages that any of them has, within what the tightest has room for, and the others take its
+sequence over.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,17 +17,23 @@ import torch.distributed as dist
 
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.budget import Budget
+from rotor_py.measure.costliest import costliest
 from rotor_py.units import format_bytes
-from rotor_solver import Algorithm, InfeasibleError, Sequence
+from rotor_solver import Algorithm, Chain, InfeasibleError, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """What one process brings along: its stages, its limit, and the bytes of the limit that are not for the chain."""
 
-    stages: tuple[str, ...]
+    chain: Chain
     mem_limit: int
     fixed_bytes: int
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names of the stages."""
+        return tuple(stage.name for stage in self.chain.stages)
 
 
 def agreed_sequence(
@@ -38,16 +45,16 @@ def agreed_sequence(
 
     InfeasibleError, in all processes, if it does not fit one of them; PlanMismatchError if their stages are different.
     """
-    names = tuple(stage.name for stage in budget.chain.stages)
     # Compared before anything is solved: rank 0's sequence is valid only for as many stages.
-    parts = _gathered(_Part(names, mem_limit, budget.fixed.total + budget.snapshot_bytes), group, device)
+    parts = _gathered(_Part(budget.chain, mem_limit, budget.fixed.total + budget.snapshot_bytes), group, device)
     _refuse_other_stages(parts)
     room = min(part.mem_limit - part.fixed_bytes for part in parts)
     found: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
+            all_of_them = replace(budget, chain=costliest([part.chain for part in parts]))
             # The least room, as a limit of this process: `solve` takes its own fixed part off again.
-            found = [budget.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
+            found = [all_of_them.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
         except InfeasibleError as error:
             found = [error]  # sent like a sequence: the others wait, and have to hear of it
         except Exception as error:
@@ -59,7 +66,7 @@ def agreed_sequence(
         raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
     if isinstance(sequence, RuntimeError):
         raise sequence
-    # Room is not all: with larger batches, a process may need more for the same sequence.
+    # Room is not all: a process may need more beside the chain, while the optimizer steps for example.
     peaks = _gathered((budget.peak_bytes(sequence), mem_limit), group, device)
     # All processes look at all peaks, so that all raise, and none is left waiting in a collective.
     rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from rotor_profiling.storage import layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +21,12 @@ class TensorSpec:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    layout: Hashable = None
+    """how processes share the tensor, if it is a `DTensor`"""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, layout_of(tensor))
 
     def covers(self, other: TensorSpec) -> bool:
         """Whether `other` is the same but for a first dimension that may be smaller: a batch with fewer samples."""

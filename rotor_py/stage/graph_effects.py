@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, leaves_of, tensors_in
+from rotor_profiling.storage import local, wait_for
+from rotor_profiling.timing import together
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,10 @@ def find_effects(function: nn.Module, value: Any, device: torch.device) -> Graph
     """
     plain = _outputs(function, value, device, graph=False)
     attached = _outputs(function, value, device, graph=True)
-    differs = not _equal(plain, attached) and _equal(attached, _outputs(function, value, device, graph=True))
+    differs = not _equal(plain, attached)
+    # Where a stage waits for other processes, all have to run it equally often, whatever each of them finds.
+    if differs or together():
+        differs = _equal(attached, _outputs(function, value, device, graph=True)) and differs
     return GraphEffects(differs, tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad))
 
 
@@ -72,7 +77,8 @@ def _outputs(function: nn.Module, value: Any, device: torch.device, *, graph: bo
     """The tensors that a stage returns, with `requires_grad` where a run with a `graph` sets it."""
     with isolated(function, device), torch.set_grad_enabled(graph):
         output = function(leaves_of(value))
-    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors_in(output)]
+    wait_for(output)
+    return [local(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in tensors_in(output)]
 
 
 def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

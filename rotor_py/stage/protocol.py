@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import nn
 
 Run = Callable[[Any], Any]
@@ -23,14 +22,6 @@ class StageOffers:
 
     carried: Mapping[str, int] = MappingProxyType({})
     """The tensors of the output that are handed on beside the chain: name, and position among the output's tensors."""
-
-    @property
-    def gathered_dtypes(self) -> Mapping[int, torch.dtype]:
-        """The dtypes in which sharded parameters of the stage are gathered, by the `id` of what a process has of them.
-
-        A layer that `fully_shard` was applied to gathers by its hooks, and needs no such offer.
-        """
-        return {}
 
     def gather_begun(self) -> None:
         """Gather the sharded parameters of modules that have begun before this stage.
@@ -63,10 +54,6 @@ class _Joined(StageOffers):
         self._parts = list(parts)
         if self._parts:
             self.carried = self._parts[-1].carried  # the output is that of the last one
-
-    @property
-    def gathered_dtypes(self) -> Mapping[int, torch.dtype]:
-        return {key: dtype for part in self._parts for key, dtype in part.gathered_dtypes.items()}
 
     def gather_begun(self) -> None:
         for part in self._parts:

@@ -17,7 +17,7 @@ from torch import nn
 
 from rotor_profiling.devices import accelerators
 from rotor_profiling.isolate import alias, parameter_slots, substituted, trained_parameters
-from rotor_profiling.storage import tensors_in
+from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.stage.activity import During, tell_of_backward
 from rotor_py.stage.attached_stage import AttachedStage, edges_of, enter_graph, owners_of
 from rotor_py.stage.graph_effects import recall_effects, run_with_graph
@@ -144,6 +144,7 @@ class StageRunner:
         # Without a graph nothing is stored, so all options are the same.
         if self.option and torch.is_grad_enabled():
             run = offers_of(self.function).partial_forward(skip_output=skip_output) or run
+        run = partial(_run_to_its_end, run)
         return partial(self._in_context, run) if self.context else run
 
     def _in_context(self, run: Callable[[Any], Any], value: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -205,6 +206,17 @@ class StageRunner:
 
     def devices(self, value: Any) -> tuple[torch.device, ...]:
         return accelerators(tensor.device for tensor in [*self.read(value), *self.parameters()])
+
+
+def _run_to_its_end(run: Callable[[Any], Any], value: Any) -> Any:
+    """Run a stage, and wait for the collectives that its output comes from (`AsyncCollectiveTensor`).
+
+    In plain training, whoever reads the output waits. That of a stage that is run again may not be read by anyone, and
+    until somebody waits for it, PyTorch holds on to its memory.
+    """
+    output = run(value)
+    wait_for(output)
+    return output
 
 
 def _modes(function: Callable[..., Any]) -> list[bool]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
@@ -21,10 +19,6 @@ class Offering(nn.Module, StageOffers):
         self.number = number
         self.gathered = 0
 
-    @property
-    def gathered_dtypes(self) -> Mapping[int, torch.dtype]:
-        return {self.number: torch.bfloat16}
-
     def gather_begun(self) -> None:
         self.gathered += 1
 
@@ -41,7 +35,7 @@ class Offering(nn.Module, StageOffers):
 class Pretending(nn.Module):
     """A layer of the user's with attributes that happen to have the names of offers."""
 
-    carried = gathered_dtypes = gather_begun = ("mine",)
+    carried = gather_begun = ("mine",)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value
@@ -57,7 +51,7 @@ def test_layers_and_functions_offer_nothing_whatever_their_attributes_are_called
     for function in (torch.exp, nn.Linear(2, 2), Pretending(), nn.Sequential(), nn.Sequential(nn.ReLU(), Pretending())):
         offers = offers_of(function)
         offers.gather_begun()
-        assert dict(offers.carried) == offers.gathered_dtypes == {}
+        assert dict(offers.carried) == {}
         assert offers.forward_skipping_output() is offers.partial_forward() is None
         assert not StageRunner(function, "stage").can_be_partial
 
@@ -76,7 +70,6 @@ def test_joined_stages_carry_what_the_last_one_carries_and_gather_what_all_need(
     offers = offers_of(stage)
     assert name == "a+b+c"
     assert dict(offers.carried) == {"kept": 1}
-    assert offers.gathered_dtypes == {1: torch.bfloat16, 2: torch.bfloat16}
     offers.gather_begun()
     assert [part.gathered for part in parts] == [1, 1, 1]
     assert not StageRunner(stage, name).can_be_partial

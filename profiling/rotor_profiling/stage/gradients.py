@@ -7,26 +7,35 @@ after them gives a gradient that is not transposed; their backward then begins w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from rotor_profiling.storage import tensors_in
+from rotor_profiling.storage import layout_of, local, tensors_in
 
 Strides = tuple[int, ...]
 Layouts = tuple[Strides | None, ...]
 """The strides of the gradient of every tensor in a value, in order; None for one like the tensor's own.
 
-What is left out at the end counts as None."""
-_Like = tuple[torch.Size, Strides, torch.dtype, torch.device]
-"""Shape, strides, dtype and device of a gradient."""
+Those of a `DTensor` are the strides of the part that this process has. What is left out at the end counts as None."""
+_Maker = Callable[[], torch.Tensor]
 
 
 def leaves_of(value: Any) -> Any:
     """`value` with every tensor replaced by a leaf over the same memory, `requires_grad` as it was."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
+
+
+def gradients_at(value: Any) -> list[torch.Tensor]:
+    """The gradients that a backward has brought to the leaves in `value`.
+
+    Nobody goes on with them here. They may be results of collectives, which somebody has to wait for: until then
+    PyTorch holds on to their memory.
+    """
+    return [tensor.grad for tensor in tensors_in(value) if tensor.grad is not None]
 
 
 def with_graph(output: Any) -> list[torch.Tensor]:
@@ -39,7 +48,7 @@ def gradients_for(output: Any, silent: Sequence[int] = (), layouts: Layouts = ()
 
     None for a tensor that needs no gradient, and for those at the positions `silent`.
     """
-    return [_ones(*like) if like else None for like in _described(output, silent, layouts)]
+    return [make() if make else None for make in _makers(output, silent, layouts)]
 
 
 def scalar_after(output: Any, silent: Sequence[int] = (), layouts: Layouts = ()) -> torch.Tensor | None:
@@ -49,33 +58,45 @@ def scalar_after(output: Any, silent: Sequence[int] = (), layouts: Layouts = ())
     training. A gradient that is passed to `backward` would be held by its caller. The tensors at the positions `silent`
     get no gradient. Returns None if nothing in `output` has a graph.
     """
-    # What the gradients look like, and not the tensors themselves: the graph would hold the output.
-    like = _described(output, silent, layouts)
-    tensors = [tensor for tensor, each in zip(tensors_in(output), like, strict=True) if each]
-    found = [each for each in like if each]
+    makers = _makers(output, silent, layouts)
+    tensors = [tensor for tensor, make in zip(tensors_in(output), makers, strict=True) if make]
+    found = [make for make in makers if make]
     return _NewGradient.apply(found, *tensors) if tensors else None  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 class _NewGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, like: list[_Like], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.like = like
-        return tensors[0].new_zeros((), dtype=torch.float32)
+    def forward(ctx: Any, makers: list[_Maker], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.makers = makers
+        return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, *(_ones(*like) for like in ctx.like)
+        return None, *(make() for make in ctx.makers)
 
 
-def _described(output: Any, silent: Sequence[int], layouts: Layouts) -> list[_Like | None]:
-    """The gradient of every tensor in `output`; None for those that get none."""
+def _makers(output: Any, silent: Sequence[int], layouts: Layouts) -> list[_Maker | None]:
+    """What makes the gradient of every tensor in `output`; None for those that get none."""
     tensors = tensors_in(output)
     return [
-        (tensor.shape, strides or tensor.stride(), tensor.dtype, tensor.device)
-        if tensor.requires_grad and position not in silent
-        else None
+        _maker(tensor, strides) if tensor.requires_grad and position not in silent else None
         for position, (tensor, strides) in enumerate(zip(tensors, _filled(layouts, len(tensors)), strict=True))
     ]
+
+
+def _maker(tensor: torch.Tensor, strides: Strides | None) -> _Maker:
+    """What makes a gradient of a tensor, without holding the tensor: a graph that holds it would hold the output.
+
+    That of a `DTensor` is shared as the tensor is.
+    """
+    part = local(tensor)
+    make = partial(_ones, part.shape, strides or part.stride(), part.dtype, part.device)
+    if (layout := layout_of(tensor)) is None:
+        return make
+    kind: Any = type(tensor)
+    shape = tensor.shape
+    whole = _strides_of_whole(shape, strides) if strides else tensor.stride()
+    return lambda: kind.from_local(make(), *layout, run_check=False, shape=shape, stride=whole)
 
 
 def _ones(shape: torch.Size, strides: Strides, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -83,6 +104,15 @@ def _ones(shape: torch.Size, strides: Strides, dtype: torch.dtype, device: torch
     # By memory, since the elements of an expanded tensor (a sum's gradient) share theirs, and `fill_` refuses that.
     found.as_strided((found.untyped_storage().nbytes() // found.itemsize,), (1,)).fill_(1)
     return found
+
+
+def _strides_of_whole(shape: torch.Size, strides: Strides) -> Strides:
+    """The strides of a tensor of this shape, of which each process has a part with these `strides`."""
+    found, size = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim)):
+        if strides[dim]:
+            found[dim], size = size, size * shape[dim]
+    return tuple(found)
 
 
 def _filled(layouts: Layouts, count: int) -> Layouts:

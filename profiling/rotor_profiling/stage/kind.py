@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
+
+from rotor_profiling.storage import layout_of
 
 
 class HasKind(ABC):
@@ -60,11 +64,46 @@ def _attribute(value: Any) -> Hashable:
 
 def _plain(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+        layout = layout_of(value)
+        return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad, layout
     if isinstance(value, list | tuple):
         return tuple(_plain(item) for item in value)
     if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device | type):
         return value
     if isinstance(value, set | frozenset) and all(isinstance(item, str) for item in value):
         return tuple(sorted(value))
-    return id(value)  # an object that does not show its state, such as a hook
+    if isinstance(value, FunctionType | partial):
+        return _function(value)
+    return value if _equal_by_value(value) else id(value)
+
+
+def _function(function: Any) -> Hashable:
+    """A key that is equal for functions that do the same, such as the hooks that `parallelize_module` makes anew for
+    every module.
+    """
+    if isinstance(function, partial):
+        return id(function.func), _bound(function.args), _bound(tuple(function.keywords.items()))
+    try:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # a cell that is still empty
+        return id(function)
+    defaults = function.__defaults__, tuple((function.__kwdefaults__ or {}).items())
+    return function.__code__, id(function.__globals__), _bound(defaults), _bound(cells)
+
+
+def _bound(value: Any) -> Hashable:
+    """What a function is bound to. A function in it that has a closure of its own may refer to the first one."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_bound, value))
+    return id(value) if isinstance(value, FunctionType) and value.__closure__ else _plain(value)
+
+
+def _equal_by_value(value: Any) -> bool:
+    """Whether `==` compares what an object says, and not only whether it is the same object."""
+    if not any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1]):  # the last one is `object`
+        return False
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

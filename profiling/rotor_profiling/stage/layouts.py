@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from rotor_profiling.isolate import RandomState, isolated
-from rotor_profiling.stage.gradients import Layouts, gradients_for, leaves_of
+from rotor_profiling.stage.gradients import Layouts, Strides, gradients_for, leaves_of
 from rotor_profiling.stage.runner import Runner
-from rotor_profiling.storage import tensors_in
+from rotor_profiling.storage import layout_of, local, tensors_in, wait_for
 
 
 def stage_layouts(
@@ -52,4 +52,12 @@ def _layouts_at(leaf: Any, outputs: list[torch.Tensor], gradients: Sequence[torc
     # Not `backward`: where a leaf keeps its gradient, that is copied into the leaf's own layout.
     found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
     made = [next(found) if tensor.requires_grad else None for tensor in tensors]
-    return tuple(None if gradient is None else gradient.stride() for gradient in made)
+    wait_for([gradient for gradient in made if gradient is not None])  # nobody else does: see `gradients_at`
+    return tuple(map(_strides, tensors, made))
+
+
+def _strides(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Strides | None:
+    # If processes share it in another way than the tensor, its part has another shape, and strides of its own.
+    if gradient is None or layout_of(gradient) != layout_of(tensor):
+        return None
+    return local(gradient).stride()

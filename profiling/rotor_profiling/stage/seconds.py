@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.stage.gradients import Layouts, gradients_for, leaves_of, with_graph
+from rotor_profiling.stage.gradients import Layouts, gradients_at, gradients_for, leaves_of, with_graph
 from rotor_profiling.stage.runner import Runner
+from rotor_profiling.storage import wait_for
 from rotor_profiling.timing import lap_seconds
 
 
@@ -42,10 +43,12 @@ def measure_seconds(
             runner.again(value, surroundings)
         lap()
         for each in runners:
-            outputs = with_graph(each.forward(leaves_of(value)))
+            leaf = leaves_of(value)
+            outputs = with_graph(each.forward(leaf))
             lap()
             if outputs:
                 torch.autograd.backward(outputs, gradients)
+                wait_for(gradients_at(leaf))
             lap()
             del outputs  # else they would be freed inside the next lap
         # One right after the other, so that caches hold about the same for both. The output is what they differ in.

@@ -30,7 +30,6 @@ class Emitter:
         self.attributes: dict[str, Any] = {}
         self.copies: dict[fx.Node, fx.Node] = {node: self._input(node) for node in inputs}
         self.signature: list[Hashable] = []
-        self.groups: dict[ShardGroup, None] = {}
         self.begun: dict[ShardGroup, None] = {}
         self._entered: set[ShardGroup] = set()
         self._tables: dict[str, Table] = {}
@@ -77,7 +76,6 @@ class Emitter:
             if node in self.facts.sharded:
                 # Not the parameter itself, but its place in the module's table: gathering puts another one there.
                 (self._tables[name], key), group = self.facts.sharded[node]
-                self.groups[group] = None
                 if group not in self._entered:
                     self.begun[group] = None
                 name = f"{name}.{key}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from rotor_profiling import tensors_in, value_kind
@@ -34,10 +33,9 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     Its input and output are tuples of tensors and numbers: first what is live there, then the values that all stages
     share, `shared` in number. The stage reads the shared values at the positions `reads`, and hands all of them on
-    unless it is the `last`. `signature` is equal for pieces that do the same. `sizes` are
-    those of the input that the graph was cut for. `carried` is what `StageOffers` says. In
-    the graph of a `sharded` model, `groups` are those of the parameters that the stage uses, and `begun` those among
-    them whose modules begin before it.
+    unless it is the `last`. `signature` is equal for pieces that do the same. `sizes` are those of the input that the
+    graph was cut for. `carried` is what `StageOffers` says. In the graph of a `sharded` model, `begun` are the groups
+    of parameters that the stage uses, of modules that begin before it.
     """
 
     def __init__(
@@ -50,12 +48,10 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         carried: dict[str, int],
         signature: Hashable,
         sizes: Sizes,
-        groups: tuple[ShardGroup, ...] = (),
         begun: tuple[ShardGroup, ...] = (),
         sharded: bool = False,
     ) -> None:
         super().__init__()
-        self._groups = groups
         self._begun = begun
         self.body = body
         self.reads = reads
@@ -73,10 +69,6 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
-
-    @property
-    def gathered_dtypes(self) -> Mapping[int, torch.dtype]:
-        return {id(each.sharded): each.dtype for group in self._groups for each in group.parameters}
 
     def gather_begun(self) -> None:
         for group in self._begun:
@@ -188,7 +180,6 @@ def stages_of(
             carried={node.name: tensors.index(node) for node in cuts.carried if node in tensors},
             signature=tuple(emitter.signature),
             sizes=facts.sizes,
-            groups=tuple(emitter.groups),
             begun=tuple(emitter.begun),
             sharded=facts.marks is not None,
         )

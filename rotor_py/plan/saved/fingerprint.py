@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from rotor_py.distributed.shard_groups import at_rest
@@ -23,7 +24,7 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
         return {
             "layers": {name: type(layer).__name__ for name, layer in found},
             "parameters": {
-                name: f"{list(p.shape)} {_dtype(p)}{'' if p.requires_grad else ' frozen'}"
+                name: f"{list(p.shape)} {_dtype(p)}{_spread(p)}{'' if p.requires_grad else ' frozen'}"
                 for name, p in model.named_parameters()
             },
         }
@@ -68,6 +69,13 @@ def _differences(path: str, planned: Any, found: Any) -> Iterator[tuple[str, obj
             yield from _differences(f"{path} {index}", before, after)
     elif planned != found:
         yield path, planned, found
+
+
+def _spread(tensor: torch.Tensor) -> str:
+    """How processes share a parameter: with others beside it, a process has a part of another size."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    return f" {' '.join(map(str, tensor.placements))} of {list(tensor.device_mesh.shape)}"
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -1,0 +1,80 @@
+"""What every process does in the tests of tensor parallelism, alone and with `fully_shard`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Adam, Optimizer
+
+from rotor_profiling import measured_peak, tensors_in
+from rotor_profiling.storage import local
+from rotor_py import Checkpointable
+from rotor_solver import store_all
+from tests.distributed.processes import device, here, kept, random_state
+from tests.distributed.tensor_parallel_models import batches, loss, made
+
+Numbers = dict[str, torch.Tensor]
+
+
+def trained(kind: str, model: nn.Module, optimizer: Optimizer) -> Numbers:
+    """All numbers of three steps, as this process has them."""
+    torch.manual_seed(0)
+    numbers: Numbers = {}
+    for step, batch in enumerate(batches(kind, 3)):
+        optimizer.zero_grad()
+        value = loss(model(**here(batch)))
+        value.backward()
+        numbers[f"loss {step}"] = kept(local(value))
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            numbers[f"gradient {step} {name}"] = kept(local(parameter.grad))
+        optimizer.step()
+    numbers |= {name: kept(local(p)) for name, p in model.named_parameters()}
+    numbers["random"] = random_state()
+    return numbers
+
+
+def same_as_plain(rank: int, kind: str, parallel: str, share: float) -> tuple[str, list[str], int, int, int]:
+    """The sequence, the names of numbers that differ; limit, prediction and measured peak of a step with a plan.
+
+    The limit is so much of the way from the least possible to storing everything.
+    """
+    warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    model = made(kind, parallel)
+    expected = trained(kind, model, Adam(model.parameters()))
+    model = made(kind, parallel)
+    optimizer = Adam(model.parameters())
+    planned = Checkpointable(model, loss=loss, optimizer=optimizer)
+    planned.measure(here(batches(kind, 1)[0]))
+    dist.barrier()
+    assert planned.budget is not None
+    least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
+    limit = agreed(least + int(share * (most - least)))
+    sequence = planned.compute_sequence(limit)
+    found = trained(kind, planned, optimizer)
+    different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+    measured = min(measured_peak_of(kind, planned, optimizer) for _ in range(10))
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0  # nobody is still to be waited for
+    return str(sequence), different, limit, planned.budget.peak_bytes(sequence), measured
+
+
+def agreed(limit: int) -> int:
+    """The largest of what the processes say: where their parts are not equally large, the limit is to do for all."""
+    found = torch.tensor(limit)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
+def measured_peak_of(kind: str, planned: Checkpointable, optimizer: Optimizer) -> int:
+    """The peak of a step, or more: what a thread of the backend is the last to let go of is not seen to be freed."""
+    batch = here(batches(kind, 1)[0])
+    state = [list(entry.values()) for entry in optimizer.state.values()]
+    parameters = list(planned.parameters())
+    held: list[Any] = [*tensors_in(state), *parameters, *(p.grad for p in parameters), *planned.buffers()]
+    present = [*map(local, held), *tensors_in(batch)]
+    return measured_peak(lambda: loss(planned(**batch)).backward(), present, device())

@@ -1,0 +1,169 @@
+"""Models that are split among processes by `parallelize_module`, and further by `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from tests.distributed.processes import device
+
+BATCH, LENGTH, WIDTH = 8, 64, 32
+
+
+class MLP(nn.Sequential):
+    """Named layers, for plans of `parallelize_module`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.act = nn.GELU()
+        self.drop = nn.Dropout(0.1)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(*(MLP() for _ in range(6)), nn.Linear(WIDTH, 4))
+
+
+def columns_and_rows(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """The first layer of each block by columns, the second by rows: as in Megatron."""
+    for block in list(model)[:-1]:
+        parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+    return model
+
+
+def sequence(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """Between the blocks, each process has a part of the sequence."""
+    for block in list(model)[:-1]:
+        plan = {
+            "norm": SequenceParallel(),  # returns a DTensor
+            "wide": ColwiseParallel(input_layouts=Shard(1)),
+            "narrow": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+    return parallelize_module(model, mesh, {"6": ColwiseParallel(input_layouts=Shard(1))})
+
+
+def all_shared(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """All that goes from layer to layer is a DTensor, the output too."""
+    for block in list(model)[:-1]:
+        plan = {
+            "norm": SequenceParallel(),
+            "wide": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+            "narrow": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(block, mesh, plan)
+    return parallelize_module(model, mesh, {"6": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)})
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def heads(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """Each process has some of the heads, and a part of each MLP."""
+    plan: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def heads_and_sequence(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """As torchtitan does it: norms and residuals on a part of the sequence, and the head split too."""
+    whole = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+    )
+    plan: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan |= {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": whole,
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    outer = {
+        # The embedding is whole: transformers makes positions and masks for as many tokens as come out of it.
+        "model.layers.0": PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+        ),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh, outer)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, DeviceMesh], nn.Module]]] = {
+    "chain": (chain, columns_and_rows),
+    "sequence": (chain, sequence),
+    "all shared": (chain, all_shared),
+    "llama": (llama, heads),
+    "llama, sequence": (llama, heads_and_sequence),
+}
+
+
+def made(kind: str, parallel: str) -> nn.Module:
+    """A model with tensor parallelism over all processes or, if `parallel` has two dimensions, with `fully_shard`."""
+    torch.manual_seed(0)
+    make, split = MODELS[kind]
+    if parallel == "tensor":
+        return split(make().train(), init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",)))
+    grid = init_device_mesh(device().type, (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    model: Any = split(make().train(), grid["tp"])
+    for each in model.model.layers if hasattr(model, "model") else list(model)[:-1]:
+        fully_shard(each, mesh=grid["dp"])
+    return fully_shard(model, mesh=grid["dp"])
+
+
+def batches(kind: str, count: int) -> list[dict[str, Any]]:
+    """The same in all processes, or a part of each sequence."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    drawn: dict[str, Any] = {"generator": generator, "device": "cpu"}
+    if "llama" in kind:
+        ids = [torch.randint(64, (BATCH, LENGTH), **drawn) for _ in range(count)]
+        return [{"input_ids": each, "labels": each} for each in ids]
+    found = [torch.randn(BATCH, LENGTH, WIDTH, **drawn) for _ in range(count)]
+    if kind in ("sequence", "all shared"):
+        found = [each.chunk(dist.get_world_size(), 1)[dist.get_rank()] for each in found]
+    return [{"input": each} for each in found]
+
+
+def loss(output: Any) -> torch.Tensor:
+    if isinstance(output, DTensor):
+        output = output.full_tensor()
+    found: torch.Tensor = output.loss if hasattr(output, "loss") else output.float().square().mean()
+    return found

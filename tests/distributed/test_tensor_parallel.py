@@ -1,0 +1,30 @@
+"""Tensor and sequence parallelism (`parallelize_module`), alone and with `fully_shard`: one plan, and local sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import tensor_parallel
+from tests.distributed.processes import Processes
+
+ALONE = [("chain", 0.2), ("sequence", 0.1), ("all shared", 0.4)]
+"""Model, and the limit between the least and storing everything."""
+
+
+@pytest.mark.parametrize(("kind", "share"), ALONE)
+def test_numbers_are_those_of_plain_training_inside_the_limit(processes: Processes, kind: str, share: float) -> None:
+    found = processes.run(tensor_parallel.same_as_plain, kind, "tensor", share)
+    assert len({sequence for sequence, *_ in found}) == 1
+    for sequence, different, limit, predicted, measured in found:
+        assert different == []
+        assert "Fn_" in sequence
+        assert measured <= predicted <= limit
+
+
+def test_with_fully_shard_on_a_mesh_of_two_dimensions(four_processes: Processes) -> None:
+    found = four_processes.run(tensor_parallel.same_as_plain, "chain", "both", 0.2)
+    assert len({sequence for sequence, *_ in found}) == 1
+    for sequence, different, limit, predicted, measured in found:
+        assert different == []
+        assert "CF_" in sequence
+        assert measured <= predicted <= limit
