@@ -31,6 +31,7 @@ from rotor_py.measure.cut import Cut, Layer
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.prefix import run_prefix
 from rotor_py.stage.activity import During
+from rotor_py.stage.decisions import decided_bytes
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
@@ -86,7 +87,7 @@ def measure(
         input_bytes=input_bytes,
         loss=cost,
         prefix=prefix,
-        snapshot_bytes=_snapshot_bytes(cut),
+        snapshot_bytes=_snapshot_bytes(cut) + chain.decided_bytes,
         carried=chain.carried.found,
         held_bytes=chain.held_bytes(value),
         in_part=tuple(chain.in_part) if any(chain.in_part) else (),
@@ -110,6 +111,8 @@ class _ChainMeasurer:
         self.carried = CarriedTensors()
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
+        self.decided_bytes = 0
+        """Bytes of what the stages decide, if all of them have to be run again."""
         self._stages = cut.stages
         self._sharding = cut.sharding
         self._device = device
@@ -118,7 +121,7 @@ class _ChainMeasurer:
         self._fresh_gradients = fresh_gradients
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
-        self._known: dict[Hashable, tuple[GraphEffects, tuple[StageCost, ...]]] = {}
+        self._known: dict[Hashable, tuple[GraphEffects, tuple[StageCost, ...], int]] = {}
 
     def measure_stage(self, number: int, value: Any) -> Any:
         """Measure a stage on its input; return its output, the input of the next one."""
@@ -169,8 +172,9 @@ class _ChainMeasurer:
                 carried=apart,
                 silent=silent,
             )
-            self._known[kind] = effects, costs
-        effects, costs = self._known[kind]
+            self._known[kind] = effects, costs, decided_bytes(function)
+        effects, costs, decided = self._known[kind]
+        self.decided_bytes += decided
         remember_effects(function, effects)
         return costs
 
