@@ -18,6 +18,9 @@ backward, a loss runs that nobody passed in. So a watch is started, marked and s
 #  4. A free has a size and no address, so that of a block which is older counts as any other, if it is reported: where
 #     an earlier profiler saw a block at that address. If such a block is in `present_bytes`, it has to come from an
 #     earlier watch, or it must not be freed. Of others that are freed, the sums are too small from then on.
+#  5. What processes send to each other is freed by whoever lets go of it last. If that is a thread of the backend, the
+#     profiler does not see it, and a step would show more than it takes. So where there are several processes, nothing
+#     is watched. (Stages are measured several times instead, and the least counts: see `stage/bytes.py`.)
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from typing import Any, Protocol
 import torch
 
 from rotor_profiling.memory import Phase
+from rotor_profiling.timing import together
 
 _MARK = "rotor_profiling.watch:"
 
@@ -98,6 +102,8 @@ def give_way() -> None:
 
 
 def _can_listen() -> bool:
+    if together():  # Rule 5
+        return False
     # Private functions of torch. Where they are missing, nothing is watched.
     functions = (torch.autograd, "_enable_profiler_legacy"), (torch.autograd, "_disable_profiler_legacy")
     if not all(hasattr(*each) for each in (*functions, (torch.autograd.profiler, "_run_on_profiler_start"))):

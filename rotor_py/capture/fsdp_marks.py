@@ -2,8 +2,9 @@
 
 TorchDynamo breaks the graph at every hook of FSDP, and would see only this process's part of every parameter. So while
 TorchDynamo traces the model, other hooks replace FSDP's, and leave marks in the graph. Every sharded parameter is
-replaced by a hole: a parameter of the whole shape, without memory. When the graph runs, each mark calls the hook that
-FSDP has there. PyTorch then gathers parameters, frees them and sends gradients where it does in plain training.
+replaced by a hole: a parameter that looks like the gathered one, without memory. When the graph runs, each mark calls
+the hook that FSDP has there. PyTorch then gathers parameters, frees them and sends gradients where it does in plain
+training.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class FSDPMarks:
     """The groups of a model's sharded parameters, and what stands in the place of each while the model is captured.
 
     Raises UnsupportedModelError if this version of torch is too old, or if a parameter is gathered in a way of its own
-    (tensor parallelism, a subclass of tensors), so that a hole of the whole shape would not look like it.
+    (a subclass of tensors), so that a hole would not look like it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -128,9 +129,10 @@ class FSDPMarks:
         sharded = parameter.sharded
         if id(sharded) not in self._holes:
             # Not a meta tensor: TorchDynamo traces operators on the devices that it sees.
-            memory = torch.empty(sharded.shape, dtype=parameter.dtype, device=parameter.device)
+            memory = torch.empty(parameter.size, dtype=parameter.dtype, device=parameter.device)
+            hole = nn.Parameter(parameter.laid_out(memory), sharded.requires_grad)
             memory.untyped_storage().resize_(0)
-            self._holes[id(sharded)] = nn.Parameter(memory, sharded.requires_grad)
+            self._holes[id(sharded)] = hole
         return self._holes[id(sharded)]
 
     # What a mark does when the graph runs

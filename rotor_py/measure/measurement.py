@@ -35,7 +35,9 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Seconds and bytes of every part of a step. `snapshot_bytes` is what a replay keeps of buffers that move."""
+    """Seconds and bytes of every part of a step. `snapshot_bytes` is what a replay keeps: of buffers that move, and of
+    what stages decide.
+    """
 
     names: tuple[str, ...]
     stages: tuple[StageCost, ...]

@@ -36,6 +36,7 @@ from rotor_py.measure.gradient_layouts import GradientLayouts
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.prefix import run_prefix
 from rotor_py.stage.activity import During
+from rotor_py.stage.decisions import decided_bytes
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
@@ -111,7 +112,7 @@ class StageMeasurer:
             input_bytes=self._input_bytes,
             loss=loss,
             prefix=self._prefix,
-            snapshot_bytes=_snapshot_bytes(self._cut),
+            snapshot_bytes=_snapshot_bytes(self._cut) + self._decided_bytes,
             carried=self._carried.found,
             held_bytes=self._held_bytes,
             in_part=tuple(self._in_part) if any(self._in_part) else (),
@@ -122,6 +123,7 @@ class StageMeasurer:
         self._in_part: list[StageCost | None] = []
         self._carried = CarriedTensors()
         self._held_bytes = 0
+        self._decided_bytes = 0  # of what the stages decide, if all of them have to be run again
         self.activation_bytes = self._input_bytes
 
     def _measure_stage(self, number: int, value: Any) -> Any:
@@ -134,6 +136,7 @@ class StageMeasurer:
             cost, *others = found.costs
             self._costs.append(cost)
             self._in_part.append(_worthwhile(cost, others))
+            self._decided_bytes += found.decided_bytes
             self.activation_bytes = cost.activation_bytes
             # Run again for its output: a stage of a known kind was not measured, and its numbers are its own.
             value = self._run(self._runner((name, function)), value)
@@ -178,7 +181,7 @@ class StageMeasurer:
                 arriving=arriving,
             )
             layouts = stage_layouts(runner, value, self._device, silent=silent, arriving=arriving)
-            self._known[kind] = _Found(effects, costs, layouts)
+            self._known[kind] = _Found(effects, costs, layouts, decided_bytes(function))
         found = self._known[kind]
         remember_effects(function, found.effects)
         return found
@@ -195,11 +198,14 @@ class StageMeasurer:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is known of a kind of stage: the costs of its ways to run, and the layouts of its input's gradients."""
+    """What is known of a kind of stage: the costs of its ways to run, the layouts of its input's gradients, and the
+    bytes of what it decides.
+    """
 
     effects: GraphEffects
     costs: tuple[StageCost, ...]
     layouts: Layouts
+    decided_bytes: int
 
 
 def _worthwhile(cost: StageCost, others: list[StageCost]) -> StageCost | None:

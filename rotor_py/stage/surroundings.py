@@ -1,4 +1,5 @@
-"""What surrounds a stage's forward, kept so that it can be run again exactly: random state, autocast, buffers.
+"""What surrounds a stage's forward, kept so that it can be run again exactly: random state, autocast, buffers, and
+what the stage decides (`decisions`).
 
 Copies of buffers cost memory, so only those are copied that the stage was seen to change. The first forward of a stage
 copies them all, compares, and remembers which ones moved.
@@ -17,6 +18,7 @@ from torch import nn
 
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
 from rotor_py.stage.autocast import Autocast, autocast_now, restored_autocast
+from rotor_py.stage.decisions import Decisions, decisions_recorded, decisions_repeated
 
 # Their output in training does not depend on their statistics. So these are not copied: for a second run, tracking is
 # switched off instead. A derived class may read its statistics, so types have to be equal.
@@ -28,11 +30,15 @@ _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What one forward of a stage found around it. `random` is None where the forward drew no random number."""
+    """What one forward of a stage found around it, and what it decided.
+
+    `random` is None where the forward drew no random number.
+    """
 
     autocast: tuple[Autocast, ...]
     random: RandomState | None
     buffers: tuple[tuple[Slot, torch.Tensor], ...]
+    decisions: Decisions = ()
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
@@ -59,6 +65,7 @@ class Surroundings:
                 else:
                     stack.callback(setattr, module, "track_running_stats", True)
                     module.track_running_stats = False
+            stack.enter_context(decisions_repeated(self.decisions))
             yield
 
 
@@ -77,12 +84,16 @@ def recorded(
     copies = _copies(function, slots)
     versions = [tensor._version for _, _, tensor in slots]
     result: list[Surroundings] = []
-    with restored_autocast(autocast, cache=torch.is_grad_enabled()):  # no cache for weights without history
+    with (
+        restored_autocast(autocast, cache=torch.is_grad_enabled()),  # no cache for weights without history
+        decisions_recorded(function) as decided,
+    ):
         yield result
     # Most stages draw nothing. The state that they need not restore need not be kept either.
     drew = before is not None and RandomState.now(devices) != before
     moved = _find_moving(function, slots, copies, versions, name) if slots else []
-    result.append(Surroundings(autocast, before if drew else None, tuple((slots[i], copies[i]) for i in moved)))
+    buffers = tuple((slots[i], copies[i]) for i in moved)
+    result.append(Surroundings(autocast, before if drew else None, buffers, decided[0]))
 
 
 def _find_moving(

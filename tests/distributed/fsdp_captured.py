@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Adam, Optimizer
 
 from rotor_profiling import measured_peak, tensors_in
@@ -213,15 +211,8 @@ class Still(nn.Linear):
 def refusal(rank: int, kind: str) -> str:
     """What is said of a model that cannot be trained from a plan, at its first step."""
     model: nn.Module = Outer({"wrapping": Wrapping, "still": Still}.get(kind, Broken)(WIDTH, WIDTH))
-    if kind == "tensor parallel":
-        count = torch.distributed.get_world_size()
-        grid = init_device_mesh(device().type, (1, count), mesh_dim_names=("data", "tensor"))
-        model = Outer(nn.Linear(WIDTH, WIDTH))
-        parallelize_module(model.layer, grid["tensor"], ColwiseParallel())
-        fully_shard(model, mesh=grid["data"])
-    else:
-        fully_shard(model.layer, mesh=mesh())
-        fully_shard(model, mesh=mesh())
+    fully_shard(model.layer, mesh=mesh())
+    fully_shard(model, mesh=mesh())
     present = fsdp_marks.TORCH
     try:
         if kind == "old torch":

@@ -64,7 +64,6 @@ def test_stages_that_are_run_again_are_not_gathered_all_at_once(processes: Proce
         ("broken", "does not capture its forward as one graph"),
         ("wrapping", "no tensor with a gradient was found in what"),
         ("still", "nothing in the graph of"),
-        ("tensor parallel", "is split by tensor parallelism"),
         ("old torch", "that takes torch 2.11 or newer"),
     ],
 )

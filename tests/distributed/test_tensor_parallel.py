@@ -7,7 +7,7 @@ import pytest
 from tests.distributed import tensor_parallel
 from tests.distributed.processes import Processes
 
-ALONE = [("chain", 0.2), ("sequence", 0.1), ("all shared", 0.4)]
+ALONE = [("chain", 0.2), ("sequence", 0.1), ("all shared", 0.4), ("llama", 0.3), ("llama, sequence", 0.3)]
 """Model, and the limit between the least and storing everything."""
 
 
@@ -21,8 +21,9 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(processes: Process
         assert measured <= predicted <= limit
 
 
-def test_with_fully_shard_on_a_mesh_of_two_dimensions(four_processes: Processes) -> None:
-    found = four_processes.run(tensor_parallel.same_as_plain, "chain", "both", 0.2)
+@pytest.mark.parametrize(("kind", "share"), [("chain", 0.2), ("llama", 0.3), ("llama, sequence", 0.5)])
+def test_with_fully_shard_on_a_mesh_of_two_dimensions(four_processes: Processes, kind: str, share: float) -> None:
+    found = four_processes.run(tensor_parallel.same_as_plain, kind, "both", share)
     assert len({sequence for sequence, *_ in found}) == 1
     for sequence, different, limit, predicted, measured in found:
         assert different == []

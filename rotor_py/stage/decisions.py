@@ -1,0 +1,153 @@
+"""What a stage decides from its numbers: the experts of a token, the largest of many, a branch. Never decided anew.
+
+In plain training a router decides once. A stage that is run again could decide otherwise: where a sum over processes or
+an atomic addition on a GPU comes in another order, the last digits differ, and a token goes to another expert. Its loss
+would be of one expert, and its gradient of another; processes that decide differently would wait for each other. So
+what the first run of a stage has decided is kept, and later runs take it over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rotor_profiling import storage_bytes, tensors_in
+
+Decisions = tuple[tuple[Any, Any], ...]
+"""The operators that decided, in order, each with what it returned."""
+
+_aten = torch.ops.aten
+_SELECTIONS = {
+    _aten.topk,
+    _aten.sort,
+    _aten.max,
+    _aten.min,
+    _aten.cummax,
+    _aten.cummin,
+    _aten.median,
+    _aten.nanmedian,
+    _aten.kthvalue,
+    _aten.mode,
+    _aten._local_scalar_dense,
+}
+"""Operators that return the numbers that they select, and where these were. Pooling is none of them: where it found the
+largest number changes nothing but a gradient, and would take much memory."""
+_NO_DECISIONS = {_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.randint_like}
+"""Operators that read no number of the tensor that they are given."""
+
+_undecided: WeakSet[nn.Module] = WeakSet()
+"""The stages whose first run decided nothing."""
+_bytes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""The most bytes of what the others have decided in a run."""
+
+
+@contextmanager
+def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]]:
+    """Record what `function` decides when it is run inside this context.
+
+    Yields a list that holds the decisions once the context has been left. A module that has decided nothing in its
+    first run is not watched in later ones: that takes time for every operator.
+    """
+    result: list[Decisions] = []
+    if isinstance(function, nn.Module) and function in _undecided:
+        yield result
+        result.append(())
+        return
+    with _Recording() as recording:
+        yield result
+    result.append(tuple(recording.decisions))
+    if not isinstance(function, nn.Module):
+        return
+    if recording.decisions:
+        size = storage_bytes(tensors_in([made for _, made in recording.decisions]))
+        _bytes[function] = max(_bytes.get(function, 0), size)
+    elif function not in _bytes:
+        _undecided.add(function)
+
+
+def decisions_repeated(decisions: Decisions) -> Any:
+    """A context in which a stage decides as it did before.
+
+    RuntimeError, from within, if it comes to other decisions: it did something else the first time.
+    """
+    return _Repeating(decisions) if decisions else nullcontext()
+
+
+def decided_bytes(function: Callable[..., Any]) -> int:
+    """Bytes that are kept of what a stage decides, as far as its runs have shown."""
+    return _bytes.get(function, 0) if isinstance(function, nn.Module) else 0
+
+
+class _Watching(TorchDispatchMode):
+    """Below autograd, which therefore goes on from what an operator is said to have returned."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled layers be run compiled: what they decide, nobody sees."""
+        return True
+
+
+class _Recording(_Watching):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self.decisions: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if _decides(func, (args, kwargs), made):
+            self.decisions.append((func, _copied(made)))
+        return made
+
+
+class _Repeating(_Watching):
+    def __init__(self, decisions: Decisions) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._remaining = iter(decisions)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))  # in any case: it may draw random numbers
+        if not _decides(func, (args, kwargs), made):
+            return made
+        nothing: tuple[Any, Any] = (None, None)
+        decided, before = next(self._remaining, nothing)
+        if decided is not func:
+            raise RuntimeError(
+                f"{func} decides something that the stage did not decide in the forward, so it cannot be run again "
+                "exactly; a stage has to do the same thing every time"
+            )
+        if func._schema.is_mutable:  # it has written what it made into memory that others look at
+            for tensor, decision in zip(tensors_in(made), tensors_in(before), strict=True):
+                tensor.copy_(decision)
+            return made
+        return _copied(before)
+
+
+def _decides(func: Any, given: Any, made: Any) -> bool:
+    """Whether an operator went from numbers, which may differ in their last digits, to what is either this or that."""
+    if func.overloadpacket in _NO_DECISIONS or made is None or not any(map(_is_number, tree_leaves(given))):
+        return False
+    if func.overloadpacket in _SELECTIONS:
+        return True
+    view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+    return not view and not any(map(_is_number, tree_leaves(made)))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value may differ in its last digits."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _copied(made: Any) -> Any:
+    """A copy, since the stage may write into what it has decided."""
+    return tree_map_only(torch.Tensor, torch.Tensor.clone, made)
