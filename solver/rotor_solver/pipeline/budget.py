@@ -19,42 +19,41 @@ from rotor_solver.sequence import Sequence
 class Budget:
     """`limits` in bytes by rank, `fixed` in bytes by stage; `buffers` says whether torch's are counted.
 
-    Where a rank has several parts, its limit is divided: each part gets the fixed bytes of an average part, and of the
-    rest in proportion to its microbatches in flight and `progress`, which stands for the one in progress: it takes more
-    than those that wait.
+    Where a rank has several parts, its limit is divided. A share `working` of what average fixed bytes leave is for
+    the microbatch in progress, whichever part it runs through. Each part gets the fixed bytes of an average part, and
+    of the rest in proportion to its microbatches in flight.
     """
 
     schedule: Schedule
     limits: tuple[int, ...]
     fixed: tuple[int, ...]
     buffers: bool = False
-    progress: int = 0
+    working: float = 0.0
 
     @cached_property
     def flying(self) -> list[InFlight]:
         """By part, the microbatches in flight."""
         return in_flight(self.schedule)
 
-    @cached_property
-    def shares(self) -> list[int]:
-        """By part, what it may take of the limit of its rank."""
+    def room(self, number: int, more: int = 0) -> int:
+        """What the microbatch in progress may take beside all that is kept; if the limit was `more` bytes larger."""
+        return int(self.working * self._free(number, more))
+
+    def share(self, number: int, more: int = 0) -> int:
+        """What a part may take beside that room: the limit of its rank, or its part of it."""
         average = sum(self.fixed) // self.schedule.parts
-        shares = []
-        for number in range(self.schedule.parts):
-            rest = self.limits[self.schedule.rank_of(number)] - average * self.schedule.virtual_stages
-            shares.append(average + rest * self._weight(number) // self._together(number))
-        return shares
+        free = self._free(number, more)
+        ours = (free - self.room(number, more)) * self.flying[number].forwards // self._together(number)
+        return average + ours if self.schedule.virtual_stages > 1 else self.limits[number] + more
 
-    def rank_bytes_for(self, number: int, missing: int) -> int:
-        """By how many bytes the limit of a rank has to grow for the share of a part to grow by `missing` bytes."""
-        return -(-missing * self._together(number) // self._weight(number))
-
-    def _weight(self, number: int) -> int:
-        return self.flying[number].forwards + self.progress
+    def _free(self, number: int, more: int) -> int:
+        average = sum(self.fixed) // self.schedule.parts
+        return self.limits[self.schedule.rank_of(number)] + more - average * self.schedule.virtual_stages
 
     def _together(self, number: int) -> int:
-        """The weights of all parts on the rank that has this one."""
-        return sum(map(self._weight, range(self.schedule.rank_of(number), self.schedule.parts, self.schedule.ranks)))
+        """Microbatches in flight of all parts on the rank that has this one."""
+        others = range(self.schedule.rank_of(number), self.schedule.parts, self.schedule.ranks)
+        return sum(self.flying[each].forwards for each in others)
 
     def part(self, chain: Chain, number: int, begin: int, end: int, sequence: Sequence | None = None) -> Part:
         """Part `number` of `chain`, with all that is in memory beside its microbatches; stored whole unless given."""

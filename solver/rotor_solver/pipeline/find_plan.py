@@ -46,8 +46,9 @@ def plan_pipeline(
 
     Of all cuts, with the fastest memory-persistent sequences whose bytes are rounded up to `slots` for what a
     microbatch keeps, none makes the slowest part faster. `lower_bound` holds for all cuts and all such sequences,
-    without rounding. Where a rank has several parts, each has a share of the rank's limit; a few ways to divide it are
-    tried, and there is no bound.
+    without rounding. Where a rank has several parts, each has a share of the rank's limit; the slowest part is as fast
+    as its share allows. A few ways to divide the limits are tried, and the one with the shortest step is taken. There
+    is no bound.
 
     Raises InfeasibleError if no cuts fit, with the least limit as `min_bytes`; ValueError for a schedule that is not
     there, fewer stages than parts, and numbers that cannot be.
@@ -63,18 +64,18 @@ def plan_pipeline(
     if order.virtual_stages == 1:
         return _best_plan(Search(chain, budget, slots), points)
     plans, refusals = [], []
-    for progress in _PROGRESS:
+    for working in _WORKING:
         try:
-            plans.append(_best_plan(Search(chain, replace(budget, progress=progress), slots), points))
+            plans.append(_best_plan(Search(chain, replace(budget, working=working), slots), points))
         except InfeasibleError as error:
             refusals.append(error)
     if not plans:
         raise min(refusals, key=lambda error: error.min_bytes)
-    return min(plans, key=lambda plan: plan.slowest_seconds)
+    return min(plans, key=lambda plan: plan.timeline.makespan)
 
 
-_PROGRESS = (0, 1, 3)
-"""Ways to divide a limit among several parts on a rank that are tried, the best of which is taken; a guess."""
+_WORKING = (0.1, 0.2, 0.3, 0.45, 0.6)
+"""Shares of a limit for the microbatch in progress that are tried where a rank has several parts; a guess."""
 
 
 def _best_plan(search: Search, points: list[int]) -> PipelinePlan:

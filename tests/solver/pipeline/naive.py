@@ -45,14 +45,25 @@ def all_sequences(chain: Chain) -> Iterator[Sequence]:
 
 
 @cache
-def bytes_and_seconds(chain: Chain, count: int) -> list[tuple[int, float]]:
-    """Of every sequence, the bytes of `count` microbatches in flight, and its seconds."""
+def costs(chain: Chain) -> list[tuple[int, int, float]]:
+    """Of every sequence, the bytes kept when the loss begins, the peak, and the seconds."""
     found = []
     for sequence in all_sequences(chain):
         result, position = simulate(chain, sequence), sequence.index(Loss())
         kept = result.after[position - 1] if position else chain.input_bytes
-        found.append(((count - 1) * kept + result.peak, result.makespan))
+        found.append((kept, result.peak, result.makespan))
     return found
+
+
+def bytes_and_seconds(chain: Chain, count: int) -> list[tuple[int, float]]:
+    """Of every sequence, the bytes of `count` microbatches in flight, and its seconds."""
+    return [((count - 1) * kept + peak, seconds) for kept, peak, seconds in costs(chain)]
+
+
+def fastest_with_room(chain: Chain, most_kept: int, room: int) -> float:
+    """The least seconds with so many bytes kept, and a peak of so many more; infinite if nothing fits."""
+    fitting = (each for kept, peak, each in costs(chain) if kept <= most_kept and peak <= most_kept + room)
+    return min(fitting, default=math.inf)
 
 
 def fastest(chain: Chain, limit: int, count: int) -> float:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_solver import Chain, InfeasibleError, simulate, solve, store_all
+from rotor_solver import Chain, InfeasibleError, Option, Stage, simulate, solve, store_all
 from rotor_solver.pipeline.sequences.fastest import bound_in_flight, fastest_in_flight
 from rotor_solver.pipeline.sequences.least import least_in_flight
 from rotor_solver.pipeline.sequences.microbatch import Microbatch, bytes_in_flight
@@ -77,3 +77,13 @@ def test_with_many_in_flight_little_is_kept_and_much_is_used_in_the_backward() -
     within = (solve(chain, each) for each in range(limit, 0, -1) if each >= least_in_flight(chain, 1).nbytes)
     alone = next(each for each in within if in_flight(chain, each, count) <= limit)
     assert simulate(chain, alone).makespan > simulate(chain, sequence).makespan
+
+
+def test_more_may_be_there_before_the_loss_than_is_kept() -> None:
+    """The second stage frees what the first one saved, and saves nothing: then nothing is kept, after one byte was."""
+    first, second = Stage(1, (Option(0, 0, 1),)), Stage(1, (Option(0, 0, 0),), input_released=1)
+    chain = Chain((first, second), 0)
+    for limit in range(naive.least_bytes(chain, 2), 6):
+        best = naive.fastest(chain, limit, 2)
+        assert optimum(chain, limit, 2) == best
+        assert simulate(chain, fastest_in_flight(chain, limit, 2, EXACT)).makespan == best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 
@@ -105,7 +106,9 @@ class _Table:
         self.again = np.full((2, length, length, self.limit + 1), np.inf)
         self._arguments = (self.again, costs, self.taken, self.activation, unit, self.offset)
         kernels.fill(*self._arguments)
-        extra, kept = kernels.best_kept(*self._arguments, count)
+        # What stages may free more than they save, by the option that frees most.
+        self._below = sum(int(max(0, -self.taken[:, low:high].min())) for low, high in pairwise(costs.first.tolist()))
+        extra, kept = kernels.best_kept(*self._arguments, count, self._below)
         self.extra, self._kept = float(extra), int(kept)
 
     def sequence(self) -> Sequence | None:
@@ -115,10 +118,11 @@ class _Table:
         if self._kept < 0:
             return None
         length = len(self.costs.activation) - 1
-        kept = np.empty((2, length + 1, self._kept + 1))
-        beyond = self.limit - self.count * self._kept
-        kernels.fill_kept(kept, *self._arguments, beyond, self._kept)
-        free = {(0, length): self._kept - int(self.activation[0])}
+        most = self._kept + self._below
+        kept = np.empty((2, length + 1, most + 1))
+        beyond = self.limit - self.count * self._kept - self._below
+        kernels.fill_kept(kept, *self._arguments, beyond, self._below, most)
+        free = {(0, length): most - int(self.activation[0])}
 
         def choose(state: int, i: int, last: int) -> int:
             slots = free[i, last]

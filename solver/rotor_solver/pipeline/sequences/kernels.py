@@ -90,15 +90,17 @@ def fill_kept(
     unit: int,
     offset: int,
     beyond: int,
+    below: int,
     most: int,
 ) -> None:
-    """kept[state, i, r], r ≤ most: seconds for [i, L] if r more slots may be kept, and r + beyond are free.
+    """kept[state, i, r], r ≤ most: seconds for [i, L] if r - below more slots may be kept, and r + beyond are free.
 
-    `kept` is [2, L+1, most + 1 or more].
+    Before the loss, more may be there than is kept in the end, as a stage can free more of its input than it saves:
+    `below` slots at most. `kept` is [2, L+1, most + 1 or more].
     """
     length = len(costs.activation) - 1
     kept[:, :, : most + 1] = np.inf
-    for r in range(max(0, slot_of(costs.loss_need, unit, offset) - beyond), most + 1):
+    for r in range(max(below, slot_of(costs.loss_need, unit, offset) - beyond), most + 1):
         kept[:, length, r] = 0.0
     for i in range(length - 1, -1, -1):
         for state in range(2):
@@ -113,7 +115,7 @@ def fill_kept(
                 lower(row, max(0, need, less), kept[1, i + 1, : most + 1], less, costs.extra[k])
             for j in range(i + 1, length + 1):
                 seconds, less = costs.split[j] - costs.run[i], activation[j]
-                need = max(less, slot_of(costs.base[length] + costs.check_need[i, j], unit, offset) - beyond)
+                need = max(0, less, slot_of(costs.base[length] + costs.check_need[i, j], unit, offset) - beyond)
                 lower_by_both(row, need, kept[0, j], less, again[state, i, j - 1], beyond, seconds)
 
 
@@ -134,7 +136,7 @@ def choice(
 ) -> int:
     """A choice that attains the least seconds for [i, last], i < L, coded as in `arrays.least_memory`.
 
-    `slots` are those that are free; or, for last = L, those that may still be kept.
+    `slots` are those that are free; or, for last = L, r of `fill_kept`.
     """
     length = len(costs.activation) - 1
     m = slots + beyond if last == length else slots
@@ -170,17 +172,19 @@ def best_kept(
     unit: int,
     offset: int,
     count: int,
+    below: int,
 ) -> tuple[float, int]:
     """The least seconds over all numbers of slots kept, a_0 included, and the number that attains them; -1 for none.
 
     The last slot of `again` is the limit.
     """
     limit = again.shape[3] - 1
-    kept = np.empty((2, len(costs.activation), limit // count + 1))
+    kept = np.empty((2, len(costs.activation), limit // count + below + 1))
     best, best_slots = np.inf, -1
     for slots in range(activation[0], limit // count + 1):
-        fill_kept(kept, again, costs, taken, activation, unit, offset, limit - count * slots, slots)
-        found = kept[0, 0, slots - activation[0]]
+        beyond, most = limit - count * slots - below, slots + below
+        fill_kept(kept, again, costs, taken, activation, unit, offset, beyond, below, most)
+        found = kept[0, 0, most - activation[0]]
         if found < best:
             best, best_slots = found, slots
     return best, best_slots

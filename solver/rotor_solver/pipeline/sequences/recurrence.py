@@ -41,14 +41,15 @@ def _longer(chain: Chain, most_kept: int, mem_limit: int) -> float:
 
     @cache
     def longer(i: int, last: int, free: int, inside: int) -> float:
-        """`free` is the memory for [i, last]; if that ends with the loss, what may still be kept."""
+        """`free` is the memory for [i, last]; if that ends with the loss, what may still be kept.
+
+        It may be less than nothing before the loss, if a later stage frees more of its input than it saves.
+        """
         if i > last:
             return 0.0
         m = free + beyond if last == length else free
-        if free < 0:
-            return math.inf
         if i == length:
-            return 0.0 if m >= costs.loss_need else math.inf
+            return 0.0 if free >= 0 and m >= costs.loss_need else math.inf
         best, made_again = math.inf, 1 if last < length else 0
         for k in range(costs.first[i], costs.first[i + 1]):
             forward_need = costs.base[last] + costs.forward_need[k]
