@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, PipelinePlan, min_bytes, plan_pipeline, simulate, store_all
-from rotor_solver.pipeline import Schedule
+from rotor_solver.pipeline import SCHEDULES, Schedule
 from rotor_solver.pipeline.budget import Budget
 from rotor_solver.pipeline.find_plan import _WORKING
 from rotor_solver.pipeline.in_flight import in_flight
