@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from rotor_profiling.storage import local
+
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
 """Parts of the names of operators that draw random numbers; torch has no list of them for functions and methods."""
 _IN_PLACE = {operator.setitem, operator.delitem}
@@ -41,9 +43,9 @@ def new_bytes(node: fx.Node) -> int:
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor. Of a dimension that may change, the size that Dynamo saw first counts."""
+    """Bytes of a tensor in this process. Of a dimension that may change, the size that Dynamo saw first counts."""
     count = tensor.element_size()
-    for size in tensor.shape:
+    for size in local(tensor).shape:
         count *= size if isinstance(size, int) else int(size.node.hint or 1)
     return count
 
@@ -100,4 +102,4 @@ def name_of(node: fx.Node) -> str:
 
 def _memory(tensor: torch.Tensor) -> int:
     # Not the address of the data: all fake tensors have 0 there.
-    return int(tensor.untyped_storage()._cdata)
+    return int(local(tensor).untyped_storage()._cdata)
