@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from tests.distributed import pipelines
+from tests.distributed import pipelines, tensor_parallel
 from tests.distributed.processes import Processes
 
 SCHEDULES = {"GPipe": False, "1F1B": False, "interleaved": False, "zero-bubble": True}
 """Schedules, and whether both backwards of a microbatch run at once (`whole_backward`)."""
+TENSOR_PARALLEL = {"chain": "chain", "Llama": "llama", "Llama, by sequence": "llama, sequence"}
 SHARE = 0.35
 
 
@@ -23,7 +24,23 @@ def measured_by_ranks() -> list[dict[str, Any]]:
         for name, whole in SCHEDULES.items():
             title = f"pipeline of 2 ranks, {name}{', whole backwards' if whole else ''}"
             found.append({"step": title, **_closest(two.run(pipeline, name, whole))})
+        for title, kind in TENSOR_PARALLEL.items():
+            ranks = two.run(tensor_parallel.same_as_plain, kind, "tensor", SHARE)
+            found.append({"step": f"TP = 2, {title}", **_closest(list(map(_of_tensor_parallel, ranks)))})
+    with tempfile.TemporaryDirectory() as folder, Processes(4, Path(folder) / "four") as four:
+        ranks = four.run(tensor_parallel.same_as_plain, "llama", "both", SHARE)
+        found.append({"step": "TP = 2 × FSDP = 2, Llama", **_closest(list(map(_of_tensor_parallel, ranks)))})
     return found
+
+
+def _of_tensor_parallel(rank: tuple[str, list[str], int, int, int]) -> dict[str, Any]:
+    _, different, limit, predicted, measured = rank
+    return {
+        "limit_bytes": limit,
+        "predicted_bytes": predicted,
+        "measured_bytes": measured,
+        "difference": float("nan") if different else 0.0,
+    }
 
 
 def _closest(ranks: list[dict[str, Any]]) -> dict[str, Any]:

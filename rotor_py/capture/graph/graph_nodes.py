@@ -96,4 +96,4 @@ def name_of(node: fx.Node) -> str:
 
 def _memory(tensor: torch.Tensor) -> int:
     # Not the address of the data: all fake tensors have 0 there.
-    return int(tensor.untyped_storage()._cdata)
+    return int(local(tensor).untyped_storage()._cdata)

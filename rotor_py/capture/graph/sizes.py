@@ -13,6 +13,8 @@ import sympy  # torch needs it for its symbols
 import torch
 from torch import fx
 
+from rotor_profiling.storage import local
+
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -49,9 +51,9 @@ class Sizes:
         return kind(found)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor; a dimension that nobody knows counts as one."""
+        """Bytes of a tensor in this process; a dimension that nobody knows counts as one."""
         count = tensor.element_size()
-        for size in tensor.shape:
+        for size in local(tensor).shape:
             found = self.number(size)
             count *= 1 if found is None else found
         return count
