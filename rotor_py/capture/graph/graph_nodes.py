@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from rotor_profiling.storage import local
 from rotor_py.capture.graph.sizes import Sizes, example_of
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
