@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotor_profiling.storage import allocated, tensors_in
+from rotor_profiling.storage import allocated, local, tensors_in
 
 
 @dataclass(slots=True)
@@ -44,11 +44,11 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        given = {local(tensor).untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         held = self._held
         for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
+            storage = local(tensor).untyped_storage()
             key = storage._cdata  # meta tensors have no address
             # A view, or a result written in place, lies in a storage that was there before.
             if tensor.device.type not in self._kinds or key in given or key in held.known:

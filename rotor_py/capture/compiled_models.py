@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rotor_profiling.storage import layout_of
 from rotor_py.stage.autocast import Autocast
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
@@ -90,7 +91,7 @@ def _structure(model: nn.Module) -> Hashable:
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     # `remove_duplicate=False`: models differ if one of them ties two weights and the other does not.
-    kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
+    kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad, layout_of(t)) for name, t in tensors)
     return modules, kinds, tuple(map(Autocast.now, ("cpu", "cuda")))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from rotor_profiling.storage import local
 from rotor_py.capture.graph.sizes import Sizes, example_of
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
@@ -96,4 +97,4 @@ def name_of(node: fx.Node) -> str:
 
 def _memory(tensor: torch.Tensor) -> int:
     # Not the address of the data: all fake tensors have 0 there.
-    return int(tensor.untyped_storage()._cdata)
+    return int(local(tensor).untyped_storage()._cdata)

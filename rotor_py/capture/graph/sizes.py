@@ -13,6 +13,8 @@ import sympy  # torch needs it for its symbols
 import torch
 from torch import fx
 
+from rotor_profiling.storage import local
+
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -24,8 +26,10 @@ class Sizes:
         for node, argument in zip(placeholders, arguments, strict=True):
             example = example_of(node)
             if isinstance(example, torch.Tensor) and isinstance(argument, torch.Tensor):
-                for size, found in zip(example.shape, argument.shape, strict=False):
-                    self._learn(size, found)
+                # The part that this process has of a `DTensor` has symbols of its own.
+                for seen, given in ((example, argument), (local(example), local(argument))):
+                    for size, found in zip(seen.shape, given.shape, strict=False):
+                        self._learn(size, found)
             else:
                 self._learn(example, argument)
 
@@ -49,9 +53,9 @@ class Sizes:
         return kind(found)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor; a dimension that nobody knows counts as one."""
+        """Bytes of a tensor in this process; a dimension that nobody knows counts as one."""
         count = tensor.element_size()
-        for size in tensor.shape:
+        for size in local(tensor).shape:
             found = self.number(size)
             count *= 1 if found is None else found
         return count
