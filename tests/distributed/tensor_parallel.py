@@ -8,14 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Adam, Optimizer
 
-from rotor_profiling import measured_peak, tensors_in
-from rotor_profiling.storage import local
+from rotor_profiling import loss_layouts, measured_peak, tensors_in
+from rotor_profiling.stage.gradients import gradients_for, scalar_after
+from rotor_profiling.storage import layout_of, local
 from rotor_py import Checkpointable
+from rotor_py.distributed.processes import meeting_in_stages
+from rotor_py.measure.cut import cut
+from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_solver import store_all
 from tests.distributed.processes import device, here, kept, random_state
-from tests.distributed.tensor_parallel_models import batches, loss, made
+from tests.distributed.tensor_parallel_models import BATCH, WIDTH, batches, loss, made, time_first
 
 Numbers = dict[str, torch.Tensor]
 
@@ -78,3 +84,39 @@ def measured_peak_of(kind: str, planned: Checkpointable, optimizer: Optimizer) -
     held: list[Any] = [*tensors_in(state), *parameters, *(p.grad for p in parameters), *planned.buffers()]
     present = [*map(local, held), *tensors_in(batch)]
     return measured_peak(lambda: loss(planned(**batch)).backward(), present, device())
+
+
+def with_parts_of_other_layouts(rank: int) -> tuple[int, list[bool]]:
+    """How often a chain is measured whose gradients arrive in another layout, and in which layout they are known to.
+
+    Of three points in time, the second process has one. Along a side of length one, strides mean nothing.
+    """
+    torch.manual_seed(0)
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = time_first(mesh)
+    value = distribute_tensor(torch.randn(BATCH, 3, WIDTH, device=device()), mesh, [Shard(1)])
+    stages = StageMeasurer(cut(model, value, device()), value, device(), group=meeting_in_stages(model))
+    walks: list[int] = []
+    walk = stages.walk
+    stages.walk = lambda *progress: (walks.append(1), walk(*progress))[1]  # type: ignore[method-assign] # to count
+    output = stages.walk()
+    stages.settle_layouts(loss_layouts(loss, output, device()))
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0
+    return len(walks), [bool(layouts) for layouts in stages._layouts.arriving]
+
+
+def gradients_laid_out(rank: int) -> None:
+    """A gradient of a DTensor is laid out as was asked, and shared as the tensor is."""
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    tensor = distribute_tensor(torch.randn(4, 5, 6, device=device()), mesh, [Shard(1)]).requires_grad_()
+    time = local(tensor).shape[1]
+    (gradient,) = gradients_for([tensor], layouts=((6, 24, 1),))
+    assert gradient is not None
+    assert (local(gradient).shape, local(gradient).stride()) == ((4, time, 6), (6, 24, 1))
+    assert (gradient.shape, gradient.stride()) == (tensor.shape, (6, 24, 1))
+    assert layout_of(gradient) == layout_of(tensor)
+    source = scalar_after([tensor * 2], layouts=((6, 24, 1),))
+    assert source is not None
+    source.backward()
+    assert tensor.grad is not None
+    assert torch.equal(local(tensor.grad), torch.full_like(local(tensor), 2))

@@ -71,6 +71,24 @@ def all_shared(model: Any, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, {"6": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)})
 
 
+class TimeFirst(nn.Module):
+    """Lays its output out with time first, as recurrent layers do; the gradient that arrives is not."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.layer(value).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def time_first(mesh: DeviceMesh) -> nn.Sequential:
+    """Blocks that return a DTensor with time first, divided along time."""
+    model = chain()
+    all_shared(model, mesh)
+    return nn.Sequential(*(TimeFirst(block) for block in list(model)[:-1]), model[-1])
+
+
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 

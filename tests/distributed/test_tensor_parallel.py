@@ -29,3 +29,13 @@ def test_with_fully_shard_on_a_mesh_of_two_dimensions(four_processes: Processes,
         assert different == []
         assert "CF_" in sequence
         assert measured <= predicted <= limit
+
+
+def test_processes_measure_equally_often_where_gradients_arrive_in_other_layouts(processes: Processes) -> None:
+    found = processes.run(tensor_parallel.with_parts_of_other_layouts)
+    assert [walks for walks, _ in found] == [2, 2]
+    assert found[0][1] != found[1][1]
+
+
+def test_gradients_of_shared_tensors_are_laid_out_as_they_arrive(processes: Processes) -> None:
+    processes.run(tensor_parallel.gradients_laid_out)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from rotor_profiling.storage import layout_of
 from rotor_py.capture.graph.graph_nodes import overwrites, tensors_of
 from rotor_py.capture.graph.saved_values import find_saved_values
 from rotor_py.capture.graph.sizes import Sizes
@@ -118,11 +120,16 @@ def find_saved_part(body: fx.GraphModule, shared: int, sizes: Sizes) -> SavedPar
             kept.add(numbers[node])
         elif numbers[node] not in calls:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_in(numbers))
-            function: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+            # Methods by name: those of a DTensor are none of a plain tensor.
+            function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
             calls[numbers[node]] = Call(function, args, kwargs)
             pending.extend(node.all_input_nodes)
     found = frozenset(numbers[node] for node in dropped)
     return SavedPart(frozenset(kept), found, Recipe(calls, {number: _needs(calls, kept, number) for number in found}))
+
+
+def _call_method(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return getattr(tensor, name)(*args, **kwargs)
 
 
 def _value_in(numbers: dict[fx.Node, int]) -> Any:
@@ -173,7 +180,8 @@ def _is_cheap(node: fx.Node) -> bool:
     """Whether a node that allocates memory can be run again in little time."""
     tensors = tensors_of(node)
     known = node.op in ("call_function", "call_method") and node.target in _CHEAP
-    return known and len(tensors) == 1 and tensors[0].is_floating_point()
+    # Of a DTensor, an operator may send something.
+    return known and len(tensors) == 1 and tensors[0].is_floating_point() and layout_of(tensors[0]) is None
 
 
 def _cut(

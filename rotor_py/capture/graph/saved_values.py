@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 
+from rotor_profiling.storage import local
 from rotor_py.capture.graph.graph_nodes import attribute_of
 from rotor_py.capture.graph.sizes import Sizes, example_of
 
@@ -31,7 +33,7 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> tuple[set[fx.Node],
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         # By memory, not by tensor: what is saved is often a view of what a node returned.
-        node = maker.get(tensor.untyped_storage()._cdata)
+        node = maker.get(local(tensor).untyped_storage()._cdata)
         if node is not None:
             saved.add(node)
         return tensor
@@ -47,7 +49,7 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> tuple[set[fx.Node],
             # All values stay alive to the end, so that no storage's number is used twice.
             values[node] = _run(body, node, values, mode, sizes)
             for tensor in _tensors(values[node]):
-                roots[node] = maker.setdefault(tensor.untyped_storage()._cdata, node)
+                roots[node] = maker.setdefault(local(tensor).untyped_storage()._cdata, node)
     return saved, roots
 
 
@@ -68,6 +70,12 @@ def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: 
 
 def _like(value: Any, sizes: Sizes) -> Any:
     """A tensor of this mode like one of Dynamo's, which belongs to a mode of its own and has symbolic shapes."""
+    if isinstance(value, DTensor):
+        part = _like(value._local_tensor, sizes).requires_grad_(value.requires_grad)
+        shape, strides = torch.Size(map(sizes.number, value.shape)), tuple(map(sizes.number, value.stride()))
+        return DTensor.from_local(
+            part, value.device_mesh, value.placements, run_check=False, shape=shape, stride=strides
+        )
     if isinstance(value, torch.Tensor):
         _refuse_special(value)
         size, stride = list(map(sizes.number, value.shape)), list(map(sizes.number, value.stride()))
@@ -78,6 +86,7 @@ def _like(value: Any, sizes: Sizes) -> Any:
 
 def _refuse_special(tensor: torch.Tensor) -> None:
     """TypeError for a tensor whose memory is not simply strided, so that bytes and views of it mean something else."""
+    tensor = local(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
         raise TypeError(f"{type(tensor).__name__} of layout {tensor.layout}")
 

@@ -26,8 +26,10 @@ class Sizes:
         for node, argument in zip(placeholders, arguments, strict=True):
             example = example_of(node)
             if isinstance(example, torch.Tensor) and isinstance(argument, torch.Tensor):
-                for size, found in zip(example.shape, argument.shape, strict=False):
-                    self._learn(size, found)
+                # The part that this process has of a `DTensor` has symbols of its own.
+                for seen, given in ((example, argument), (local(example), local(argument))):
+                    for size, found in zip(seen.shape, given.shape, strict=False):
+                        self._learn(size, found)
             else:
                 self._learn(example, argument)
 
