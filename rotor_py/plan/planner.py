@@ -207,7 +207,9 @@ class Planner:
         if self.settings.replans:
             refuse_several_processes(self.model)
         self._make_ready(spec, value)
-        self._gradients.notice(self.in_use, partial(self._plan_for_kept_gradients, value))
+        # Beside several forwards, gradients count in any case: the first backward leaves them for the others.
+        if self.in_use.budget.forwards == 1 and not self._forwards.in_flight():
+            self._gradients.notice(self.in_use, partial(self._plan_for_kept_gradients, value))
         try:
             return self._run_planned(value)
         except PlanMismatchError as error:

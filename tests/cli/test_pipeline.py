@@ -49,7 +49,7 @@ def test_the_report_has_the_cuts_every_rank_and_equal_cuts(plan, model_file):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-whole"])
 def test_every_rank_stays_inside_its_limit_and_every_stage_is_on_one(plan, model_file, schedule: str):
-    found = report(plan, model_file(CHAIN), "--pipeline", 2, "--mem-limit", "6MB", "--schedule", schedule)
+    found = report(plan, model_file(CHAIN), "--pipeline", 2, "--mem-limit", "9MB", "--schedule", schedule)
     pipeline = found["pipeline"]
     assert (pipeline["schedule"], pipeline["ranks"], pipeline["microbatches"]) == (schedule, 2, 4)
     parts = pipeline["parts"]
@@ -59,7 +59,7 @@ def test_every_rank_stays_inside_its_limit_and_every_stage_is_on_one(plan, model
     assert pipeline["cuts"] == [part["first_stage"] for part in parts[1:]]
     assert [len(part["names"]) for part in parts] == [part["last_stage"] - part["first_stage"] + 1 for part in parts]
     for rank in pipeline["by_rank"]:
-        assert rank["peak_bytes"] <= rank["mem_limit"] == 6 * 10**6
+        assert rank["peak_bytes"] <= rank["mem_limit"] == 9 * 10**6
     if found["equal_cuts"] is not None and schedule != "interleaved":
         assert pipeline["microbatch_seconds"] <= found["equal_cuts"]["microbatch_seconds"]
 

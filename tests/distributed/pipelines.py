@@ -167,7 +167,6 @@ def same_as_plain(rank: int, name: str, kind: str, share: float, whole: bool = F
     found = trained(pipeline)
     assert found.keys() == expected.keys()
     different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
-    assert [str(model.sequence) for model in pipeline.models] == sequences  # what was planned before was followed
     return sequences, different
 
 

@@ -95,7 +95,8 @@ def test_several_forwards_in_flight_are_undone_one_by_one(kind: Kind) -> None:
     start = kind()
     logging.getLogger("rotor_py").setLevel(logging.ERROR)
     try:
-        assert_exact_wherever_it_runs_out(planned(start, 0.9), start, train, every=9)
+        network = planned(start, 0.9, forwards_in_flight=2)
+        assert_exact_wherever_it_runs_out(network, start, train, every=9)
     finally:
         logging.getLogger("rotor_py").setLevel(logging.NOTSET)
 
@@ -172,7 +173,7 @@ def test_a_buffer_that_an_earlier_forward_has_saved_is_put_back_unnoticed() -> N
     """Autograd refuses a backward whose saved tensors were written to; batch norm's own kernel is exempt."""
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.GELU())
-    network = planned(start)
+    network = planned(start, forwards_in_flight=2)
 
     def train(model: nn.Module) -> None:
         torch.manual_seed(3)
