@@ -52,6 +52,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "n_group", "topk_group"), 1),
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
     **dict.fromkeys(("first_k_dense_replace", "moe_num_shared_experts", "n_shared_experts"), 1),
+    **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop", "layerdrop"), 0.0),
     "image_size": 64,
     "patch_size": 8,
     "embed_dim": 24,
@@ -92,6 +93,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "nemotron": {**_HEAD, "num_key_value_heads": 2, "partial_rotary_factor": 0.5},
     "neomme": {"head_dim": 16},
     "perceiver": {"d_model": 32, "d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 2},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {
         "axial_pos_shape": [4, 8],
         "axial_pos_embds_dim": [16, 16],
@@ -186,7 +188,7 @@ def _smaller(name: str, default: Any, most: Any) -> Any:
         return most
     if isinstance(default, list | tuple):
         return [_smaller(name, each, most) for each in default]
-    return min(default, most) if isinstance(default, int) else default
+    return min(default, most) if isinstance(default, int | float) else default
 
 
 def _noise(output: Any) -> torch.Tensor:
