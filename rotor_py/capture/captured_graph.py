@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
-from rotor_py.capture.data_questions import Answers, answers_of, give_up, is_about_the_batch, questions_of
+from rotor_py.capture.data_questions import Answers, answers_of, without_questions_about_the_batch
 from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points
 from rotor_py.capture.graph.function_transforms import with_whole_transforms
@@ -32,7 +32,8 @@ from rotor_py.measure.measurement import PrefixCost
 class CapturedGraph:
     """A graph for one model. `split` has to be called first, with the graph's inputs.
 
-    `buffers` are the ids of the model's buffers. There are at most `granularity` stages.
+    `buffers` are the ids of the model's buffers. There are at most `granularity` stages. OtherAnswerError if yes is
+    assumed of a question about the batch in one of several processes.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class CapturedGraph:
         marks: FSDPMarks | None = None,
     ) -> None:
         with_whole_transforms(graph_module)
+        if several_processes():  # Rule 3 in `data_questions.py`
+            graph_module = without_questions_about_the_batch(graph_module)
         self.graph_module = graph_module = with_layers_apart(graph_module)
         self._marks = marks
         self.layers: list[Layer] = []
@@ -68,13 +71,10 @@ class CapturedGraph:
 
         Raises UnsupportedModelError if the model writes into its own input or draws from a random state that cannot be
         set back, or if a sharded module returns no tensor that a gradient could come through, and OtherAnswerError if
-        yes is assumed of a question that cannot be asked.
+        yes is assumed of a question about what carries a gradient.
         """
         if self._facts is not None:
             return
-        if several_processes():  # Rule 3 in `data_questions.py`
-            for question in filter(is_about_the_batch, questions_of(self.graph_module.graph)):
-                give_up(question)
         facts = read_graph(self.graph_module, arguments, self._buffers, self._marks)
         if self._marks is not None:
             _refuse_lost(facts, self._marks)

@@ -115,7 +115,21 @@ def give_up(node: fx.Node) -> None:
     node.args = (condition, number, False, False)
 
 
-def is_about_the_batch(node: fx.Node) -> bool:
+def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with no such question asked; OtherAnswerError if yes was assumed of one.
+
+    It is `graph_module` itself if it asks none, and else a copy: other models may share the graph, and may ask.
+    """
+    if not any(map(_is_about_the_batch, questions_of(graph_module.graph))):
+        return graph_module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    for question in filter(_is_about_the_batch, questions_of(graph)):
+        give_up(question)
+    return fx.GraphModule(graph_module, graph, type(graph_module).__name__)
+
+
+def _is_about_the_batch(node: fx.Node) -> bool:
     """Whether what the model is called with decides the question; what it makes by sizes alone is the same for all."""
     pending, seen = list(node.all_input_nodes), set()
     while pending:

@@ -180,6 +180,16 @@ def test_one_of_several_processes_asks_nothing_about_its_own_batch(monkeypatch: 
                 torch.testing.assert_close(one, two)
 
 
+def test_what_one_of_several_processes_captured_is_asked_where_one_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as several:
+        several.setattr(captured_graph, "several_processes", lambda: True)
+        Checkpointable(llama(), words(mask=True, padded=True))
+    planned = Checkpointable(model := llama(), words(mask=True, padded=True), mem_limit="1GB")
+    for padded in (True, False):
+        assert_same_gradients(planned, model, words(mask=True, padded=padded))
+        assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
+
+
 def test_the_library_is_as_it_was_after_a_step() -> None:
     before = (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices)
     planned = Checkpointable(llama(), words(mask=True), mem_limit="1GB")
