@@ -17,7 +17,7 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(processes: Process
     assert len({sequence for sequence, *_ in found}) == 1
     for sequence, different, limit, predicted, measured in found:
         assert different == []
-        assert "Fn_" in sequence
+        assert "CF_" in sequence
         assert measured <= predicted <= limit
 
 
