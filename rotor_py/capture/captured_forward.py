@@ -21,6 +21,7 @@ from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.run_graph import raise_own_error
 from rotor_py.capture.library_masks import masks_asked_about
 from rotor_py.capture.tracing import keep_image_sizes, keep_known_sizes, tracing
+from rotor_py.distributed.shard_groups import groups_of
 from rotor_py.errors import UnsupportedModelError
 
 _log = logging.getLogger("rotor_py")
@@ -182,3 +183,14 @@ class CapturedForward:
             self._told_of_cache = True
             _log.info("use_cache is off while training: nothing reads the cache there, and it takes memory")
         return {**kwargs, "use_cache": False}
+
+
+def run_as_captured(model: nn.Module) -> Callable[..., Any]:
+    """The forward of `model`, its graphs run whole, as TorchDynamo captured them. It has no plan.
+
+    The parameters of a model of `fully_shard` are gathered by stages alone: its own forward is returned.
+    """
+    if groups_of(model):
+        return model.forward
+    forward = CapturedForward(model, granularity=1)
+    return lambda *args, **kwargs: forward.call(args, kwargs, CapturedGraph.run_unplanned)

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from rotor_profiling.storage import layout_of
 from rotor_py.capture.data_questions import NOW, Answers, Asking
+from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.stage.autocast import Autocast
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
@@ -25,7 +26,7 @@ Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 _MOST = 32
 """The most functions that are kept: those used last. A guess. There is a bound because each holds traced graphs."""
 _compiled: OrderedDict[Hashable, CompiledForward] = OrderedDict()
-_handler: ContextVar[Handler] = ContextVar("handler")
+_handler: ContextVar[Handler | None] = ContextVar("handler", default=None)
 
 
 class TracedGraph:
@@ -35,7 +36,10 @@ class TracedGraph:
         self.graph_module = graph_module
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
-        return _handler.get()(self, arguments)
+        handler = _handler.get()
+        # A user's own torch.compile may come here: TorchDynamo caches what it traced by code object, and once a
+        # function has as many versions as it may have, it runs one that fits, whichever backend made it.
+        return run_graph(self.graph_module, arguments) if handler is None else handler(self, arguments)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rotor_py.capture.captured_forward import run_as_captured
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.trials.default_loss import default_loss
 from rotor_py.trials.operations import TimedOperation
@@ -104,8 +105,8 @@ def verify(
             tell(2, "a plain step again")
             # A captured graph may round in another way than the model's own code. That is no fault of the plan, so
             # the second plain step runs the graph, and the difference counts as noise.
-            eager = torch.compile(network.model.forward, backend="eager") if network.captured else network.model
-            noise, plain = _difference(_measure_outcome(step, eager).results, found.results), found
+            again = run_as_captured(network.model) if network.captured else network.model
+            noise, plain = _difference(_measure_outcome(step, again).results, found.results), found
         results = [_compared(with_plan, plain, noise)]
         del with_plan  # its gradients, on the CPU, are as large as the model
         if operations:

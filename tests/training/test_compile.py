@@ -110,3 +110,30 @@ def test_a_model_compiled_as_a_whole_is_mentioned(caplog: pytest.LogCaptureFixtu
 def test_keys_of_a_compiled_model_are_its_own() -> None:
     model = compiled(nn.Sequential(nn.Linear(2, 2)))
     assert list(Checkpointable(model).state_dict()) == list(model.state_dict())
+
+
+def curve(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(6):
+        x = x.tanh().sin()
+    return x
+
+
+class Broken(nn.Module):
+    """Its graph breaks inside a loop, so that TorchDynamo compiles `curve` by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(1):
+            torch._dynamo.graph_break()
+            x = curve(x)
+        return x
+
+
+def test_a_compiled_function_may_come_upon_code_that_was_captured() -> None:
+    """A function with as many versions as it may have runs what TorchDynamo cached for the functions it calls."""
+    batch = torch.randn(8, 16, requires_grad=True)
+    network = Checkpointable(Broken(), batch, mem_limit="1GB", loss=loss)
+    loss(network(batch)).backward()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled = torch.compile(lambda x, factor: factor * curve(x), backend="eager", dynamic=False)
+        for factor in (2.0, 3.0):
+            assert torch.equal(compiled(batch, factor), factor * curve(batch))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, UnsupportedModelError, recompute_all, verify
+from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.trials.default_loss import default_loss
 from tests.checkpointable.steps import between, square
 
@@ -79,6 +80,30 @@ def test_an_input_with_a_gradient_is_left_without_one() -> None:
     (found,) = verify(network, batch, loss=square)
     assert found.max_grad_difference == 0
     assert batch[0].grad is None
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + layer(value)
+        return value
+
+
+def test_of_a_captured_model_the_graph_runs_without_a_plan_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its operators round otherwise than the model's own code is noise, and no fault of the plan."""
+    batch = torch.randn(64, 32)
+    network = Checkpointable(Residual(), batch, loss=square)
+    network.compute_sequence(between(network, 0.5))
+    ran = []
+    whole = CapturedGraph.run_unplanned
+    monkeypatch.setattr(CapturedGraph, "run_unplanned", lambda *given: ran.append(1) or whole(*given))
+    (found,) = verify(network, batch, loss=square)
+    assert found.max_grad_difference == found.noise == 0
+    assert ran
 
 
 def test_without_a_loss_the_models_own_is_taken_or_else_the_mean_of_squares() -> None:
