@@ -100,7 +100,7 @@ def test_a_decoder_whose_batch_masks_nothing_keeps_the_fast_attention(kind: str,
     assert_same_gradients(planned, model, batch)
 
 
-@pytest.mark.parametrize("make", [gpt2, bert, bart, llama])
+@pytest.mark.parametrize("make", [*(pytest.param(make, marks=pytest.mark.slow) for make in (gpt2, bert)), bart, llama])
 @pytest.mark.parametrize("batch", [words(), words(mask=True), words(padded=True)], ids=["no", "whole", "padded"])
 def test_gradients_are_those_of_the_model_run_eagerly(make: Callable[[], nn.Module], batch: Batch) -> None:
     planned = Checkpointable(model := make(), batch)

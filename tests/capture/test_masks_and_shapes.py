@@ -88,6 +88,7 @@ class Broken(nn.Module):
         return output
 
 
+@pytest.mark.slow
 def test_where_the_first_graph_asks_and_another_is_planned_plans_wait_as_well(caplog: Any) -> None:
     model = Broken()
     planned = Checkpointable(model, words(mask=True), mem_limit="1GB")

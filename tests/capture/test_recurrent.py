@@ -60,6 +60,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[[Any], 
     "cells": (Cells, {"ids": IDS[:, :8]}, mean_square),
 }  # fmt: skip
 
+SLOW = ("four grus", "gru of layers", "translator")
+"""Layers of another module stand for the first two, convolutions before a GRU for the third."""
+
 
 def planned_for(
     model: nn.Module, inputs: dict[str, Any], loss: Callable[[Any], torch.Tensor], share: float = 0.0
@@ -71,7 +74,9 @@ def planned_for(
     return planned
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
 def test_training_is_that_of_the_model_and_stays_inside_the_limit(case: str) -> None:
     make, inputs, loss = CASES[case]
     torch.manual_seed(0)

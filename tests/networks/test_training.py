@@ -33,8 +33,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
 }
 
 
-SLOW = ("inception_v3",)
-"""It has what DenseNet has, branches inside a stage, and takes four times as long."""
+SLOW = ("inception_v3", "resnet50")
+"""Inception has branches inside a stage, as DenseNet has, and takes longer; ResNet-50 is ResNet-18, deeper."""
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NETWORKS]
 
 

@@ -54,7 +54,9 @@ def assert_same_step(found: torch.nn.Module, expected: torch.nn.Module, given: d
         assert gradient is None or torch.equal(gradient, other), name
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize(
+    "kind", ["LoRA", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ADAPTERS if kind != "LoRA")]
+)
 def test_adapters_get_the_gradients_of_plain_training_and_what_is_frozen_gets_none(kind: str) -> None:
     plain, given = adapted(kind, 2), batch(examples())
     planned = Checkpointable(copy.deepcopy(plain))
