@@ -1,50 +1,110 @@
-"""Train a PyTorch model inside a memory limit given in bytes, at the least extra time, with the same numbers."""
+"""Train a PyTorch model inside a memory limit given in bytes, at the least extra time, with the same numbers.
 
-from rotor_py.by_hand.by_level import ByLevel
-from rotor_py.by_hand.checkpoint_config import CheckpointConfig
-from rotor_py.by_hand.checkpointer import ActivationCheckpointer
-from rotor_py.by_hand.level_assignment import AssignedLevel, assign_levels
-from rotor_py.by_hand.levels import ActivationCheckpointing
-from rotor_py.by_hand.network import Checkpoint, CheckpointedNetwork
-from rotor_py.checkpointable import Checkpointable
-from rotor_py.errors import (
-    CheckpointLimitError,
-    InfeasibleError,
-    MissingCheckpointError,
-    PlanMismatchError,
-    UnsupportedModelError,
-)
-from rotor_py.execute.tape import CheckpointOptim
-from rotor_py.plan.saved.plan import Plan
-from rotor_py.report import Report
-from rotor_py.trials.best_level import LevelChoice, best_level
-from rotor_py.trials.comparison import ComparedStrategy, compare
-from rotor_py.trials.verification import Verification, verify
-from rotor_py.units import format_bytes, parse_bytes
-from rotor_solver import (
-    Chain,
-    Floating,
-    Frontier,
-    GriewankHeterogeneous,
-    Option,
-    Periodic,
-    Persistent,
-    RecomputeAll,
-    Revolve,
-    Sequence,
-    Simulation,
-    Sqrt,
-    Stage,
-    StoreAll,
-    frontier,
-    limit_for,
-    min_bytes,
-    recompute_all,
-    simulate,
-    solve,
-    store_all,
-)
-from rotor_solver.kept_at_loss import PlanMemory, StageMemory
+Names are imported when they are first used, so that `rotor-plan` answers a typing error before torch is there.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rotor_py.by_hand.by_level import ByLevel
+    from rotor_py.by_hand.checkpoint_config import CheckpointConfig
+    from rotor_py.by_hand.checkpointer import ActivationCheckpointer
+    from rotor_py.by_hand.level_assignment import AssignedLevel, assign_levels
+    from rotor_py.by_hand.levels import ActivationCheckpointing
+    from rotor_py.by_hand.network import Checkpoint, CheckpointedNetwork
+    from rotor_py.checkpointable import Checkpointable
+    from rotor_py.errors import (
+        CheckpointLimitError,
+        InfeasibleError,
+        MissingCheckpointError,
+        PlanMismatchError,
+        UnsupportedModelError,
+    )
+    from rotor_py.execute.tape import CheckpointOptim
+    from rotor_py.plan.saved.plan import Plan
+    from rotor_py.report import Report
+    from rotor_py.trials.best_level import LevelChoice, best_level
+    from rotor_py.trials.comparison import ComparedStrategy, compare
+    from rotor_py.trials.verification import Verification, verify
+    from rotor_py.units import format_bytes, parse_bytes
+    from rotor_solver import (
+        Chain,
+        Floating,
+        Frontier,
+        GriewankHeterogeneous,
+        Option,
+        Periodic,
+        Persistent,
+        RecomputeAll,
+        Revolve,
+        Sequence,
+        Simulation,
+        Sqrt,
+        Stage,
+        StoreAll,
+        frontier,
+        limit_for,
+        min_bytes,
+        recompute_all,
+        simulate,
+        solve,
+        store_all,
+    )
+    from rotor_solver.kept_at_loss import PlanMemory, StageMemory
+
+_NAMES = {
+    "rotor_py.by_hand.checkpointer": ("ActivationCheckpointer",),
+    "rotor_py.by_hand.levels": ("ActivationCheckpointing",),
+    "rotor_py.by_hand.level_assignment": ("AssignedLevel", "assign_levels"),
+    "rotor_py.by_hand.by_level": ("ByLevel",),
+    "rotor_solver": (
+        "Chain",
+        "Floating",
+        "Frontier",
+        "GriewankHeterogeneous",
+        "Option",
+        "Periodic",
+        "Persistent",
+        "RecomputeAll",
+        "Revolve",
+        "Sequence",
+        "Simulation",
+        "Sqrt",
+        "Stage",
+        "StoreAll",
+        "frontier",
+        "limit_for",
+        "min_bytes",
+        "recompute_all",
+        "simulate",
+        "solve",
+        "store_all",
+    ),
+    "rotor_py.by_hand.network": ("Checkpoint", "CheckpointedNetwork"),
+    "rotor_py.by_hand.checkpoint_config": ("CheckpointConfig",),
+    "rotor_py.errors": (
+        "CheckpointLimitError",
+        "InfeasibleError",
+        "MissingCheckpointError",
+        "PlanMismatchError",
+        "UnsupportedModelError",
+    ),
+    "rotor_py.execute.tape": ("CheckpointOptim",),
+    "rotor_py.checkpointable": ("Checkpointable",),
+    "rotor_py.trials.comparison": ("ComparedStrategy", "compare"),
+    "rotor_py.trials.best_level": ("LevelChoice", "best_level"),
+    "rotor_py.plan.saved.plan": ("Plan",),
+    "rotor_solver.kept_at_loss": ("PlanMemory", "StageMemory"),
+    "rotor_py.report": ("Report",),
+    "rotor_py.trials.verification": ("Verification", "verify"),
+    "rotor_py.units": ("format_bytes", "parse_bytes"),
+}
+"""The public names, by the module that has them; the imports above say the same to type checkers."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "ActivationCheckpointer",
@@ -96,3 +156,17 @@ __all__ = [
     "store_all",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("rotor-plan")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Kept, so that this is called once for each name.
+    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

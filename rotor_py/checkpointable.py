@@ -101,7 +101,7 @@ class Checkpointable(Transparent):
 
     _planner: Planner
 
-    mem_limit = Setting[int | str | None]()
+    mem_limit = Setting[float | str | None]()
     mem_slots = Setting[int]()
     verbosity = Setting[int]()
     preserve_rng_state = Setting[bool]()
@@ -114,7 +114,7 @@ class Checkpointable(Transparent):
         self,
         model: nn.Module,
         custom_input: Any = None,
-        mem_limit: int | str | None = None,
+        mem_limit: float | str | None = None,
         mem_slots: int = 500,
         verbosity: int = 0,
         preserve_rng_state: bool = True,
@@ -191,7 +191,7 @@ class Checkpointable(Transparent):
         with planning, in_training(self):
             self._planner.measure(*arguments_of(custom_input))
 
-    def build_chain(self, mem_limit: int | str | None = None) -> Chain:
+    def build_chain(self, mem_limit: float | str | None = None) -> Chain:
         """The measured chain, in seconds and bytes; `mem_limit`, if given, becomes the limit of the next plan.
 
         ValueError if nothing has been measured, or the limit is none.
@@ -202,7 +202,7 @@ class Checkpointable(Transparent):
 
     def compute_sequence(
         self,
-        custom_mem_limit_bytes: int | str | None = None,
+        custom_mem_limit_bytes: float | str | None = None,
         mem_slots: int | None = None,
         algo: Algorithm | None = None,
         **algo_kwargs: Any,

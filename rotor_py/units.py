@@ -8,20 +8,29 @@ from decimal import Decimal
 _SIZE = re.compile(r"\s*(?P<number>\d+(\.\d*)?|\.\d+)(e(?P<power>\d+))?\s*(?P<unit>[a-z%]*)\s*", re.IGNORECASE)
 _DECIMAL = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12, "p": 15}
 _BINARY = {"ki": 10, "mi": 20, "gi": 30, "ti": 40, "pi": 50}
+_MOST = 2**63 - 1
+"""No address is larger."""
+_MOST_DIGITS = 30
+"""Of a power of ten that is computed at all."""
 _HINT = "write for example 4GB (4·10⁹ bytes), 512MiB (512·2²⁰ bytes) or 80%"
 
 
-def parse_bytes(size: int | str, *, device_bytes: int | None = None) -> int:
+def parse_bytes(size: float | str, *, device_bytes: int | None = None) -> int:
     """The number of bytes that `size` stands for, rounded down.
 
-    A number is a number of bytes. `80%` is that share of `device_bytes`. ValueError, in one sentence, for anything
-    that is not a positive size.
+    A number, such as 1e9, is a number of bytes. `80%` is that share of `device_bytes`. ValueError, in one sentence, for
+    anything that is not a positive size, and for more bytes than 64 bits count.
     """
-    if isinstance(size, bool) or not isinstance(size, int | str):
+    if isinstance(size, bool) or not isinstance(size, int | float | str) or size != size:
         raise ValueError(f"{size!r} is not a size in bytes; {_HINT}")
-    result = size if isinstance(size, int) else _parse(size, device_bytes)
+    if isinstance(size, float):
+        result = int(min(size, 2.0 * _MOST))  # infinity is no integer
+    else:
+        result = size if isinstance(size, int) else _parse(size, device_bytes)
     if result <= 0:
         raise ValueError(f"a size has to be more than zero bytes, not {size!r}; {_HINT}")
+    if result > _MOST:
+        raise ValueError(f"{size!r} is more than any device has; {_HINT}")
     return result
 
 
@@ -29,7 +38,7 @@ def _parse(text: str, device_bytes: int | None) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a size; {_HINT}")
-    number = Decimal(match["number"]).scaleb(int(match["power"] or 0))
+    number = Decimal(match["number"]).scaleb(min(int(match["power"] or 0), _MOST_DIGITS))
     unit = match["unit"].lower()
     if unit == "%":
         if device_bytes is None:

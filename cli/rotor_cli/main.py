@@ -13,6 +13,7 @@ import click
 
 from rotor_cli.errors import DIFFERENT, INTERRUPTED, UNEXPECTED, Failure
 from rotor_cli.request import Request
+from rotor_cli.synonyms import CommandWithSynonyms
 
 _EPILOG = """\b
 Examples:
@@ -32,7 +33,11 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 """
 
 
-@click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.command(
+    cls=CommandWithSynonyms,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.argument("model")
 @click.option(
     "--mem-limit", metavar="LIMIT", help="Peak of the whole step: 4GB, 512MiB, 80%. [default: 90% of what is free]"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from rotor_cli.errors import usage
+from rotor_cli.loading.target import split_target
 
 _IMAGES = (".svg", ".png")
+_SOME_DEVICE = 10**12
+"""Bytes. Whether a text is a share of a device can be said before the device is known."""
+_DEVICE = re.compile(r"cpu(:0)?|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,11 @@ class Request:
         return not alone or self.mem_limit is not None or self.max_overhead is not None
 
     def refuse_wrong_use(self) -> None:
-        """Failure for options that exclude each other, and for files that cannot be written."""
+        """Failure for options that exclude each other, for texts that say nothing, and for files that are not there or
+        cannot be written. Nothing is loaded for it.
+        """
+        split_target(self.model)
+        self._refuse_texts()
         _refuse_unwritable(self.json_file, stdout=True)
         for path in (self.plan_file, self.plot_file, self.trace_file, self.html_file):
             _refuse_unwritable(path)
@@ -61,6 +70,17 @@ class Request:
         if self.plot_file is not None:
             self._refuse_plot(self.plot_file)
         self._refuse_pipeline()
+
+    def _refuse_texts(self) -> None:
+        if self.mem_limit is not None:
+            from rotor_py.units import parse_bytes  # `--help` needs nothing of it
+
+            try:
+                parse_bytes(self.mem_limit, device_bytes=_SOME_DEVICE)
+            except ValueError as error:
+                raise usage(f"--mem-limit: {error}") from error
+        if self.device is not None and not _DEVICE.fullmatch(self.device):
+            raise usage(f"--device {self.device!r} is not a device to plan for; write cpu, cuda or cuda:N")
 
     def _refuse_pipeline(self) -> None:
         of_pipelines = {"--microbatches": self.microbatches, "--virtual-stages": self.virtual_stages}

@@ -14,7 +14,7 @@ DEFAULT_SHARE = 0.9
 fragmentation, which no plan knows of."""
 
 
-def limit_bytes(limit: int | str | None, device: torch.device) -> int:
+def limit_bytes(limit: float | str | None, device: torch.device) -> int:
     """The bytes that a limit stands for on `device`: a number of bytes, `4GB`, `512MiB`, or `80%` of all its memory.
 
     None stands for 90 % of what the device can give this process now. ValueError for anything else, and for a limit

@@ -174,7 +174,7 @@ class Planner:
         self.plans.take_up(guarded(plan) if self.settings.replans else plan, spec.model)
 
     def solve(
-        self, limit: int | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
+        self, limit: float | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
     ) -> Sequence:
         """Event 2: find the sequence to train by; see `solving.solve`. ValueError if nothing has been measured."""
         return solve(self.in_use, self.model, limit, slots=slots, algorithm=algorithm)
@@ -189,7 +189,7 @@ class Planner:
         """Event 3: follow this sequence; None to have one found. ValueError if nothing has been measured."""
         self.in_use.sequence = sequence
 
-    def set_limit(self, limit: int | str) -> None:
+    def set_limit(self, limit: float | str) -> None:
         """Event 4: look for sequences within this limit from now on. ValueError if it is not one."""
         limit_bytes(limit, self.device)  # before it is set: one that is refused is not to count
         self.settings.mem_limit = limit

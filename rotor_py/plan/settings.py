@@ -20,7 +20,7 @@ class Settings:
     A change counts from the next plan on: the plan in use is right for what was asked when it was made.
     """
 
-    mem_limit: int | str | None = None
+    mem_limit: float | str | None = None
     mem_slots: int = 500
     verbosity: int = 0
     preserve_rng_state: bool = True
@@ -70,7 +70,7 @@ class Settings:
         return self.on_oom == "replan"
 
     @property
-    def solved_with(self) -> tuple[int | str | None, int]:
+    def solved_with(self) -> tuple[float | str | None, int]:
         """What a sequence depends on that the user may change after it was found."""
         return self.mem_limit, self.mem_slots
 

@@ -22,7 +22,7 @@ _log = logging.getLogger("rotor_py")
 def solve(
     plan: StepPlan,
     model: TrainedModel,
-    limit: int | str | None = None,
+    limit: float | str | None = None,
     *,
     slots: int | None = None,
     algorithm: Algorithm | None = None,

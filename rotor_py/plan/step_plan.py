@@ -50,7 +50,7 @@ class StepPlan:
     """the sequence that all processes that train together have agreed upon"""
     last_resort: Sequence | None = None
     """the sequence to go on with, beyond the limit, where an optimizer that came late leaves no room for any plan"""
-    solved_with: tuple[int | str | None, int] | None = None
+    solved_with: tuple[float | str | None, int] | None = None
     """`Settings.solved_with` when the sequence was found"""
     found: Sequence | None = None
     """the sequence that was found; another one in use is one that the user set"""
@@ -62,7 +62,7 @@ class StepPlan:
     """the sequence of the last step that was watched to its end"""
     overruns: int = 0
     """how many steps were found to take more than the limit"""
-    reduced: tuple[int | str | None, int] | None = None
+    reduced: tuple[float | str | None, int] | None = None
     """the limit that was set when the device ran out of memory, and the bytes that are left of it since"""
     guard_bytes: int | None = None
     """bytes of the budget for undoing what runs out of memory; None where nothing is undone"""

@@ -51,7 +51,7 @@ class LevelChoice:
 def best_level(
     model: nn.Module,
     batch: Any,
-    mem_limit: int | str,
+    mem_limit: float | str,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,

@@ -55,6 +55,34 @@ def test_help_loads_neither_torch_nor_numba():
     assert "rotor-plan model.py --mem-limit 4GB" in result.stdout
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["neet.py", "--mem-limit", "4GB"],
+        ["net.py", "--mem-limit", "4XB"],
+        ["net.py", "--mem-limit", "1e400GB"],
+        ["net.py", "--budget", "4GB"],
+        ["net.py", "--device", "tpu"],
+        ["net.py", "--json", "no/such/folder/x.json"],
+    ],
+)
+def test_wrong_use_is_told_before_torch_is_loaded(arguments, model_file):
+    code = "import sys; from rotor_cli.main import main\n"
+    code += f"try: main({arguments!r})\nexcept SystemExit as end: assert end.code == 2\n"
+    code += "assert not {'torch', 'numba'} & set(sys.modules)"
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "solver", "profiling", "cli"))
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(model_file()).parent,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "did you mean net.py" in result.stderr or arguments[0] == "net.py"
+
+
 @pytest.mark.parametrize("arguments", [["--mem-limit", "4XB"], ["--mem-limit", "1kB"]])
 def test_errors_are_on_stderr_only(model_file, arguments):
     result = run(model_file(), *arguments)

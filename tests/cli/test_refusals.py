@@ -53,6 +53,10 @@ def test_the_least_limit_is_exact(plan, model_file):
         (["--mem-limit", "1GB", "--slots", "0"], "slots"),
         (["--mem-limit", "1GB", "--json", "no/such/folder/x.json"], "cannot be written"),
         (["--mem-limt", "1GB"], "mem-limit"),
+        (["--budget", "1GB"], "'--mem-limit'"),
+        (["--memory", "1GB"], "'--mem-limit'"),
+        (["--mem-limit", "1e400GB"], "more than any device"),
+        (["--mem-limit", "1e99999999GB"], "more than any device"),
     ],
 )
 def test_a_wrong_option_ends_with_2_and_is_named(plan, model_file, arguments, words):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from rotor_cli.reporters.text import typed
 from rotor_py import Checkpointable, parse_bytes
 from rotor_py.report.terminal.text import folded
 from rotor_py.units import format_seconds
@@ -89,8 +91,25 @@ def test_the_text_shows_memory_time_stages_sequence_and_how_to_use_it(plan, mode
 
 def test_the_limit_in_the_three_lines_is_not_more_than_the_limit(plan, model_file, loose):
     limit = between(loose) // 10 * 10 + 7
+    result = json.loads(plan(model_file(), "--mem-limit", limit, "--json", "-").stdout)
     printed = plan(model_file(), "--mem-limit", limit).stdout
-    assert parse_bytes(printed.partition('mem_limit="')[2].partition('"')[0]) == limit
+    written = parse_bytes(ast.literal_eval(printed.partition("mem_limit=")[2].partition(", loss")[0]))
+    assert result["plan"]["peak_bytes"] <= written <= limit
+
+
+@pytest.mark.parametrize(
+    ("limit", "peak", "written"),
+    [
+        (22_007_619_993, 21_900_000_000, '"22GB"'),
+        (22_007_619_993, 22_005_000_000, '"22007.61MB"'),
+        (22_007_619_993, 22_007_619_993, "22_007_619_993"),
+        (4_000_000_000, 4_000_000_000, '"4GB"'),
+        (2_600_000, 2_500_000, '"2.6MB"'),
+        (900, 900, "900"),
+    ],
+)
+def test_a_limit_is_written_so_that_people_can_read_it(limit, peak, written):
+    assert typed(limit, peak) == written
 
 
 def test_a_saved_plan_trains_without_measuring(plan, model_file, loose, tmp_path: Path, monkeypatch):

@@ -16,6 +16,7 @@ from torch import nn
 
 from rotor_cli.errors import model_code, usage
 from rotor_cli.loading.sample import made_by, moved_to, tensor_of, with_batch
+from rotor_cli.loading.target import split_target
 from rotor_cli.loading.transformers_class import configuration_class, example_of, make
 
 EXAMPLE = """\
@@ -54,7 +55,7 @@ def load(
 
     Failure, with what is wrong in words, if it cannot be read or what it defines cannot be used.
     """
-    location, name = _split(target)
+    location, name = split_target(target)
     module, file = _import(location)
     wanted = getattr(module, name, None)
     configurable = configuration_class(wanted)
@@ -84,23 +85,10 @@ def load(
     return ModelFile(file, title, model, sample, loss, optimizer)
 
 
-def _split(target: str) -> tuple[str, str]:
-    if target.endswith(".py"):
-        return target, "model"
-    location, colon, name = target.rpartition(":")
-    if not colon:
-        if Path(target).exists():
-            raise usage(f"{target} is not a Python file; write file.py, file.py:name or package.module:name")
-        raise usage(f"{target!r} names no model; write file.py, file.py:name or package.module:name")
-    return location, name
-
-
 def _import(location: str) -> tuple[ModuleType, str]:
     if not location.endswith(".py"):
         return _import_module(location)
     path = Path(location)
-    if not path.is_file():
-        raise usage(f"there is no file {location}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

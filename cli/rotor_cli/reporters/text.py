@@ -11,7 +11,7 @@ from rich.text import Text
 from rotor_cli.facts import Facts
 from rotor_py.report.terminal.prose import Prose
 from rotor_py.report.terminal.text import parts
-from rotor_py.units import format_bytes, format_seconds, limit_text
+from rotor_py.units import format_bytes, format_seconds
 
 
 def render(facts: Facts, *, saved_plan: str | None = None) -> RenderableType:
@@ -48,7 +48,7 @@ def verified(facts: Facts) -> Text:
 
 def usage(facts: Facts, saved_plan: str | None) -> Table:
     """The three lines of Python that use the plan; a line that is too long goes on below, as Python allows it."""
-    argument = f'mem_limit="{_typed(facts.mem_limit)}"'
+    argument = f"mem_limit={typed(facts.mem_limit, facts.peak_bytes)}"
     argument = f'plan="{saved_plan}"' if saved_plan else ", ".join([argument, *facts.arguments])
     table = Table.grid(padding=(0, 4, 0, 0))
     table.add_column(no_wrap=True)
@@ -58,10 +58,14 @@ def usage(facts: Facts, saved_plan: str | None) -> Table:
     return table
 
 
-def _typed(size: int) -> str:
-    """A limit as text that stands for exactly `size` bytes or a little less."""
-    text = limit_text(size)
-    return text if text != str(size) and size % 10**4 == 0 else str(size)
+def typed(limit: int, peak: int) -> str:
+    """A limit as it is written in Python: exactly, or with a few digits where that leaves room for the plan."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if limit >= 10**power:
+            hundredths = limit * 100 // 10**power
+            if peak <= hundredths * 10**power // 100:
+                return f'"{hundredths / 100:.2f}'.rstrip("0").rstrip(".") + f'{unit}"'
+    return f"{limit:_}"
 
 
 def console(width: int | None = None, *, stderr: bool = False) -> Console:

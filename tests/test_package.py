@@ -1,0 +1,30 @@
+"""The package itself: its public names."""
+
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import rotor_py
+
+
+def test_each_public_name_is_where_type_checkers_find_it() -> None:
+    tree = ast.parse(Path(rotor_py.__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module != "typing"]
+    told = {name.name: node.module for node in imports for name in node.names if str(node.module).startswith("rotor_")}
+    assert sorted(told) == sorted(rotor_py.__all__)
+    for name, module in told.items():
+        assert getattr(rotor_py, name) is getattr(import_module(str(module)), name)
+    assert set(rotor_py.__all__) <= set(dir(rotor_py))
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Checkpointabel'"):
+        rotor_py.Checkpointabel  # noqa: B018 # the access itself is what is tested
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert rotor_py.__version__[0].isdigit()
