@@ -19,6 +19,7 @@ from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.description import file_of, memory_of, report_of, summary_of
 from rotor_py.plan.planner import Planner
+from rotor_py.plan.sample import arguments_of
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings, what_it_is
 from rotor_py.plan.step_plan import StepPlan
@@ -58,7 +59,8 @@ class Checkpointable(Transparent):
     Args:
         model: any model. A nesting of `nn.Sequential` is a chain of its layers; of any other, TorchDynamo captures the
             graph, which is cut into stages.
-        custom_input: an input to measure with, now: a tensor, a tuple of positional or a dict of keyword arguments.
+        custom_input: an input to measure with, now: a tensor, a tuple of positional or a dict of keyword arguments, or
+            a `DataLoader` of such.
         mem_limit: the peak of a whole training step on the device: bytes, or a text such as "4GB", "512MiB", "80%".
             None is 90 % of what the device can give this process.
         mem_slots: how finely the solver divides memory.
@@ -189,7 +191,7 @@ class Checkpointable(Transparent):
         """
         # The lock first: a thread that waits for it must not see the mode that another has set only to measure.
         with planning, in_training(self):
-            self._planner.measure(*arguments_of(custom_input))
+            self._planner.measure(*arguments_of(custom_input, self.model))
 
     def build_chain(self, mem_limit: float | str | None = None) -> Chain:
         """The measured chain, in seconds and bytes; `mem_limit`, if given, becomes the limit of the next plan.
@@ -316,10 +318,3 @@ class Checkpointable(Transparent):
         UnsupportedModelError if there are several.
         """
         return self._planner.device
-
-
-def arguments_of(custom_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments that an input stands for: a tensor, a tuple or a dict."""
-    if isinstance(custom_input, dict):
-        return (), custom_input
-    return (custom_input if isinstance(custom_input, tuple) else (custom_input,)), {}

@@ -1,0 +1,56 @@
+"""What a user measures with, turned into the arguments of one forward."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from rotor_py.errors import UnsupportedModelError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def arguments_of(sample: Any, model: nn.Module) -> Arguments:
+    """The positional and keyword arguments that a sample stands for.
+
+    A sample is a tensor, a tuple of positional arguments, a dict of keyword arguments, or a `DataLoader`, of which the
+    first batch is taken; no random number is drawn for that. UnsupportedModelError, in one sentence, for a text or a
+    number, and for more items than the forward of `model` takes.
+    """
+    if isinstance(sample, DataLoader):
+        sample = _first_batch(sample)
+    if isinstance(sample, str | int | float):
+        raise UnsupportedModelError(
+            f"the sample is {sample!r}, and has to be an input to measure with: a tensor, a tuple or a dict; a limit "
+            f"is written mem_limit={sample!r}"
+        )
+    if isinstance(sample, dict):
+        return (), sample
+    arguments = sample if isinstance(sample, tuple) else (sample,)
+    _refuse_too_many(arguments, model)
+    return arguments, {}
+
+
+def _first_batch(loader: DataLoader[Any]) -> Any:
+    with torch.random.fork_rng(devices=[]):  # the loader draws a seed for its workers
+        batch = next(iter(loader), None)
+    if batch is None:
+        raise UnsupportedModelError("the sample is a DataLoader without a batch; its dataset is empty")
+    return tuple(batch) if isinstance(batch, list) else batch
+
+
+def _refuse_too_many(arguments: tuple[Any, ...], model: nn.Module) -> None:
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (ValueError, TypeError):  # some callables have none
+        return
+    takes = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+    if len(arguments) > takes and not any(each.kind == each.VAR_POSITIONAL for each in parameters):
+        raise UnsupportedModelError(
+            f"the sample has {len(arguments)} items and the forward of {type(model).__name__} takes {takes}: drop the "
+            "targets, and use them in `loss`"
+        )
