@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ MOST_GRAPHS = 64
 a model may ask about the length of its input, and a data set has dozens of lengths."""
 _IMAGE = 4
 """Dimensions of a batch of images: its number, channels, height and width."""
+_fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
 _LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch._dynamo.config, name))
 
 
@@ -121,6 +123,7 @@ def tracing(began: Callable[[], None]) -> Iterator[Tracing]:
         # One symbol for two sizes that happen to be equal would tie them together: a batch of 8 sequences of length 8
         # could have no other length.
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined] # torch adds it when it is imported
+        _shapes_unlogged(),
     ):
         callbacks.register_start_callback(found.start)
         callbacks.register_end_callback(found.end)
@@ -129,3 +132,18 @@ def tracing(began: Callable[[], None]) -> Iterator[Tracing]:
         finally:
             callbacks.remove_start_callback(found.start)
             callbacks.remove_end_callback(found.end)
+
+
+@contextmanager
+def _shapes_unlogged() -> Iterator[None]:
+    """Where shapes do not fit, the error says so, and torch would log twenty lines of its own insides before it."""
+    thread = get_ident()
+
+    def elsewhere(record: logging.LogRecord) -> bool:
+        return record.levelno != logging.ERROR or record.thread != thread
+
+    _fake_tensors.addFilter(elsewhere)
+    try:
+        yield
+    finally:
+        _fake_tensors.removeFilter(elsewhere)

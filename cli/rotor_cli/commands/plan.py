@@ -8,8 +8,10 @@ from rotor_cli.errors import INFEASIBLE, Failure, explained
 from rotor_cli.facts import Facts
 from rotor_cli.loading.device import device_of, limit_on
 from rotor_cli.loading.model_file import ModelFile, load
+from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, compare, verify
+from rotor_py.report.terminal.stage_table import StageTable
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.sweeping import sweep
 from rotor_py.trials.comparison import leanest_of_each, with_verified
@@ -99,6 +101,9 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
     try:
         return replace(facts, mem_limit=limit, sequence=network.compute_sequence())
     except InfeasibleError as error:
+        if not request.quiet:
+            # What each stage takes says where to cut. Not on stdout, where a script expects a plan.
+            console(stderr=True).print(StageTable(facts), "", sep="\n")
         raise Failure(str(error), INFEASIBLE) from error
 
 
