@@ -99,7 +99,7 @@ def _difference(model: torch.nn.Module, plain: torch.nn.Module) -> float:
     if any((a is None) != (b is None) for a, b in pairs):
         raise AssertionError("a parameter has a gradient with a plan and none without, or the other way round")
     found = [(a.double(), b.double()) for a, b in pairs if a is not None and b is not None and not torch.equal(a, b)]
-    largest = max(b.abs().max().item() for _, b in pairs if b is not None)
+    largest = max(b.abs().max().item() for _, b in pairs if b is not None and b.numel())
     return max([(a - b).abs().max().item() / largest for a, b in found], default=0.0)
 
 

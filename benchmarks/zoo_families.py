@@ -92,7 +92,13 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "ministral": _HEAD,
     "nemotron": {**_HEAD, "num_key_value_heads": 2, "partial_rotary_factor": 0.5},
     "neomme": {"head_dim": 16},
-    "perceiver": {"d_model": 32, "d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 2},
+    "perceiver": {
+        "max_position_embeddings": 32,
+        "d_model": 32,
+        "d_latents": 32,
+        "num_latents": 8,
+        "num_self_attends_per_block": 2,
+    },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {
         "axial_pos_shape": [4, 8],

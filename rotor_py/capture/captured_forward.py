@@ -47,6 +47,8 @@ class CapturedForward:
         self._granularity = granularity
         self._compiled: _Compiled | None = None
         self._graphs: dict[TracedGraph, CapturedGraph] = {}
+        self.breaks_at: str | None = None
+        """The line of the model at which TorchDynamo broke its graph first; None if it broke nowhere."""
         self._told_of_cache = False
         self._answers: Answers = ()
         """How the last batch answered: the next one is likely to answer alike."""
@@ -134,6 +136,7 @@ class CapturedForward:
                     raise_own_error(self.model, args, kwargs, devices[0] if devices else torch.device("cpu"))
                 raise
             finally:
+                self.breaks_at = self.breaks_at or now.breaks_at
                 forward.seconds = now.seconds or forward.seconds
                 NOW.asking = None
 

@@ -73,9 +73,11 @@ class CaptureSession:
         output = self._forward.call(args, kwargs, self._run_graph, recaptured)
         # An error, not a warning: without the plan, the step may have taken more memory than the limit allows.
         if not self._followed_plan:
+            broken = f". The graph breaks at {self._forward.breaks_at}" if self._forward.breaks_at else ""
             raise UnsupportedModelError(
                 "TorchDynamo did not hand over the model's graph this time, so the step would not have followed the "
                 f"plan; it makes {MOST_GRAPHS} graphs at most, and TORCH_LOGS=recompiles,graph_breaks says for what"
+                f"{broken}"
             )
         return output
 

@@ -31,6 +31,7 @@ import torch._dynamo
 import torch.fx.experimental._config as shape_config
 from torch import fx
 from torch._dynamo.callback import callback_handler as callbacks
+from torch._dynamo.utils import graph_break_reasons
 
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
@@ -76,6 +77,7 @@ class Tracing:
         self.seconds = 0.0
         """What it took so far. Of a model whose graph breaks, the pieces are traced one by one."""
         self._began = began
+        self._breaks_before = len(graph_break_reasons)
         self._thread = get_ident()
         self._since: float | None = None
         self._paused = False
@@ -91,6 +93,15 @@ class Tracing:
         if get_ident() == self._thread and self._since is not None:
             self.seconds += time.perf_counter() - self._since
             self._since = None
+
+    @property
+    def breaks_at(self) -> str | None:
+        """The line of the model at which the graph broke first: path:number, and its text. None if it did not break."""
+        for reason in graph_break_reasons[self._breaks_before :]:
+            if reason.user_stack:
+                frame = reason.user_stack[-1]
+                return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
+        return None
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, PlanMismatchError, UnsupportedModelError
-from rotor_py.capture import compiled_models
+from rotor_py.capture import compiled_models, tracing
 from tests.capture.steps import adamw, compare, limits
 from tests.capture.test_graph_facts import Tower, planned_tower, tower_loss
 
@@ -285,3 +285,32 @@ def test_a_mask_of_two_masks_writes_into_none_of_them() -> None:
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
+
+
+class Counting(nn.Module):
+    """Asks about its data, and computes with another number at every call: each needs a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.factor = 1.0
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        assert value.isfinite().all()
+        return self.scaled(value)
+
+    def scaled(self, value: torch.Tensor) -> torch.Tensor:
+        self.factor += 1
+        return self.layers(value * self.factor).tanh()
+
+
+def test_a_model_that_needs_more_graphs_than_there_may_be_is_told_where_its_graph_breaks(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tracing, "MOST_GRAPHS", 3)
+    planned = Checkpointable(Counting(), mem_limit="1GB")
+
+    def train_on() -> None:
+        for _ in range(6):
+            planned(torch.randn(8, 16)).sum().backward()
+
+    with pytest.raises(UnsupportedModelError, match=r"breaks at .*test_session.py:\d+ \(assert value.isfinite"):
+        train_on()
