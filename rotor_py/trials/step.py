@@ -51,6 +51,8 @@ class TrainingStep:
         self.model, self.sample, self.loss, self.optimizer = model, sample, loss, optimizer
         self.device, self.fresh_grads, self.steps_optimizer = device, fresh_grads, steps_optimizer
         self.forwards = forwards
+        self.last_loss = float("nan")
+        """The loss of the last step that `taken` took."""
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:
@@ -97,6 +99,7 @@ class TrainingStep:
         held = self._forward_backward(network)
         if self.steps_optimizer and self.optimizer is not None:
             self.optimizer.step()
+        self.last_loss = held[1].item()
         del held  # not before: a training loop holds output and loss to the end of its step, so they count
 
     def _forward_backward(self, network: Network, forwards: int | None = None) -> tuple[Any, torch.Tensor]:

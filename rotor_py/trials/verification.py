@@ -37,6 +37,8 @@ class Verification:
     """By how much two plain steps differ: operators may sum in another order each time."""
     operations: tuple[TimedOperation, ...] = ()
     """What the step with the plan did one after the other, if that was asked for."""
+    loss: float | None = None
+    """The loss of the step with the plan. Where it is not finite, equal gradients say little."""
 
     def problem(self, mem_limit: int) -> str | None:
         """What is wrong with the step for a limit of `mem_limit` bytes, in words; None if nothing is."""
@@ -131,19 +133,21 @@ class _Outcome:
     peak_bytes: int
     seconds: float
     results: list[torch.Tensor]
+    loss: float
 
 
 def _measure_outcome(step: TrainingStep, network: Network) -> _Outcome:
     with step.taken(network) as peak:
         results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]
-    return _Outcome(peak, step.seconds(network), results)
+    return _Outcome(peak, step.seconds(network), results, step.last_loss)
 
 
 def _compared(found: _Outcome, plain: _Outcome | None, noise: float) -> Verification:
     if plain is None:
-        return Verification(found.peak_bytes, found.seconds, None, None, None)
+        return Verification(found.peak_bytes, found.seconds, None, None, None, loss=found.loss)
     difference = _difference(found.results, plain.results)
-    return Verification(found.peak_bytes, found.seconds, difference, plain.peak_bytes, plain.seconds, noise)
+    compared = (difference, plain.peak_bytes, plain.seconds, noise)
+    return Verification(found.peak_bytes, found.seconds, *compared, loss=found.loss)
 
 
 @contextmanager

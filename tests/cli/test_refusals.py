@@ -25,6 +25,26 @@ def test_an_infeasible_limit_ends_with_3_and_the_least_limit_works(plan, model_f
     assert plan(model_file(), "--mem-limit", advised[1]).exit_code == 0
 
 
+def test_where_no_plan_fits_the_stages_show_where_the_memory_is(plan, model_file):
+    result = plan(model_file(), "--mem-limit", "50kB")
+    assert result.stdout == ""
+    table = result.stderr.partition("rotor-plan:")[0]
+    assert re.search(r"^stage +forward +backward +output +kept +scratch *$", table, re.MULTILINE)
+    assert re.search(r"^5\.1 .* [kM]?B *$", table, re.MULTILINE)
+    assert "stored" not in table
+    assert plan(model_file(), "--mem-limit", "50kB", "--quiet").stderr.startswith("rotor-plan:")
+
+
+def test_the_insides_of_torch_do_not_precede_an_error_about_shapes(model_file, capfd, plan):
+    text = "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    text += "        self.first, self.second = nn.Linear(8, 8), nn.Linear(9, 9)\n"
+    text += "    def forward(self, x):\n        return self.second(self.first(x).tanh())\n"
+    result = plan(model_file(f"{HEAD}{text}model, sample = Net(), torch.randn(4, 8)\n"), "--mem-limit", "1GB")
+    assert result.exit_code == 4
+    assert "mat1 and mat2 shapes cannot be multiplied (4x8 and 9x9)" in result.stderr
+    assert "fake_tensor" not in result.stderr + capfd.readouterr().err
+
+
 def test_a_refusal_names_fresh_gradients_only_where_gradients_are_held(plan, model_file):
     held, fresh = (plan(model_file(), "--mem-limit", "50kB", *more).stderr for more in ([], ["--fresh-grads"]))
     assert "Stage 0.0 alone keeps" in held

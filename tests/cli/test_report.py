@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,12 @@ def test_runs_are_folded_and_nothing_else():
 )
 def test_seconds_have_three_digits_and_a_unit(seconds, text):
     assert format_seconds(seconds) == text
+
+
+def test_a_loss_that_is_no_number_is_named_and_the_measured_overhead_stands_beside_the_predicted(plan, model_file):
+    text = "import torch\nfrom torch import nn\nmodel = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))\n"
+    text += "sample = torch.randn(4, 8)\ndef loss(output):\n    return output.sum() * {}\n"
+    for factor, named in (("float('nan')", True), ("1", False)):
+        shown = plan(model_file(text.format(factor)), "--mem-limit", "1GB", "--verify").stdout.replace("\n", " ")
+        assert ("the loss is nan, so equal gradients say little" in shown) == named
+        assert re.search(r"[+-]\d+\.\d% over plain +\(\+0\.0% predicted\)", shown)

@@ -11,9 +11,9 @@ from rotor_cli.loading.model_file import ModelFile, load
 from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, compare, verify
-from rotor_py.report.terminal.stage_table import StageTable
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.sweeping import sweep
+from rotor_py.report.terminal.stage_table import StageTable
 from rotor_py.trials.comparison import leanest_of_each, with_verified
 from rotor_py.trials.default_loss import default_loss
 from rotor_solver import store_all, watched
@@ -103,7 +103,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
     except InfeasibleError as error:
         if not request.quiet:
             # What each stage takes says where to cut. Not on stdout, where a script expects a plan.
-            console(stderr=True).print(StageTable(facts), "", sep="\n")
+            console(stderr=True).print(StageTable(facts, costs_alone=True), "", sep="\n")
         raise Failure(str(error), INFEASIBLE) from error
 
 

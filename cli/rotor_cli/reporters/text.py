@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from rich.console import Console, Group, RenderableType
@@ -26,23 +27,23 @@ def verified(facts: Facts) -> Text:
     """What a real step showed, beside what was predicted."""
     found = facts.verified
     assert found is not None
-    text = Text("verified  ", style="bold")
     share = found.measured_peak_bytes / facts.peak_bytes
-    text.append(
+    said = (
         f"measured peak {format_bytes(found.measured_peak_bytes)} ({share:.1%} of the prediction), "
-        f"measured time {format_seconds(found.measured_step_seconds)}",
-        style="not bold",
+        f"measured time {format_seconds(found.measured_step_seconds)}"
     )
     if found.plain_step_seconds is None or found.plain_peak_bytes is None or found.max_grad_difference is None:
-        text.append(
-            "; the plain step does not fit into this device, so nothing could be compared with it", style="not bold"
+        said += "; the plain step does not fit into this device, so nothing could be compared with it"
+    else:
+        overhead = found.measured_step_seconds / found.plain_step_seconds - 1
+        said += (
+            f", {overhead:+.1%} over plain ({facts.overhead - 1:+.1%} predicted); plain step "
+            f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; gradients and "
+            f"buffers differ by at most {found.max_grad_difference:g}"
         )
-        return text
-    text.append(
-        f"; plain step {format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; gradients "
-        f"and buffers differ by at most {found.max_grad_difference:g}",
-        style="not bold",
-    )
+    text = Text.assemble(("verified  ", "bold"), said)
+    if found.loss is not None and not math.isfinite(found.loss):
+        text.append(f"; the loss is {found.loss}, so equal gradients say little", style="bold red")
     return text
 
 

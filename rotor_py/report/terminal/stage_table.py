@@ -18,12 +18,13 @@ _PIECE = re.compile(r"[^.+_-]*[.+_-]+|[^.+_-]+")
 
 
 class StageTable:
-    """What every stage costs, and what happens to it."""
+    """What every stage costs, and what happens to it; with `costs_alone`, where there is no plan, costs."""
 
-    def __init__(self, facts: ReportFacts) -> None:
+    def __init__(self, facts: ReportFacts, *, costs_alone: bool = False) -> None:
         rows = list(stage_rows(facts))
+        self.costs_alone = costs_alone
         self.names = [row.name for row in rows]
-        self.actions = [row.action for row in rows]
+        self.actions = ["" if costs_alone else row.action for row in rows]
         self.numbers = [(*map(format_seconds, row.seconds), *map(format_bytes, row.bytes)) for row in rows]
         self.widths = [max(map(len, column)) for column in zip(HEADINGS, *self.numbers, strict=True)]
 
@@ -43,14 +44,14 @@ class StageTable:
         table.add_column("stage", max_width=name)
         for heading in HEADINGS:
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("what happens", max_width=action)
+        table.add_column("" if self.costs_alone else "what happens", max_width=action)
         for text, numbers, happens in zip(self.names, self.numbers, self.actions, strict=True):
             table.add_row(Text("\n".join(broken(text, name))), *numbers, Text(happens, style=_style(happens)))
         return table
 
     def _blocks(self, width: int) -> Iterator[Text]:
         """The name of a stage and what happens to it, and its numbers in a line below."""
-        yield Text("stage, and what happens", style="bold")
+        yield Text("stage" if self.costs_alone else "stage, and what happens", style="bold")
         yield Text(self._columns(HEADINGS), style="bold", no_wrap=True)
         for name, numbers, happens in zip(self.names, self.numbers, self.actions, strict=True):
             *above, last = broken(name, width)
