@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from rotor_cli.completion import files
 from rotor_cli.errors import DIFFERENT, INTERRUPTED, UNEXPECTED, Failure
 from rotor_cli.request import Request
 from rotor_cli.synonyms import CommandWithSynonyms
@@ -38,7 +39,7 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.argument("model")
+@click.argument("model", shell_complete=files)
 @click.option(
     "--mem-limit", metavar="LIMIT", help="Peak of the whole step: 4GB, 512MiB, 80%. [default: 90% of what is free]"
 )
@@ -65,13 +66,35 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 @click.option(
     "--verify", is_flag=True, help="Train one step, and compare peak, time and gradients with the plain step."
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write the report as JSON; - is stdout.")
-@click.option("--save", "plan_file", metavar="FILE", help="Write the plan for Checkpointable(model, plan=FILE).")
-@click.option("--trace", "trace_file", metavar="FILE", help="Write the predicted step as a trace, for Perfetto.")
-@click.option("--html", "html_file", metavar="FILE", help="Write the report as one page that loads nothing.")
+@click.option(
+    "--json", "json_file", metavar="FILE", shell_complete=files, help="Write the report as JSON; - is stdout."
+)
+@click.option(
+    "--save",
+    "plan_file",
+    metavar="FILE",
+    shell_complete=files,
+    help="Write the plan for Checkpointable(model, plan=FILE).",
+)
+@click.option(
+    "--trace",
+    "trace_file",
+    metavar="FILE",
+    shell_complete=files,
+    help="Write the predicted step as a trace, for Perfetto.",
+)
+@click.option(
+    "--html", "html_file", metavar="FILE", shell_complete=files, help="Write the report as one page that loads nothing."
+)
 @click.option("--compare", is_flag=True, help="Every strategy at this limit, in one table; --verify measures them too.")
 @click.option("--sweep", is_flag=True, help="The curve of memory against time; needs no --mem-limit.")
-@click.option("--plot", "plot_file", metavar="FILE", help="Draw the curve of --sweep as FILE.svg or FILE.png.")
+@click.option(
+    "--plot",
+    "plot_file",
+    metavar="FILE",
+    shell_complete=files,
+    help="Draw the curve of --sweep as FILE.svg or FILE.png.",
+)
 @click.option("--pipeline", type=click.IntRange(min=1), metavar="RANKS", help="Cut the model for a pipeline of RANKS.")
 @click.option("--microbatches", type=click.IntRange(min=1), metavar="M", help="In a step. [default: 2 for each rank]")
 @click.option(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from rotor_py.units import parse_bytes
+from rotor_py.units import format_bytes, parse_bytes
+
+_log = logging.getLogger("rotor_py")
 
 DEFAULT_SHARE = 0.9
 """The part of what the device can give this process that is used if no limit is set. A guess: the other tenth is for
@@ -22,7 +26,19 @@ def limit_bytes(limit: float | str | None, device: torch.device) -> int:
     """
     if limit is None:
         return int(DEFAULT_SHARE * available_bytes(device))
-    return parse_bytes(limit, device_bytes=total_bytes(device))
+    total = total_bytes(device)
+    found = parse_bytes(limit, device_bytes=total)
+    if found > total:
+        _tell_of_a_limit_above(found, total, device)
+    return found
+
+
+@cache  # once for each limit
+def _tell_of_a_limit_above(limit: int, total: int, device: torch.device) -> None:
+    _log.warning(
+        "the limit of %s is above all memory of %s, %s: a plan inside it may not fit there",
+        format_bytes(limit), device, format_bytes(total),
+    )  # fmt: skip
 
 
 def total_bytes(device: torch.device) -> int:

@@ -39,6 +39,21 @@ def test_verify_leaves_stderr_silent(model_file):
     assert "verified" in result.stdout
 
 
+@pytest.mark.parametrize(("typed", "completed"), [("--mem", "plain,--mem-limit"), ("net", "file,net"), ("", "file,")])
+def test_a_shell_completes_options_and_files(typed, completed):
+    asked = {"_ROTOR_PLAN_COMPLETE": "bash_complete", "COMP_WORDS": f"rotor-plan {typed}", "COMP_CWORD": "1"}
+    code = "from rotor_cli.main import main; main(prog_name='rotor-plan')"
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "solver", "profiling", "cli"))
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path, **asked},
+    )
+    assert completed in result.stdout.splitlines()
+
+
 def test_help_loads_neither_torch_nor_numba():
     code = "import sys; from rotor_cli.main import main; main(['--help'], standalone_mode=False); "
     code += "assert not {'torch', 'numba', 'rotor_py'} & set(sys.modules)"

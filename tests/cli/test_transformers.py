@@ -56,6 +56,12 @@ def test_a_bad_configuration_is_refused_in_one_sentence(arguments: list[str], wo
     assert "Traceback" not in output
 
 
+def test_a_wrong_class_name_is_answered_with_the_nearest() -> None:
+    code, output = plan("transformers:LlamaForCasualLM", "--mem-limit", "3MB")
+    assert code == 2
+    assert "transformers has no LlamaForCasualLM; did you mean LlamaForCausalLM" in output
+
+
 def test_the_shape_of_pictures_is_asked_for() -> None:
     config = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     code, output = plan("transformers:ViTModel", "--config", json.dumps(config), "--mem-limit", "3MB")

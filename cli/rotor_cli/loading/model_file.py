@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,6 +58,7 @@ def load(
     """
     location, name = split_target(target)
     module, file = _import(location)
+    _refuse_unknown(location, module, name)
     wanted = getattr(module, name, None)
     configurable = configuration_class(wanted)
     if config is not None and configurable is None:
@@ -142,3 +144,11 @@ def _optimizer(make: Any, model: nn.Module, file: str) -> torch.optim.Optimizer:
 def _unusable(file: str, module: ModuleType, wanted: str) -> str:
     defined = ", ".join(key for key in vars(module) if not key.startswith("_")) or "nothing"
     return f"{file} has to define {wanted}; it defines {defined}. A file that works:\n\n{EXAMPLE}"
+
+
+def _refuse_unknown(target: str, module: ModuleType, name: str) -> None:
+    """Failure that names the nearest names, where a library has none of this name: it is no file to be written."""
+    if target.endswith(".py") or hasattr(module, name):
+        return
+    near = get_close_matches(name, dir(module), n=3)
+    raise usage(f"{target} has no {name}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
