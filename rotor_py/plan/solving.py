@@ -121,8 +121,11 @@ def make_room_for_optimizer(plans: StepPlans, model: TrainedModel, cost: Optimiz
 def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
     """Have a sequence that leaves room for as many forwards in flight as were seen; none of them is at this moment.
 
-    A warning is logged if there is none: training then goes on with the sequence in use, beyond the limit.
+    A warning is logged if there is none: training then goes on with the sequence in use, beyond the limit. Where
+    several processes have to plan together, they do so for as many forwards as they were told.
     """
+    if plan.most_in_flight <= plan.budget.forwards or not plan.found_for(model.settings) or not model.alone:
+        return
     device = model.device_of(plan.input_spec)
     plan.budget = model.with_forwards(plan.budget, plan.measurement, device, plan.most_in_flight)
     limit = model.limit_bytes(device)
