@@ -24,7 +24,10 @@ from rotor_solver import (
     solve_in_flight,
     store_all,
 )
-from rotor_solver.in_flight import Footprint, least_in_flight_sequence, peak_in_any_order
+from rotor_solver.in_flight import least_in_flight_sequence
+
+_WORTH = 0.005
+"""The share of time that different sequences have to save: as much as the solver's gap may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,10 @@ class Budget(StepMemory):
             held_beside=self._held_beside(measurement),
         )
 
+    def with_backward_order(self, order: str) -> Budget:
+        """The budget for backwards that come in this order, one of `rotor_solver.in_flight.ORDERS`."""
+        return self if order == self.backward_order else replace(self, backward_order=order)
+
     def _chain(self, measurement: Measurement, *, fresh_gradients: bool) -> Chain:
         chain = measurement.chain(fresh_gradients=fresh_gradients)
         return in_nodes(chain) if self.in_nodes else chain
@@ -72,7 +79,7 @@ class Budget(StepMemory):
     def _least_sequence(self) -> Sequence:
         if self.forwards == 1:
             return recompute_all(self.chain)
-        return least_in_flight_sequence(self.chain, self.forwards)
+        return least_in_flight_sequence(self.chain, self.forwards, self.backward_order)
 
     def solve(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
         """A sequence for a whole step within `mem_limit` bytes.
@@ -90,15 +97,17 @@ class Budget(StepMemory):
         if self.forwards == 1:
             sequence = algorithm.solve(self.chain, self.chain_limit(mem_limit))
         else:
-            sequence = self._solve_for_all(self.chain_limit(mem_limit), algorithm)
+            sequence = self._solve_for_all(mem_limit, algorithm)
         assert self.peak_bytes(sequence) <= mem_limit
         return sequence
 
-    def _solve_for_all(self, limit: int, algorithm: Algorithm) -> Sequence:
-        """The sequence that all forwards in flight follow, so that their chains stay within `limit` together."""
+    def _solve_for_all(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
+        """The sequence of the first forward in flight, and those of the others beside it where they differ."""
+        limit, order = self.chain_limit(mem_limit), self.backward_order
         if isinstance(algorithm, Persistent):
-            plan = solve_in_flight(self.chain, limit, self.forwards, alike=True, slots=algorithm.slots)
-            return Sequence(plan.sequences[0], "persistent", plan.lower_bound / self.forwards)
+            return solve_in_flight(
+                self.chain, limit, self.forwards, order, worth=_WORTH, slots=algorithm.slots
+            ).sequence
         # Of another algorithm, nothing is known but that it keeps its limit: the largest limit at which all fit.
         little, much, found = 0, limit + 1, None
         while much - little > 1:
@@ -108,7 +117,7 @@ class Budget(StepMemory):
             except InfeasibleError:
                 little = middle
                 continue
-            if peak_in_any_order([Footprint.of(self.chain, sequence)] * self.forwards) <= limit:
+            if self.peak_bytes(sequence) <= mem_limit:
                 little, found = middle, sequence
             else:
                 much = middle

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.units import format_bytes
 from rotor_solver import Backward, Chain, Loss, Sequence, simulate
-from rotor_solver.in_flight import Footprint
+from rotor_solver.in_flight import PEAKS, Footprint, busiest_of, most_while_one_begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,9 @@ class StepMemory:
     the optimizer steps: the chain's input, its output, and fresh gradients. The step itself needs `step_bytes` more;
     None if nothing is known about the optimizer. `snapshot_bytes` are needed as soon as anything is computed twice.
 
-    `forwards` are in flight at once, all by one sequence. Each of the others holds what its chain keeps from forward to
-    backward and `held_beside` more. Its snapshots are its own.
+    `forwards` are in flight at once; their backwards come in `backward_order`, one of `rotor_solver.in_flight.ORDERS`.
+    A sequence says what the first of them follows, and has those of the others beside it. Each of the others holds what
+    its chain keeps from forward to backward and `held_beside` more. Its snapshots are its own.
     """
 
     fixed: FixedMemory
@@ -30,6 +31,7 @@ class StepMemory:
     step_bytes: int | None = None
     forwards: int = 1
     held_beside: int = 0
+    backward_order: str = "any"
     in_nodes: bool = False
     """Whether the backward of a stored stage takes what that of one that was run again takes."""
 
@@ -45,23 +47,45 @@ class StepMemory:
 
     def peak_bytes(self, sequence: Sequence) -> int:
         """The predicted peak of a whole step that follows `sequence`."""
-        others = self.others_bytes(sequence)
-        running = simulate(self.chain, sequence).peak
-        if self.forwards > 1:  # one that is over leaves its output, which may be more than it took itself
-            running = max(running, Footprint.of(self.chain, sequence).waiting)
-        before = self.fixed.total + others + self.before_bytes
-        return max(before, self.optimizer_peak_bytes, self.beside_chain(sequence) + running)
+        if self.forwards == 1:
+            before, running = self.fixed.total, self.beside_chain(sequence) + simulate(self.chain, sequence).peak
+        else:
+            forwards = self.footprints(sequence)
+            before = self.fixed.total - self.held_beside + most_while_one_begins(forwards, self.backward_order)
+            running = self.bytes_together(forwards)
+        return max(before + self.before_bytes, self.optimizer_peak_bytes, running)
 
     def beside_chain(self, sequence: Sequence) -> int:
-        """What is in memory beside the chain while it follows `sequence`: the fixed part, snapshots, other forwards."""
-        snapshots = self.forwards * self.snapshot_bytes if recomputes(sequence) else 0
-        return self.fixed.total + snapshots + self.others_bytes(sequence)
+        """What is in memory beside the chain of the `busiest` forward: the fixed part, snapshots, other forwards."""
+        return self.busiest(sequence)[1]
 
-    def others_bytes(self, sequence: Sequence) -> int:
-        """What the other forwards in flight hold if they follow `sequence`, but for their snapshots."""
+    def busiest(self, sequence: Sequence) -> tuple[Sequence, int]:
+        """What that forward follows of which the step's peak is, and what is in memory beside its chain then."""
         if self.forwards == 1:
-            return 0
-        return (self.forwards - 1) * (Footprint.of(self.chain, sequence).waiting + self.held_beside)
+            return sequence, self.fixed.total + self._snapshot(sequence)
+        number, others = busiest_of(self.footprints(sequence), self.backward_order)
+        chosen = sequence.of_forwards(self.forwards)[number]
+        return chosen, self.fixed.total + others + self._snapshot(chosen)
+
+    def makespan(self, sequence: Sequence) -> float:
+        """Seconds of all forwards in flight, their losses and their backwards."""
+        return sum(simulate(self.chain, each).makespan for each in sequence.of_forwards(self.forwards))
+
+    def footprints(self, sequence: Sequence) -> list[Footprint]:
+        """What each of the forwards in flight costs the others."""
+        return [self.footprint(each) for each in sequence.of_forwards(self.forwards)]
+
+    def footprint(self, sequence: Sequence) -> Footprint:
+        """What one forward by `sequence` costs others, with all that it holds beside its chain."""
+        found, more = Footprint.of(self.chain, sequence), self.held_beside + self._snapshot(sequence)
+        return replace(found, kept=found.kept + more, left=found.left + more, peak=found.peak + more)
+
+    def bytes_together(self, forwards: list[Footprint]) -> int:
+        """The most that is in memory while these forwards are in flight, whoever of them runs."""
+        return self.fixed.total - self.held_beside + PEAKS[self.backward_order](forwards)
+
+    def _snapshot(self, sequence: Sequence) -> int:
+        return self.snapshot_bytes if recomputes(sequence) else 0
 
     def chain_limit(self, mem_limit: int) -> int:
         """What is left for the chain, its input included, if something is computed twice; for that of all forwards."""
@@ -72,6 +96,7 @@ class StepMemory:
         """The fixed part in words."""
         parts = self.parts()
         forwards = f" with {self.forwards} forwards in flight" if self.forwards > 1 else ""
+        forwards += " whose backwards come in reverse" if forwards and self.backward_order == "reverse" else ""
         return f"{format_bytes(self.fixed.total)} is fixed" + (f" ({parts})" if parts else "") + forwards
 
     def parts(self) -> str:

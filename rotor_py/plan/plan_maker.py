@@ -15,10 +15,11 @@ from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.input_spec import describe
 from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
+from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
 from rotor_py.plan.out_of_memory.guarded_budget import guarded
 from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.settings import Settings
-from rotor_py.plan.solving import agree, make_room_for_forwards, make_room_for_optimizer
+from rotor_py.plan.solving import agree, make_room_for_optimizer
 from rotor_py.plan.sources import source_of
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_plans import StepPlans

@@ -96,7 +96,7 @@ class PlannedForwards:
         assert plan.sequence is not None
         flying = self._forwards.in_flight()
         sequence = self._forwards.sequence_beside(flying, plan, self._model) if flying else plan.sequence
-        smaller = Replanner(plan, self._model) if self._settings.replans else None
+        smaller = Replanner(plan, self._model, len(flying) + 1) if self._settings.replans else None
         rng = self._settings.preserve_rng_state
         telling = nullcontext() if smaller is None else smaller.telling_of_the_rest()
         with telling, self._steps.watched(plan, value, in_flight=bool(flying)) as forward_returned:

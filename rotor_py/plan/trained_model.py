@@ -87,7 +87,8 @@ class TrainedModel:
                 communication=communication_bytes(self.whole) if several else 0,
                 buckets=around(self.whole) is not None,
             )
-        return self.with_forwards(budget, measured.measurement, device, self.settings.forwards_in_flight)
+        budget = self.with_forwards(budget, measured.measurement, device, self.settings.forwards_in_flight)
+        return budget.with_backward_order(self.settings.backward_order or "any")
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:
         """The budget for as many forwards in flight, if they are more than it has room for already."""
