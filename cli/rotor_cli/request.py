@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rotor_cli.errors import usage
 
@@ -26,6 +27,7 @@ class Request:
     slots: int
     fresh_grads: bool
     forwards_in_flight: int
+    backward_order: Literal["any", "reverse"]
     verify: bool
     compare: bool
     sweep: bool
@@ -61,6 +63,8 @@ class Request:
         if self.plot_file is not None:
             self._refuse_plot(self.plot_file)
         self._refuse_pipeline()
+        if self.backward_order != "any" and self.forwards_in_flight == 1:
+            raise usage("--backward-order is about several forwards in flight; add --forwards-in-flight 2")
 
     def _refuse_pipeline(self) -> None:
         of_pipelines = {"--microbatches": self.microbatches, "--virtual-stages": self.virtual_stages}
@@ -72,6 +76,7 @@ class Request:
         alone = {
             "--max-overhead": self.max_overhead,
             "--fresh-grads": self.fresh_grads,
+            "--backward-order": self.backward_order != "any",
             "--verify": self.verify,
             "--compare": self.compare,
             "--sweep": self.sweep,

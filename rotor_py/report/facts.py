@@ -73,6 +73,30 @@ class ReportFacts:
         """The sequence that is drawn, and told stage by stage: of several forwards in flight, the one with the peak."""
         return self.budget.busiest(self.sequence)[0]
 
+    def by_forwards(self) -> dict[str, Sequence]:
+        """The sequences that forwards in flight follow, by what they are called: `forward 1`, `forwards 2 to 4`."""
+        sequences = self.sequence.of_forwards(self.budget.forwards)
+        if not self.sequence.beside:
+            return {"sequence": self.sequence}
+        starts = [at for at, each in enumerate(sequences) if at == 0 or each.operations != sequences[at - 1].operations]
+        ends = [*starts[1:], len(sequences)]
+        return {
+            f"forward {begin + 1}" if end - begin == 1 else f"forwards {begin + 1} to {end}": sequences[begin]
+            for begin, end in zip(starts, ends, strict=True)
+        }
+
+    def which_forward(self) -> str | None:
+        """Which of the forwards in flight is shown, in one sentence; None where they all follow one sequence."""
+        found = self.by_forwards()
+        if len(found) == 1:
+            return None
+        name = next(name for name, each in found.items() if each.operations == self.shown.operations)
+        order = "come in reverse" if self.budget.backward_order == "reverse" else "may come in any order"
+        return (
+            f"{self.budget.forwards} forwards are in flight at once, by {len(found)} different sequences; their "
+            f"backwards {order}. Stages and pictures are those of {name}, where the peak is."
+        )
+
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of the planned step."""

@@ -40,7 +40,7 @@ def trace(facts: Facts) -> dict[str, Any]:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"model": facts.title, "device": facts.device, "sequence": str(facts.sequence)},
+        "otherData": {"model": facts.title, "device": facts.device, "sequence": str(facts.shown)},
     }
 
 
