@@ -41,7 +41,8 @@ class Budget(StepMemory):
     def with_forwards(self, forwards: int, measurement: Measurement, gradient_bytes: int) -> Budget:
         """The budget for as many forwards in flight at once; `gradient_bytes` are those of all trained parameters.
 
-        The backward of the first one leaves these gradients, so they are in memory while the others run.
+        The first one to go backward leaves as many, so they are in memory while the others run: in `grad`, or, where
+        one pass goes through all of them, with the engine, which adds them up before it adds them to what is kept.
         """
         if forwards == self.forwards:
             return self
@@ -49,7 +50,7 @@ class Budget(StepMemory):
         returned = measurement.stages[-1].activation_bytes + measurement.held_bytes
         return replace(
             self,
-            fixed=replace(self.fixed, gradients=max(self.fixed.gradients, gradient_bytes)),
+            fixed=replace(self.fixed, gradients=self.fixed.gradients + (gradient_bytes if self.forwards == 1 else 0)),
             chain=self._chain(measurement, fresh_gradients=False),
             stepping_bytes=forwards * (measurement.input_bytes + returned),
             forwards=forwards,
@@ -149,7 +150,8 @@ class Budget(StepMemory):
 
     def with_gradients_of(self, model: nn.Module, device: torch.device, *, fresh: bool) -> Budget:
         """The same budget, with room for all gradients that are there now."""
-        gradients = max(self.fixed.gradients, kept_gradient_bytes(model, device, fresh=fresh))
+        waiting = trained_bytes(model, device) if self.forwards > 1 else 0
+        gradients = max(self.fixed.gradients, waiting + kept_gradient_bytes(model, device, fresh=fresh))
         return replace(self, fixed=replace(self.fixed, gradients=gradients))
 
     def with_found(self, measurement: Measurement, more_bytes: int, *, fresh_gradients: bool) -> Budget:

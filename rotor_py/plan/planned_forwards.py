@@ -41,8 +41,7 @@ class PlannedForwards:
         if self._settings.replans:
             refuse_several_processes(self._model)
         self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
-        # Beside several forwards, gradients count in any case: the first backward leaves them for the others.
-        if self._maker.in_use.budget.forwards == 1 and not self._forwards.in_flight():
+        if not self._forwards.in_flight():  # those that are there now may be of a backward of this step
             self._gradients.notice(self._maker.in_use, partial(self._maker.plan_for_kept_gradients, value))
         try:
             return self._run_planned(value)
@@ -99,7 +98,7 @@ class PlannedForwards:
         smaller = Replanner(plan, self._model, len(flying) + 1) if self._settings.replans else None
         rng = self._settings.preserve_rng_state
         telling = nullcontext() if smaller is None else smaller.telling_of_the_rest()
-        with telling, self._steps.watched(plan, value, in_flight=bool(flying)) as forward_returned:
+        with telling, self._steps.watched(plan, value, in_flight=len(flying)) as forward_returned:
             output = plan.source.run(plan.cut, sequence, value, preserve_rng_state=rng, smaller=smaller)
             forward_returned(output)
         self._forwards.watch(output, plan, sequence, self._model)

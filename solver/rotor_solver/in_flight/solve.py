@@ -8,6 +8,8 @@ each amount of room is a problem for the persistent program. In reverse order, a
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from rotor_solver.chain import Chain
 from rotor_solver.extremes import recompute_all, store_all
 from rotor_solver.in_flight.candidates import candidates
@@ -82,7 +84,7 @@ def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[C
         # The others keep something, too: what is left for `some` is the limit less the least of that.
         least = Footprint.of(chain, recompute_all(with_room_at_loss(chain, limit))).kept
         return None, forwards / some * _nested(chain, limit - (forwards - some) * least, some, slots)[1]
-    bound, room = forwards * one, limit
+    bound, room, known = forwards * one, limit, list[list[Candidate]]()
     for _ in range(4):  # the nested chain counts a little less than there is
         try:
             found = Persistent(slots).solve(nested_chain(chain, forwards), room)
@@ -93,8 +95,13 @@ def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[C
         plans = [(Footprint.of(chain, each), each) for each in apart(found, len(chain), forwards)]
         over = peak_in_reverse([each for each, _ in plans]) - limit
         if over <= 0:
-            return plans, bound
+            known.append(plans)
+            break
         room -= over
-    plans = least_in_reverse(chain, forwards)
-    fits = peak_in_reverse([each for each, _ in plans]) <= limit
-    return plans if fits else None, bound
+    if room < limit:
+        known.append(least_in_reverse(chain, forwards))
+        with suppress(InfeasibleError):
+            found = Persistent(slots).solve(nested_chain(chain, forwards, at_most=True), limit)
+            known.append([(Footprint.of(chain, each), each) for each in apart(found, len(chain), forwards)])
+    fitting = [plans for plans in known if peak_in_reverse([each for each, _ in plans]) <= limit]
+    return min(fitting, key=lambda plans: sum(each.makespan for each, _ in plans), default=None), bound
