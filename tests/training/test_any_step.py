@@ -144,13 +144,14 @@ class Steps(RuleBasedStateMachine):
     def begin(self, told: int, order: Literal["reverse"] | None, share: float, gradient: bool) -> None:
         make = type(self).made_by
         torch.manual_seed(0)
-        planned = Checkpointable(make(), loss=loss_of, forwards_in_flight=MOST)  # a step may have several backwards
+        planned = Checkpointable(make(), loss=loss_of, forwards_in_flight=MOST)
         planned.mem_limit = "1GB"
         planned.measure(rows(LARGEST, 0).requires_grad_(gradient))
         assert planned.budget is not None
         self.least, self.stored = planned.budget.least_bytes(), planned.report().store_all_bytes
         torch.manual_seed(0)
-        planned = Checkpointable(make(), loss=loss_of, fresh_grads=True, forwards_in_flight=told, backward_order=order)
+        # Gradients are not freed in a step: its second pass finds those of the first.
+        planned = Checkpointable(make(), loss=loss_of, forwards_in_flight=told, backward_order=order)
         planned.measure(rows(LARGEST, 0).requires_grad_(gradient))
         self.planned, self.known, self.checks = planned, told, dict[str, int]()
         self.any_order = False
