@@ -36,10 +36,14 @@
 #  8. A plan file is adopted, if it was made for such a model. Costs and sequence are those of the file. → solved. The
 #     first forward compares model and input with the file, as does a forward after a change of the model or on a larger
 #     input; processes compare their sequences. → agreed
-#  9. A forward arrives while others are in flight, more than the plan has room for. It follows a sequence of its own if
-#     one fits beside them, else that of the plan, and a warning says what the step takes. As soon as none is in flight,
-#     a sequence is found that leaves room for so many; if there is none, training goes on beyond the limit, and a
-#     warning says so. Several processes only warn: they cannot know what is in flight in the others.
+#  9. A forward arrives while others are in flight. It follows the sequence that the plan has for so many. If they are
+#     more than the plan has room for, it follows another one that fits beside them, if there is any, else that of the
+#     plan, and a warning says what the step takes. As soon as none is in flight, a sequence is found that leaves room
+#     for so many; if there is none, training goes on beyond the limit, and a warning says so. Or a backward begins
+#     while several are in flight: the last of them goes first (in reverse), or another one. After some steps in
+#     reverse, a faster plan for that is found, unless the user has said which order comes; after one in another order,
+#     a plan for any order, with a warning if that step goes over the limit. Several processes only warn: they cannot
+#     know what is in flight in the others.
 # 10. The device runs out of memory in a forward or backward that follows a plan, and the user wants another one
 #     (`on_oom="replan"`). The plan gets a sequence within a smaller limit, by which what was under way runs again. That
 #     limit counts for steps of this kind until the user sets one. → solved
