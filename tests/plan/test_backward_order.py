@@ -225,6 +225,7 @@ def test_a_file_has_all_sequences_and_the_order(tmp_path: Path, caplog: pytest.L
     assert '"schema": 5' in path.read_text()  # which earlier versions read
 
 
+@pytest.mark.slow
 def test_verifying_takes_steps_of_both_and_leaves_the_plan() -> None:
     planned = planned_with("reverse")
     sequence = planned.sequence
