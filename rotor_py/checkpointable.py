@@ -75,6 +75,10 @@ class Checkpointable(Transparent):
         forwards_in_flight: how many forwards come before the backward of the first: 2 for a sum of two losses, siamese
             networks, or a discriminator on real and fake. The plan then leaves room for what the others hold, whichever
             backward comes first. More than that are noticed when they come, and planned for from the next step on.
+        backward_order: the order in which the backwards of forwards in flight come: "any", or "reverse", the last
+            forward first, as in `(loss1 + loss2).backward()`, for which there are faster plans. None: any, until three
+            steps have been in reverse. If a backward then comes in another order, a warning is logged where that takes
+            the step over the limit, and from the next step on the plan is for any order.
         progress: called with (stages done, all stages, name of the next) while measuring. Without it, a bar is shown on
             a terminal if measuring takes longer than a moment.
         plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring. What was
@@ -85,7 +89,7 @@ class Checkpointable(Transparent):
         watch: which steps are watched, from the forward to the end of the backward. What such a step takes beyond the
             limit, in a loss that was not given for example, is planned for, and told of in one line of the log. None:
             every step on CUDA, where counters are read; on the CPU, where PyTorch's profiler runs meanwhile, the first
-            one by each plan. True: every step; False: none.
+            one by each plan. True: every step; False: none, and no order of backwards is noticed.
         level: checkpoint by hand instead: every module of this level (`assign_levels`) is run again from its input.
         every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
         max_checkpoints: with `every_n_layers`, the most inputs that are kept.
@@ -97,8 +101,9 @@ class Checkpointable(Transparent):
     given as well, a strategy that needs more is refused.
 
     UnsupportedModelError for a model that cannot be trained from a plan, TypeError for an optimizer that is none,
-    ValueError for a limit that is none, for less than one forward in flight, or for arguments that exclude each other;
-    with `plan`, PlanMismatchError for another model; with `custom_input` and a limit, InfeasibleError if no plan fits.
+    ValueError for a limit that is none, for less than one forward in flight, for an order of backwards that is none, or
+    for arguments that exclude each other; with `plan`, PlanMismatchError for another model; with `custom_input` and a
+    limit, InfeasibleError if no plan fits.
     """
 
     _planner: Planner
@@ -110,6 +115,7 @@ class Checkpointable(Transparent):
     loss_tmp_memory_usage = Setting[int]()
     progress = Setting[Progress | None]()
     forwards_in_flight = Setting[int]()
+    backward_order = Setting[str | None]()
     watch = Setting[bool | None]()
 
     def __init__(
@@ -126,6 +132,7 @@ class Checkpointable(Transparent):
         optimizer: torch.optim.Optimizer | None = None,
         fresh_grads: bool = False,
         forwards_in_flight: int = 1,
+        backward_order: Literal["any", "reverse"] | None = None,
         plan: str | Path | Plan | None = None,
         progress: Progress | None = None,
         granularity: int = 100,
@@ -153,6 +160,7 @@ class Checkpointable(Transparent):
             granularity=granularity,
             process_group=process_group,
             forwards_in_flight=forwards_in_flight,
+            backward_order=backward_order,
             by_hand=ByHand.asked_for(level, every_n_layers, max_checkpoints),
             watch=watch,
             on_oom=on_oom,
@@ -271,6 +279,8 @@ class Checkpointable(Transparent):
     @property
     def sequence(self) -> Sequence | None:
         """The sequence in use. Another one may be set, and is followed whatever memory it takes.
+
+        Where forwards in flight follow different ones, it is that of the first, and its `beside` are the others.
 
         Setting it raises ValueError before anything has been measured. Where several processes train the model, they
         have to agree, so the next forward solves again.

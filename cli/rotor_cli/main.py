@@ -64,6 +64,13 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
     help="Forwards before the first backward: 2 for a sum of two losses, or siamese networks.",
 )
 @click.option(
+    "--backward-order",
+    type=click.Choice(["any", "reverse"]),
+    default="any",
+    show_default=True,
+    help="Of these forwards: reverse, the last one first, for a sum of losses. It allows faster plans.",
+)
+@click.option(
     "--verify", is_flag=True, help="Train one step, and compare peak, time and gradients with the plain step."
 )
 @click.option(

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rotor_cli.errors import usage
 from rotor_cli.loading.target import split_target
@@ -31,6 +32,7 @@ class Request:
     slots: int
     fresh_grads: bool
     forwards_in_flight: int
+    backward_order: Literal["any", "reverse"]
     verify: bool
     compare: bool
     sweep: bool
@@ -70,6 +72,8 @@ class Request:
         if self.plot_file is not None:
             self._refuse_plot(self.plot_file)
         self._refuse_pipeline()
+        if self.backward_order != "any" and self.forwards_in_flight == 1:
+            raise usage("--backward-order is about several forwards in flight; add --forwards-in-flight 2")
 
     def _refuse_texts(self) -> None:
         if self.mem_limit is not None:
@@ -92,6 +96,7 @@ class Request:
         alone = {
             "--max-overhead": self.max_overhead,
             "--fresh-grads": self.fresh_grads,
+            "--backward-order": self.backward_order != "any",
             "--verify": self.verify,
             "--compare": self.compare,
             "--sweep": self.sweep,

@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 from rotor_profiling import OptimizerCost
-from rotor_py.measure.fixed_memory import FixedMemory, count_fixed_memory, kept_gradient_bytes, trained_bytes
+from rotor_py.measure.fixed_memory import count_fixed_memory, kept_gradient_bytes, trained_bytes
 from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.step_memory import StepMemory
 from rotor_py.units import format_bytes, limit_text
 from rotor_solver import (
     Algorithm,
-    Backward,
     Chain,
     InfeasibleError,
-    Loss,
     Persistent,
     Sequence,
     StoreAll,
@@ -25,45 +24,25 @@ from rotor_solver import (
     solve_in_flight,
     store_all,
 )
-from rotor_solver.in_flight import Footprint, least_in_flight_sequence, peak_in_any_order
+from rotor_solver.in_flight import least_in_flight_sequence
+
+_WORTH = 0.005
+"""The share of time that different sequences have to save: as much as the solver's gap may be."""
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """The memory of a step around the chain.
-
-    Beside the fixed part, `before_bytes` are there while the layers before the chain run, and `stepping_bytes` while
-    the optimizer steps: the chain's input, its output, and fresh gradients. The step itself needs `step_bytes` more;
-    None if nothing is known about the optimizer. `snapshot_bytes` are needed as soon as anything is computed twice.
-
-    `forwards` are in flight at once, all by one sequence. Each of the others holds what its chain keeps from forward to
-    backward and `held_beside` more. Its snapshots are its own.
-    """
-
-    fixed: FixedMemory
-    chain: Chain
-    before_bytes: int = 0
-    snapshot_bytes: int = 0
-    stepping_bytes: int = 0
-    step_bytes: int | None = None
-    forwards: int = 1
-    held_beside: int = 0
-    in_nodes: bool = False
-    """Whether the backward of a stored stage takes what that of one that was run again takes."""
+class Budget(StepMemory):
+    """The memory of a step, the sequences that fit into a limit for all of it, and what is learnt of it late."""
 
     def with_optimizer(self, cost: OptimizerCost) -> Budget:
         """The same budget, now that the optimizer is known."""
         return replace(self, fixed=replace(self.fixed, optimizer=cost.state_bytes), step_bytes=cost.step_bytes)
 
-    @property
-    def floor_bytes(self) -> int:
-        """What the step needs whatever the plan is: for the layers before the chain, or for the optimizer."""
-        return max(self.fixed.total + self.before_bytes, self.optimizer_peak_bytes)
-
     def with_forwards(self, forwards: int, measurement: Measurement, gradient_bytes: int) -> Budget:
         """The budget for as many forwards in flight at once; `gradient_bytes` are those of all trained parameters.
 
-        The backward of the first one leaves these gradients, so they are in memory while the others run.
+        The first one to go backward leaves as many, so they are in memory while the others run: in `grad`, or, where
+        one pass goes through all of them, with the engine, which adds them up before it adds them to what is kept.
         """
         if forwards == self.forwards:
             return self
@@ -71,12 +50,16 @@ class Budget:
         returned = measurement.stages[-1].activation_bytes + measurement.held_bytes
         return replace(
             self,
-            fixed=replace(self.fixed, gradients=max(self.fixed.gradients, gradient_bytes)),
+            fixed=replace(self.fixed, gradients=self.fixed.gradients + (gradient_bytes if self.forwards == 1 else 0)),
             chain=self._chain(measurement, fresh_gradients=False),
             stepping_bytes=forwards * (measurement.input_bytes + returned),
             forwards=forwards,
             held_beside=self._held_beside(measurement),
         )
+
+    def with_backward_order(self, order: str) -> Budget:
+        """The budget for backwards that come in this order, one of `rotor_solver.in_flight.ORDERS`."""
+        return self if order == self.backward_order else replace(self, backward_order=order)
 
     def _chain(self, measurement: Measurement, *, fresh_gradients: bool) -> Chain:
         chain = measurement.chain(fresh_gradients=fresh_gradients)
@@ -88,36 +71,6 @@ class Budget:
         # How much of what the loss needs it keeps for its backward is not known: all of it counts.
         return self.fixed.batch + carried + measurement.held_bytes + loss.kept_bytes + loss.temp_bytes
 
-    @property
-    def optimizer_peak_bytes(self) -> int:
-        """What is in memory while the optimizer steps, as far as the optimizer is known."""
-        return self.fixed.total + self.stepping_bytes + (self.step_bytes or 0)
-
-    def peak_bytes(self, sequence: Sequence) -> int:
-        """The predicted peak of a whole step that follows `sequence`."""
-        others = self.others_bytes(sequence)
-        running = simulate(self.chain, sequence).peak
-        if self.forwards > 1:  # one that is over leaves its output, which may be more than it took itself
-            running = max(running, Footprint.of(self.chain, sequence).waiting)
-        before = self.fixed.total + others + self.before_bytes
-        return max(before, self.optimizer_peak_bytes, self.beside_chain(sequence) + running)
-
-    def beside_chain(self, sequence: Sequence) -> int:
-        """What is in memory beside the chain while it follows `sequence`: the fixed part, snapshots, other forwards."""
-        snapshots = self.forwards * self.snapshot_bytes if recomputes(sequence) else 0
-        return self.fixed.total + snapshots + self.others_bytes(sequence)
-
-    def others_bytes(self, sequence: Sequence) -> int:
-        """What the other forwards in flight hold if they follow `sequence`, but for their snapshots."""
-        if self.forwards == 1:
-            return 0
-        return (self.forwards - 1) * (Footprint.of(self.chain, sequence).waiting + self.held_beside)
-
-    def chain_limit(self, mem_limit: int) -> int:
-        """What is left for the chain, its input included, if something is computed twice; for that of all forwards."""
-        others = (self.forwards - 1) * (self.held_beside + self.snapshot_bytes)
-        return mem_limit - self.fixed.total - self.snapshot_bytes - others
-
     def least_bytes(self) -> int:
         """The least limit for which there is a plan."""
         # Storing all may need least: it needs no snapshots, and recomputing may save less than they take.
@@ -127,7 +80,7 @@ class Budget:
     def _least_sequence(self) -> Sequence:
         if self.forwards == 1:
             return recompute_all(self.chain)
-        return least_in_flight_sequence(self.chain, self.forwards)
+        return least_in_flight_sequence(self.chain, self.forwards, self.backward_order)
 
     def solve(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
         """A sequence for a whole step within `mem_limit` bytes.
@@ -145,15 +98,17 @@ class Budget:
         if self.forwards == 1:
             sequence = algorithm.solve(self.chain, self.chain_limit(mem_limit))
         else:
-            sequence = self._solve_for_all(self.chain_limit(mem_limit), algorithm)
+            sequence = self._solve_for_all(mem_limit, algorithm)
         assert self.peak_bytes(sequence) <= mem_limit
         return sequence
 
-    def _solve_for_all(self, limit: int, algorithm: Algorithm) -> Sequence:
-        """The sequence that all forwards in flight follow, so that their chains stay within `limit` together."""
+    def _solve_for_all(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
+        """The sequence of the first forward in flight, and those of the others beside it where they differ."""
+        limit, order = self.chain_limit(mem_limit), self.backward_order
         if isinstance(algorithm, Persistent):
-            plan = solve_in_flight(self.chain, limit, self.forwards, alike=True, slots=algorithm.slots)
-            return Sequence(plan.sequences[0], "persistent", plan.lower_bound / self.forwards)
+            return solve_in_flight(
+                self.chain, limit, self.forwards, order, worth=_WORTH, slots=algorithm.slots
+            ).sequence
         # Of another algorithm, nothing is known but that it keeps its limit: the largest limit at which all fit.
         little, much, found = 0, limit + 1, None
         while much - little > 1:
@@ -163,7 +118,7 @@ class Budget:
             except InfeasibleError:
                 little = middle
                 continue
-            if peak_in_any_order([Footprint.of(self.chain, sequence)] * self.forwards) <= limit:
+            if self.peak_bytes(sequence) <= mem_limit:
                 little, found = middle, sequence
             else:
                 much = middle
@@ -195,7 +150,8 @@ class Budget:
 
     def with_gradients_of(self, model: nn.Module, device: torch.device, *, fresh: bool) -> Budget:
         """The same budget, with room for all gradients that are there now."""
-        gradients = max(self.fixed.gradients, kept_gradient_bytes(model, device, fresh=fresh))
+        waiting = trained_bytes(model, device) if self.forwards > 1 else 0
+        gradients = max(self.fixed.gradients, waiting + kept_gradient_bytes(model, device, fresh=fresh))
         return replace(self, fixed=replace(self.fixed, gradients=gradients))
 
     def with_found(self, measurement: Measurement, more_bytes: int, *, fresh_gradients: bool) -> Budget:
@@ -204,22 +160,6 @@ class Budget:
         if self.forwards > 1:
             fresh_gradients, found = False, replace(found, held_beside=self._held_beside(measurement))
         return replace(found, chain=self._chain(measurement, fresh_gradients=fresh_gradients))
-
-    def split(self) -> str:
-        """The fixed part in words."""
-        parts = self.parts()
-        forwards = f" with {self.forwards} forwards in flight" if self.forwards > 1 else ""
-        return f"{format_bytes(self.fixed.total)} is fixed" + (f" ({parts})" if parts else "") + forwards
-
-    def parts(self) -> str:
-        """What the fixed part consists of, in words."""
-        return self.fixed.in_words()
-
-
-def recomputes(sequence: Sequence) -> bool:
-    """Whether a forward runs after the loss."""
-    operations = list(sequence)
-    return any(not isinstance(operation, Backward) for operation in operations[operations.index(Loss()) + 1 :])
 
 
 def in_nodes(chain: Chain) -> Chain:

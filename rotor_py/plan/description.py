@@ -14,7 +14,7 @@ from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report import Report
 from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.units import format_bytes
-from rotor_solver import Sequence, simulate, store_all
+from rotor_solver import Sequence, store_all
 from rotor_solver.kept_at_loss import PlanMemory, plan_memory
 
 
@@ -81,8 +81,8 @@ def summary_of(plan: StepPlan, model: TrainedModel) -> str:
     """The plan in one line: limit, fixed part, least possible, planned peak and overhead."""
     sequence = _sequence(plan)
     budget, stored = plan.budget, store_all(plan.budget.chain)
-    plain, planned = simulate(budget.chain, stored), simulate(budget.chain, sequence)
-    overhead = planned.makespan / plain.makespan - 1 if plain.makespan else 0.0
+    plain, planned = budget.makespan(stored), budget.makespan(sequence)
+    overhead = planned / plain - 1 if plain else 0.0
     unlimited = plan.unlimited(model.settings)
     limit = "no limit" if unlimited else f"limit {format_bytes(_limit_bytes(plan, model))}"
     return (

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from rotor_py.by_hand.strategy import ByHand
+from rotor_solver.in_flight import ORDERS
 from rotor_solver.progress import Progress
 
 
@@ -33,17 +34,21 @@ class Settings:
     process_group: ProcessGroup | None = None
     by_hand: ByHand | None = None
     forwards_in_flight: int = 1
+    backward_order: str | None = None
     watch: bool | None = None
     on_oom: str = "raise"
 
     def __post_init__(self) -> None:
         """TypeError if `optimizer` is no optimizer: its class, for example.
 
-        ValueError if `forwards_in_flight` is not a whole number, one at least, or if `on_oom` cannot be done.
+        ValueError if `forwards_in_flight` is not a whole number, one at least, if `backward_order` is none, or if
+        `on_oom` cannot be done.
         """
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
             raise ValueError(f"forwards_in_flight is {forwards!r}; it has to be a whole number, one at least")
+        if self.backward_order not in (None, *ORDERS):
+            raise ValueError(f"backward_order is {self.backward_order!r}; it can be {' or '.join(map(repr, ORDERS))}")
         given = self.optimizer
         if given is not None and (isinstance(given, type) or not hasattr(given, "param_groups")):
             raise TypeError(

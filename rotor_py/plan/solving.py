@@ -69,12 +69,16 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
     open_question = size_of(group) > 1 and plan.agreed is not plan.sequence
     if plan.file is not None:
         if group is not None and open_question:
-            refuse_other_plans(str(plan.sequence), group, model.device_of(plan.input_spec))
+            assert plan.sequence is not None
+            text = "; ".join(map(str, (plan.sequence, *plan.sequence.beside)))
+            refuse_other_plans(text, group, model.device_of(plan.input_spec))
             plan.agreed = plan.sequence
         return
     grown = model.with_communication(plan.budget)
     forwards = model.settings.forwards_in_flight
     grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
+    if not model.alone:
+        grown = grown.with_backward_order(plan.order.to_plan_for(model.settings, alone=False))
     if grown != plan.budget:
         plan.budget, plan.sequence = grown, None
     if plan.sequence is None or open_question:
@@ -116,28 +120,6 @@ def make_room_for_optimizer(plans: StepPlans, model: TrainedModel, cost: Optimiz
         solve(plan, model)
     except InfeasibleError as error:
         _warn_beyond_the_limit(error)
-
-
-def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
-    """Have a sequence that leaves room for as many forwards in flight as were seen; none of them is at this moment.
-
-    A warning is logged if there is none: training then goes on with the sequence in use, beyond the limit.
-    """
-    device = model.device_of(plan.input_spec)
-    plan.budget = model.with_forwards(plan.budget, plan.measurement, device, plan.most_in_flight)
-    limit = model.limit_bytes(device)
-    assert plan.sequence is not None
-    if plan.budget.peak_bytes(plan.sequence) <= limit:
-        return
-    _log.warning(
-        "planning again: %d forwards of %s are in flight at once. With forwards_in_flight=%d, they have room from the "
-        "first step on.",
-        plan.most_in_flight, type(model.core).__name__, plan.most_in_flight,
-    )  # fmt: skip
-    try:
-        solve(plan, model)
-    except InfeasibleError as error:
-        _log.warning("with %d forwards in flight, training goes on beyond the limit: %s", plan.most_in_flight, error)
 
 
 def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel, cost: OptimizerCost) -> None:

@@ -29,6 +29,8 @@ from rotor_solver import Sequence
 from rotor_solver.progress import Progress
 
 _log = logging.getLogger("rotor_py")
+_MOST_READ = 8
+"""Sequences that are remembered as they were read. A guess: each forward in flight may follow one of its own."""
 
 
 class Measured(NamedTuple):
@@ -224,22 +226,25 @@ def _tell_of_capture(value: Any, seconds: float) -> None:
 
 
 class _Replay:
-    """Runs stages by a sequence, which it reads once."""
+    """Runs stages by sequences, each of which it reads once while it is in use."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._read: tuple[Sequence, Program] | None = None
+        self._read: list[tuple[Sequence, Program]] = []
+        """those that were followed last, the latest at the end"""
 
     def __call__(self, runners: list[StageRunner], sequence: Sequence, value: Any, smaller: SmallerPlans | None) -> Any:
         # Sequences are compared as objects: comparing thousands of operations would take longer than small stages do.
-        if self._read is None or self._read[0] is not sequence:
-            self._read = sequence, program(len(runners), sequence)
+        read = next((each for each in self._read if each[0] is sequence), None)
+        if read is None:
+            read = sequence, program(len(runners), sequence)
+            self._read = [*self._read[1 - _MOST_READ :], read]
         if is_sharded(self._model):
             # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.
             return regions.run(runners, regions.regions(sequence), value)
         if smaller is not None:
-            return GuardedTape(runners, self._read[1], smaller).forward(value)
-        return replay(runners, self._read[1], value)
+            return GuardedTape(runners, read[1], smaller).forward(value)
+        return replay(runners, read[1], value)
 
 
 def _options(model: nn.Module, settings: Settings) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rotor_profiling import OptimizerCost
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
+from rotor_py.plan.noticed.backward_order import BackwardOrder
 from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
@@ -56,6 +57,8 @@ class StepPlan:
     """the sequence that was found; another one in use is one that the user set"""
     most_in_flight: int = 1
     """the most forwards that were in flight at once when one of them followed this plan"""
+    order: BackwardOrder = field(default_factory=BackwardOrder)
+    """in which order backwards have come"""
     fresh_gradients: bool = False
     """whether gradients are freed between steps"""
     watched: Sequence | None = None

@@ -17,7 +17,7 @@ from rotor_py.distributed.whole_parameters import is_sharded, keeps_gradients
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes
-from rotor_py.measure.fixed_memory import kept_gradient_bytes
+from rotor_py.measure.fixed_memory import trained_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.plan.input_spec import TensorSpec, spec_of
 from rotor_py.plan.settings import Settings
@@ -87,14 +87,15 @@ class TrainedModel:
                 communication=communication_bytes(self.whole) if several else 0,
                 buckets=around(self.whole) is not None,
             )
-        return self.with_forwards(budget, measured.measurement, device, self.settings.forwards_in_flight)
+        budget = self.with_forwards(budget, measured.measurement, device, self.settings.forwards_in_flight)
+        return budget.with_backward_order(self.settings.backward_order or "any")
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:
         """The budget for as many forwards in flight, if they are more than it has room for already."""
         if forwards <= budget.forwards:
             return budget
         with at_rest(self.core):
-            gradients = kept_gradient_bytes(self.core, device, fresh=False)
+            gradients = trained_bytes(self.core, device)
         return budget.with_forwards(forwards, measurement, gradients)
 
     def with_gradients_left_over(self, budget: Budget, device: torch.device) -> Budget:

@@ -53,7 +53,7 @@ class ReportFacts:
 
     def peak_reason(self) -> str | None:
         """Where the peak is, in one sentence; None where it is in forward or backward, as one would expect."""
-        running = self.budget.beside_chain(self.sequence) + simulate(self.chain, self.sequence).peak
+        running = self.budget.beside_chain(self.sequence) + simulate(self.chain, self.shown).peak
         if self.peak_bytes <= running:
             return None
         stepping = self.peak_bytes == self.budget.optimizer_peak_bytes
@@ -67,6 +67,35 @@ class ReportFacts:
     def chain(self) -> Chain:
         """The measured chain, in seconds and bytes."""
         return self.budget.chain
+
+    @property
+    def shown(self) -> Sequence:
+        """The sequence that is drawn, and told stage by stage: of several forwards in flight, the one with the peak."""
+        return self.budget.busiest(self.sequence)[0]
+
+    def by_forwards(self) -> dict[str, Sequence]:
+        """The sequences that forwards in flight follow, by what they are called: `forward 1`, `forwards 2 to 4`."""
+        sequences = self.sequence.of_forwards(self.budget.forwards)
+        if not self.sequence.beside:
+            return {"sequence": self.sequence}
+        starts = [at for at, each in enumerate(sequences) if at == 0 or each.operations != sequences[at - 1].operations]
+        ends = [*starts[1:], len(sequences)]
+        return {
+            f"forward {begin + 1}" if end - begin == 1 else f"forwards {begin + 1} to {end}": sequences[begin]
+            for begin, end in zip(starts, ends, strict=True)
+        }
+
+    def which_forward(self) -> str | None:
+        """Which of the forwards in flight is shown, in one sentence; None where they all follow one sequence."""
+        found = self.by_forwards()
+        if len(found) == 1:
+            return None
+        name = next(name for name, each in found.items() if each.operations == self.shown.operations)
+        order = "come in reverse" if self.budget.backward_order == "reverse" else "may come in any order"
+        return (
+            f"{self.budget.forwards} forwards are in flight at once, by {len(found)} different sequences; their "
+            f"backwards {order}. Stages and pictures are those of {name}, where the peak is."
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -90,7 +119,7 @@ class ReportFacts:
 
     def seconds_of(self, sequence: Sequence) -> float:
         """Predicted time of forward, loss and backward that follow `sequence`, of all forwards in flight."""
-        return self.budget.forwards * (simulate(self.chain, sequence).makespan + self.before_chain_seconds)
+        return self.budget.makespan(sequence) + self.budget.forwards * self.before_chain_seconds
 
     @property
     def overhead(self) -> float:
@@ -101,12 +130,12 @@ class ReportFacts:
     def gap(self) -> float | None:
         """How far the plan can be from the best memory-persistent one, as a share of time; None if there is no bound.
 
-        The solver has proved that no such plan is faster than `sequence.lower_bound` seconds.
+        The solver has proved that no such plan is faster than `sequence.lower_bound` seconds, for each forward.
         """
         bound = self.sequence.lower_bound
         if bound is None:
             return None
-        makespan = simulate(self.chain, self.sequence).makespan
+        makespan = self.budget.makespan(self.sequence) / self.budget.forwards
         return makespan / bound - 1 if bound else 0.0
 
     @property
@@ -119,7 +148,7 @@ class ReportFacts:
         runs = [0] * len(self.chain)
         kept: dict[int, str] = {}
         before_loss = True
-        for operation in self.sequence:
+        for operation in self.shown:
             match operation:
                 case Loss():
                     before_loss = False

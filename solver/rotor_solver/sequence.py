@@ -19,14 +19,25 @@ class Sequence(collections.abc.Sequence[Operation]):
 
     `algorithm` names what found it. `lower_bound`, in seconds, is certified: no memory-persistent sequence within the
     limit that it was found for is faster. It is None where no bound is known. ValueError if an item is no operation.
+
+    `beside` are the sequences of further forwards that are in flight together with one by this, in their order; the
+    bound is then an even part of that for all of them. Where all forwards follow this one, it is empty.
     """
 
     operations: tuple[Operation, ...]
     algorithm: str = field(default="", compare=False)
     lower_bound: float | None = field(default=None, compare=False)
+    beside: tuple[Sequence, ...] = ()
 
-    def __init__(self, operations: Iterable[Operation], algorithm: str = "", lower_bound: float | None = None) -> None:
+    def __init__(
+        self,
+        operations: Iterable[Operation],
+        algorithm: str = "",
+        lower_bound: float | None = None,
+        beside: Iterable[Sequence] = (),
+    ) -> None:
         object.__setattr__(self, "operations", tuple(operations))
+        object.__setattr__(self, "beside", tuple(beside))
         object.__setattr__(self, "algorithm", algorithm)
         object.__setattr__(self, "lower_bound", lower_bound)
         for position, operation in enumerate(self.operations):
@@ -39,6 +50,11 @@ class Sequence(collections.abc.Sequence[Operation]):
         inside = text.strip().removeprefix("[").removesuffix("]").strip()
         tokens = [token.strip() for token in inside.split(",")] if inside else []
         return cls(_operation(position, token) for position, token in enumerate(tokens))
+
+    def of_forwards(self, forwards: int) -> tuple[Sequence, ...]:
+        """The sequences of so many forwards in flight, from the first on; where there are too few, the last repeats."""
+        known = (self, *self.beside)[:forwards]
+        return (*known, *(known[-1:] * (forwards - len(known))))
 
     def __len__(self) -> int:
         return len(self.operations)

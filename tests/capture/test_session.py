@@ -41,7 +41,7 @@ def test_smaller_inputs_use_the_plan_and_larger_ones_are_planned_with_a_notice(c
 
 def test_inputs_that_keep_growing_are_refused_at_last() -> None:
     planned, _, _ = planned_tower(mem_limit="1GB")
-    planned._planner._grown = 16
+    planned._planner._maker._grown = 16
     with pytest.raises(ValueError, match=r"planned 16 times.*call measure\(\) once with the largest input"):
         planned(ids=torch.randint(20, (40, 40)))
 

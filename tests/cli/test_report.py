@@ -34,7 +34,11 @@ def test_json_has_every_key_of_the_schema(loose):
     assert loose["mem_limit"] == 10**9
     assert set(loose) == {"schema", "device", "mem_limit", "fixed_bytes", "min_bytes", "store_all", "plan", "stages"}
     assert set(loose["store_all"]) == {"peak_bytes", "step_seconds"}
-    assert set(loose["plan"]) == {"peak_bytes", "step_seconds", "overhead", "sequence", "algorithm", "gap"}
+    of_forwards = {"forwards_in_flight", "backward_order", "sequences"}
+    assert (
+        set(loose["plan"]) == {"peak_bytes", "step_seconds", "overhead", "sequence", "algorithm", "gap"} | of_forwards
+    )
+    assert loose["plan"]["sequences"] == [loose["plan"]["sequence"]]
     expected = {"name", "forward_seconds", "backward_seconds", "activation_bytes", "saved_bytes"}
     expected |= {"forward_temp_bytes", "backward_temp_bytes", "action"}
     assert expected <= set(loose["stages"][0])

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling import StepWatch, measured_peak, watch_step
+from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
-from rotor_py.plan.noticed import watched_steps
+from rotor_py.plan.noticed import watched_step
 from rotor_py.trials.verification import verify
 from tests.checkpointable.steps import CPU, between
 from tests.execute.training import assert_same
@@ -433,20 +433,83 @@ def test_a_compiled_loss_is_compiled_while_it_is_watched(caplog: pytest.LogCaptu
     assert len(said_in(caplog)) == 1
 
 
-def test_several_forwards_of_a_step_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned, started = planned_for(loss=loss, watch=True), []
+def added_up(network: nn.Module) -> None:
+    network.zero_grad()
+    outputs = [network(WORDS.clone()), network(WORDS.clone())]
+    (loss(outputs[0]) + loss(outputs[1])).backward()
 
-    def counted(*args: Any) -> StepWatch | None:
-        started.append(args)
-        return watch_step(*args)
 
-    monkeypatch.setattr(watched_steps, "watch_step", counted)
-    (loss(planned(WORDS)) + loss(planned(WORDS))).backward()
-    assert len(started) == 1  # and that one was stopped when the second forward came
+def one_after_the_other(network: nn.Module) -> None:
+    network.zero_grad()
+    outputs = [network(WORDS.clone()), network(WORDS.clone())]
+    for output in outputs:
+        loss(output).backward()
+
+
+def each_as_it_comes(network: nn.Module) -> None:
+    network.zero_grad()
+    first = network(WORDS.clone())
+    found = loss(first)
+    second = network(WORDS.clone())
+    (found + loss(second)).backward()
+
+
+@pytest.mark.parametrize("step", [added_up, one_after_the_other, each_as_it_comes])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_loss_outside_of_several_forwards_is_planned_for(
+    kind: str, step: Callable[[nn.Module], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    planned = planned_for(kind, share=1.05, forwards_in_flight=2, backward_order="any")
+    limit = planned.mem_limit
+    assert peak_of(planned, step) > limit
+    step(planned)
     assert not listening()
-    assert planned._planner.in_use.watched is None
-    step(planned)  # nor is another one watched: the next forward would join it
-    assert len(started) == 1
+    (said,) = said_in(caplog)
+    assert f"the limit is {limit / 1e6:.2f} MB ({limit} bytes)" in said
+    assert "It was planned again with that" in said
+    for _ in range(2):
+        assert peak_of(planned, step) <= planned.budget.peak_bytes(planned.sequence) <= limit
+        step(planned)
+    assert said_in(caplog) == [said]
+
+
+def test_a_loss_that_was_given_says_nothing_of_several_forwards(caplog: pytest.LogCaptureFixture) -> None:
+    planned = planned_for(share=0.5, forwards_in_flight=2, loss=loss, watch=True)
+    for step in (added_up, one_after_the_other, each_as_it_comes):
+        before = planned.sequence
+        step(planned)
+        assert planned._planner.in_use.watched is before
+    assert said_in(caplog) == []
+
+
+def test_forwards_that_nobody_told_of_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What they take beyond the limit is no loss, nor anything else that is held."""
+    planned = planned_for(loss=loss, watch=True)
+    planned.compute_sequence(int(1.5 * planned.mem_limit))
+    measured = planned.inspection_values
+    added_up(planned)
+    assert not listening()
+    (said,) = said_in(caplog)
+    assert said.startswith("2 forwards of ")
+    assert planned.inspection_values is measured
+    added_up(planned)
+    assert peak_of(planned, added_up) <= planned.mem_limit
+    assert len(said_in(caplog)) == 2
+
+
+def test_a_step_whose_forwards_never_come_to_an_end_is_not_watched_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_step, "_MOST_FORWARDS", 3)
+    planned = planned_for(share=0.5, forwards_in_flight=2, loss=loss)
+    before = planned(WORDS)
+    for _ in range(2):
+        output = planned(WORDS)
+        loss(before).backward()
+        before = output
+    assert listening()
+    after = planned(WORDS)
+    assert not listening()
+    assert planned._planner.in_use.watched is planned.sequence
+    (loss(before) + loss(after)).backward()
 
 
 # Gradients that are kept, although fresh_grads=True.

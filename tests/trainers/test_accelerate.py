@@ -11,7 +11,7 @@ from torch import nn
 
 from rotor_profiling import tensors_in
 from rotor_py import Checkpointable
-from rotor_py.measure.budget import recomputes
+from rotor_py.measure.step_memory import recomputes
 from tests.checkpointable.steps import blocks, images
 from tests.trainers.runs import assert_same_weights, halfway, run_peak
 

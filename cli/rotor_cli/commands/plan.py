@@ -55,6 +55,7 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
             optimizer=found.optimizer,
             fresh_grads=request.fresh_grads,
             forwards_in_flight=request.forwards_in_flight,
+            backward_order=request.backward_order,
             progress=shown.doing("measuring"),
         )
         network.measure(found.sample)
@@ -78,6 +79,11 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
             *(("optimizer=optimizer",) if found.optimizer else ()),
             *(("fresh_grads=True",) if request.fresh_grads else ()),
             *((f"forwards_in_flight={forwards}",) if (forwards := request.forwards_in_flight) > 1 else ()),
+            *(
+                (f"backward_order={request.backward_order!r}",)
+                if forwards > 1 and request.backward_order != "any"
+                else ()
+            ),
         ),
         limited=request.limited,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -19,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from rotor_profiling import tensors_in
 from rotor_py.execute.graph_task import goes_through, retains_graph
-from rotor_py.measure.budget import Budget, recomputes
+from rotor_py.measure.budget import Budget
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import format_bytes
@@ -33,29 +32,16 @@ _MOST_KNOWN = 64
 """Loads and sequences that are remembered; a guess, more than the kinds of steps that a model takes in turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """What one forward puts on the others, in bytes: `held` while it waits, and `working` more while it runs."""
-
-    held: int
-    working: int
-
-    @classmethod
-    def of(cls, budget: Budget, sequence: Sequence) -> _Load:
-        """Of a budget for several forwards."""
-        found = Footprint.of(budget.chain, sequence)
-        snapshot = budget.snapshot_bytes if recomputes(sequence) else 0
-        return cls(found.waiting + budget.held_beside + snapshot, found.working)
-
-
 class _Forward:
     """One forward, as long as somebody can still go backward through it. Its graph keeps it alive, and nothing else."""
 
-    __slots__ = ("__weakref__", "plan", "sequence", "used")
+    __slots__ = ("__weakref__", "counted", "plan", "sequence", "used")
 
     def __init__(self, plan: StepPlan, sequence: Sequence) -> None:
         self.plan, self.sequence = plan, sequence
         self.used = False
+        self.counted = False
+        """whether its backward has been looked at"""
 
 
 class Forwards:
@@ -85,18 +71,51 @@ class Forwards:
         self._flying.append(ref(forward))
 
     def _begin_backward(self, forward: _Forward, model: TrainedModel, gradient: torch.Tensor) -> None:
+        self._notice_order(forward, model)
         forward.used = not retains_graph()  # with the graph, all that it holds stays
         if not (forward.used or self._knows_split) and _is_for_inputs_alone(model):
             self._knows_split = True
             self._warn_of_split_backwards(forward, model)
+
+    def _notice_order(self, forward: _Forward, model: TrainedModel) -> None:
+        """See whether the backward of `forward`, which begins, comes in reverse of the forwards that are in flight."""
+        if forward.used or forward.counted:
+            return
+        forward.counted, flying = True, self.in_flight()
+        if flying[-1] is forward:
+            forward.plan.order.in_reverse += len(flying) == forward.plan.budget.forwards > 1
+            return
+        for each in flying:
+            if each.plan.budget.backward_order == "reverse" and not each.plan.order.otherwise:
+                self._warn_of_order(flying, each.plan, model)
+            each.plan.order.otherwise = True
+
+    def _warn_of_order(self, flying: list[_Forward], plan: StepPlan, model: TrainedModel) -> None:
+        """Log a warning if the limit has no room for what is held in another order than `plan` was made for."""
+        if plan.unlimited(model.settings):
+            return
+        budget = self._budget(plan, model, len(flying)).with_backward_order("any")
+        peak = budget.bytes_together([self._footprint(each.plan, each.sequence, model) for each in flying])
+        limit = model.limit_bytes(model.device_of(plan.input_spec))
+        if peak <= limit:
+            return
+        stays = plan.file is not None or not model.alone
+        _log.warning(
+            "a backward of %s comes while %d forwards are in flight, and not through the last of them, although the "
+            "plan is for backwards in reverse of the forwards. The step takes up to %s (%d bytes), and the limit is %s "
+            "(%d bytes). %s Say backward_order='any' (--backward-order any).",
+            type(model.core).__name__, len(flying), format_bytes(peak), peak, format_bytes(limit), limit,
+            "The plan stays as it is." if stays else "From the next step on, the plan is for any order.",
+        )  # fmt: skip
 
     def _warn_of_split_backwards(self, forward: _Forward, model: TrainedModel) -> None:
         """Log a warning if the limit has no room for what is held from a backward for inputs to one for parameters."""
         plan = forward.plan
         if plan.unlimited(model.settings):
             return
-        held = self._load(plan, forward.sequence, model).held
-        limit, peak = model.limit_bytes(model.device_of(plan.input_spec)), plan.budget.peak_bytes(forward.sequence)
+        held = self._footprint(plan, forward.sequence, model).waiting
+        limit = model.limit_bytes(model.device_of(plan.input_spec))
+        peak = plan.budget.peak_bytes(plan.sequence or forward.sequence)
         between = sum(plan.budget.chain.activation[1:])  # a gradient for the output of each stage
         if peak + held + between <= limit:
             return
@@ -112,24 +131,24 @@ class Forwards:
     def sequence_beside(self, flying: list[_Forward], plan: StepPlan, model: TrainedModel) -> Sequence:
         """The sequence for a forward by `plan` that begins while those of `flying` wait.
 
-        It is that of the plan if there is room for it; else one that fits into what is left, if there is any. Else a
-        warning is logged, once, and it is that of the plan, beyond the limit.
+        It is that which the plan has for so many if there is room for it; else one that fits into what is left, if
+        there is any. Else a warning is logged, once, and it is that of the plan, beyond the limit.
         """
         assert plan.sequence is not None
         count = len(flying) + 1
+        planned = plan.sequence.of_forwards(count)[-1]
         for each in (plan, *(forward.plan for forward in flying)):
             each.most_in_flight = max(each.most_in_flight, count)
         if plan.unlimited(model.settings):
-            return plan.sequence
+            return planned
         limit = model.limit_bytes(model.device_of(plan.input_spec))
         budget = self._budget(plan, model, count)
-        loads = [self._load(forward.plan, forward.sequence, model) for forward in flying]
-        held, working = sum(each.held for each in loads), max(each.working for each in loads)
-        own = self._load(plan, plan.sequence, model)
-        running = budget.fixed.total - budget.held_beside + held + own.held + max(working, own.working)
+        others = [self._footprint(forward.plan, forward.sequence, model) for forward in flying]
+        held, working = sum(each.waiting for each in others), max(each.working for each in others)
+        running = budget.bytes_together([*others, self._footprint(plan, planned, model)])
         peak = max(running, budget.optimizer_peak_bytes)
         if peak <= limit:
-            return plan.sequence
+            return planned
         # Not where processes follow the same sequences: what is in flight in the others is not known here.
         if running > limit and model.alone and plan.found_for(model.settings):
             rest = limit - budget.fixed.total - held - budget.held_beside - budget.snapshot_bytes
@@ -139,7 +158,7 @@ class Forwards:
         if count > self._warned:
             self._warned = count
             _warn(count, held, peak, limit, model)
-        return plan.sequence
+        return planned
 
     def _budget(self, plan: StepPlan, model: TrainedModel, count: int) -> Budget:
         """The budget of the plan for `count` forwards at least."""
@@ -148,12 +167,11 @@ class Forwards:
         found: Budget = self._remember(("budget", id(plan.budget), count), plan.budget, make)
         return found
 
-    def _load(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> _Load:
+    def _footprint(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> Footprint:
         # A budget for one forward does not say what it holds beside its chain.
         budget = self._budget(plan, model, 2)
-        found: _Load = self._remember(
-            ("load", id(budget), id(sequence)), (budget, sequence), partial(_Load.of, budget, sequence)
-        )
+        make = partial(budget.footprint, sequence)
+        found: Footprint = self._remember(("footprint", id(budget), id(sequence)), (budget, sequence), make)
         return found
 
     def _squeezed(self, chain: Chain, rest: int, working: int) -> Sequence | None:

@@ -52,6 +52,17 @@ def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model:
         )  # fmt: skip
 
 
+def tell_of_several_plans(peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel) -> None:
+    """Log that a step went over its limit whose forwards follow several plans: which one to change nobody can know."""
+    plan.overruns += 1
+    _log.warning(
+        "a training step of %s takes %s (%d bytes), and the limit is %s (%d bytes). Its forwards follow several plans, "
+        "so these stay as they are: training goes on, beyond the limit. Write mem_limit=%d.",
+        type(model.core).__name__, format_bytes(peak_bytes), peak_bytes, format_bytes(limit), limit,
+        max(1, 2 * limit - peak_bytes),
+    )  # fmt: skip
+
+
 def _cost(loss: Phase, planned: LossCost, gradient_bytes: int) -> LossCost:
     """What the loss needs, as `measure_loss` counts: the chain has the gradient of the output by itself."""
     return replace(

@@ -34,11 +34,15 @@ kilobytes, and each further try costs time."""
 
 
 class Replanner:
-    """The plans for one forward by `plan` and its backward. Plans for later steps of this kind become smaller too."""
+    """The plans for one forward by `plan` and its backward. Plans for later steps of this kind become smaller too.
 
-    def __init__(self, plan: StepPlan, model: TrainedModel) -> None:
+    It is the forward of this `number` among those in flight, from one on.
+    """
+
+    def __init__(self, plan: StepPlan, model: TrainedModel, number: int = 1) -> None:
         self._plan = plan
         self._model = model
+        self._number = number
         self._sequence = plan.sequence
         self._budget = forward_and_backward(plan.budget)
         self._tries = 0
@@ -53,7 +57,7 @@ class Replanner:
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
         """A sequence for the whole chain; None if `error`, which gets a note, is final."""
-        return self._plan.sequence if self._reduce(error, "forward", inexact) else None
+        return self._own(self._plan.sequence) if self._reduce(error, "forward", inexact) else None
 
     def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
         """A sequence for the first `stages` stages in the backward; None if `error`, which gets a note, is final."""
@@ -64,9 +68,13 @@ class Replanner:
         """A sequence for the first `stages` stages within the limit as it is, or else the one that needs least."""
         budget = rest_of_backward(self._plan.budget, stages)
         try:
-            return self._solve(budget, self._limit)
+            return self._own(self._solve(budget, self._limit))
         except InfeasibleError as error:
-            return self._solve(budget, error.min_bytes)
+            return self._own(self._solve(budget, error.min_bytes))
+
+    def _own(self, sequence: Sequence | None) -> Sequence:
+        assert sequence is not None
+        return sequence.of_forwards(self._number)[-1]
 
     @contextmanager
     def telling_of_the_rest(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from rotor_profiling import LossCost, StageCost
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Carried, Measurement, PrefixCost
+from rotor_solver.in_flight import ORDERS
 from rotor_solver.stage import LARGEST_SIZE
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ _BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes"})
 _IN_FILES = {"in_part": "lean", "skipped_output_seconds": "output_seconds"}
 """Names of parts that files know by an older name, so that saved plans go on loading."""
 _AROUND = ("before_bytes", "stepping_bytes", "step_bytes")
-_IN_FLIGHT = {"forwards": 1, "held_beside": 0}
+_IN_FLIGHT = {"forwards": 1, "held_beside": 0, "backward_order": "any"}
 """What is in a file only where several forwards are in flight, and what it is else."""
 _MOST_FORWARDS = 10**4
 """A guess, far above the microbatches of any pipeline."""
@@ -43,7 +44,9 @@ class PlanCosts:
         del found["names"]
         around = {name: getattr(self.budget, name) for name in _AROUND}
         if self.budget.forwards > 1:  # not else, so that earlier versions read the file
-            around |= {name: getattr(self.budget, name) for name in _IN_FLIGHT}
+            around |= {name: getattr(self.budget, name) for name in ("forwards", "held_beside")}
+            if self.budget.backward_order != "any":
+                around["backward_order"] = self.budget.backward_order
         return {**found, "fixed": asdict(self.budget.fixed), **around}
 
     @classmethod
@@ -100,6 +103,12 @@ def _seconds(name: str, value: Any) -> float:
     return value
 
 
+def _order(name: str, value: Any) -> str:
+    if value not in ORDERS:
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be {' or '.join(ORDERS)}")
+    return str(value)
+
+
 def _sizes(name: str, value: Any) -> tuple[int, ...]:
     return _many(_size)(name, value)
 
@@ -147,4 +156,5 @@ _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "step_bytes": _or_none(_size),
     "forwards": _size,
     "held_beside": _size,
+    "backward_order": _order,
 }

@@ -9,6 +9,7 @@ What a field means:
     answers                how the batch answered what a captured model asks about its data (`capture`)
     traits                 for each stage, what a run without a graph does not show (`stage.graph_effects`)
     sequence, solver       the sequence in its notation; the algorithm that found it, and its lower bound in seconds
+    beside                 the sequences of further forwards in flight, where they are different ones (since schema 6)
     mem_limit, limited     the limit in bytes, and whether somebody has set it; a strategy by hand may have none
     peak_bytes             the predicted peak of the whole step
     fresh_grads            whether gradients are freed between steps
@@ -22,7 +23,7 @@ import hashlib
 import json
 import logging
 import reprlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,10 @@ from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.stage.graph_effects import GraphEffects
 from rotor_solver import Sequence
 
-SCHEMA = 5
+SCHEMA = 6
+_READABLE = 5, 6
+"""A file is of schema 5 unless the forwards in flight follow different sequences, or have to go backward in one order:
+earlier versions would take it for something else."""
 _LARGEST_FILE = 16 * 2**20
 """A plan has some thousand bytes for each hundred stages; nobody's file is read into memory to find that out."""
 _log = logging.getLogger("rotor_py")
@@ -45,9 +49,12 @@ _log = logging.getLogger("rotor_py")
 def write(path: str | Path, fields: dict[str, Any]) -> None:
     """Write the fields of a plan as JSON. OSError if the file cannot be written."""
     sequence, costs = fields["sequence"], fields["costs"]
-    data = {"schema": SCHEMA, "torch": torch.__version__, **fields}
+    plain = not sequence.beside and costs.budget.backward_order == "any"
+    data = {"schema": _READABLE[0] if plain else SCHEMA, "torch": torch.__version__, **fields}
     data |= {"traits": [asdict(traits) for traits in fields["traits"]], "sequence": str(sequence)}
     data |= {"solver": _solver_data(sequence), "costs": costs.as_data()}
+    if sequence.beside:
+        data["beside"] = [str(each) for each in sequence.beside]
     data["digest"] = _digest(data)
     Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
@@ -80,7 +87,7 @@ def _parsed(file: Path) -> dict[str, Any]:
         data = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a plan, or only a part of one: {error}; save it again") from None
-    if not isinstance(data, dict) or type(data.get("schema")) is not int or data["schema"] != SCHEMA:
+    if not isinstance(data, dict) or type(data.get("schema")) is not int or data["schema"] not in _READABLE:
         found = reprlib.repr(data.get("schema")) if isinstance(data, dict) else type(data).__name__
         raise ValueError(f"{file} is not a plan of schema {SCHEMA} but of {found}; save it again")
     for name, kind in (_FIELDS | _BESIDE).items():
@@ -94,7 +101,8 @@ def _checked(data: dict[str, Any]) -> dict[str, Any]:
     """The fields of the plan; ValueError if they are not what they should be, or do not belong together."""
     fields = {name: data[name] for name in _FIELDS}
     names = [JOINT.join(group) for group in _names(data["stages"])]
-    sequence = _sequence(data["sequence"], data["solver"])
+    beside = _beside(data.get("beside", []), data["solver"])
+    sequence = replace(_sequence(data["sequence"], data["solver"]), beside=beside)
     costs = PlanCosts.from_data(data["costs"], names, fresh_gradients=data["fresh_grads"])
     traits = _traits(data["traits"])
     _names([data["prefix"]])
@@ -105,7 +113,10 @@ def _checked(data: dict[str, Any]) -> dict[str, Any]:
     if data["mem_limit"] <= 0 or data["peak_bytes"] <= 0:
         raise ValueError("the limit and the peak have to be above zero")
     _refuse_odd_fingerprints(data["model"], data["input"])
-    program(len(names), sequence)
+    for each in (sequence, *beside):
+        program(len(names), each)
+    if len(beside) >= costs.budget.forwards:
+        raise ValueError(f"there are {1 + len(beside)} sequences for {costs.budget.forwards} forwards in flight")
     peak = costs.budget.peak_bytes(sequence)
     if data["peak_bytes"] != peak:
         raise ValueError(f"the peak is {data['peak_bytes']}, and the costs make it {peak}")
@@ -154,6 +165,12 @@ def _sequence(text: str, solver: dict[str, Any]) -> Sequence:
         case {"algorithm": str(algorithm), "lower_bound": None | float() as bound} if bound is None or 0 <= bound < inf:
             return Sequence(Sequence.parse(text), algorithm, bound)
     raise ValueError(f"what is known of its solver is {reprlib.repr(solver)}")
+
+
+def _beside(texts: Any, solver: dict[str, Any]) -> tuple[Sequence, ...]:
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the sequences of further forwards are {reprlib.repr(texts)}, and have to be a list of texts")
+    return tuple(_sequence(text, solver) for text in texts)
 
 
 def _list(value: Any) -> list[Any]:

@@ -47,7 +47,7 @@ def memory_picture(facts: ReportFacts) -> MemoryPicture:
     Without the topmost layer, a column adds up to the simulated memory after its operation; with it, to the memory
     while the operation runs.
     """
-    found, step_after = moments(facts.chain, facts.sequence), optimizer_step(facts)
+    found, step_after = moments(facts.chain, facts.shown), optimizer_step(facts)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
     sentences = [sentence(moment, names, beside) for moment in found]
     top = beside + max(moment.during for moment in found)

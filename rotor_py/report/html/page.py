@@ -27,13 +27,13 @@ def page(facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = ()) -> str
         lstrip_blocks=True,
     )
     begin, rest = facts.verdict()
-    reason = facts.peak_reason()
+    reasons = tuple(text for text in (facts.peak_reason(), facts.which_forward()) if text is not None)
     return environment.get_template("report.html").render(
         title=facts.title,
         fits=facts.fits,
         begin=begin,
         rest=rest,
-        remarks=remarks if reason is None else (reason, *remarks),
+        remarks=(*reasons, *remarks),
         amounts=_amounts(facts),
         parts=facts.budget.parts() or "nothing",
         curve=curve.curve_picture(facts, sweep),
@@ -45,7 +45,7 @@ def page(facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = ()) -> str
         cell=schedule,
         headings=("#", "stage", *HEADINGS, "what happens"),
         stages=[(row.name, _cells(row), row.action) for row in stage_rows(facts)],
-        sequence=str(facts.sequence),
+        sequences=[("" if name == "sequence" else name, str(each)) for name, each in facts.by_forwards().items()],
     )
 
 

@@ -50,7 +50,7 @@ class SchedulePicture:
 
 def schedule_picture(facts: ReportFacts) -> SchedulePicture:
     """Every operation of the plan, and from when to when each stage keeps something."""
-    found = moments(facts.chain, facts.sequence)
+    found = moments(facts.chain, facts.shown)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
     length = len(facts.chain)
     ran = (

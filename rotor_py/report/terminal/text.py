@@ -31,9 +31,9 @@ def plain_text(facts: ReportFacts, width: int | None = None) -> str:
 
 def parts(facts: ReportFacts) -> list[RenderableType]:
     """The whole report, part by part."""
-    reason = facts.peak_reason()
-    why = [] if reason is None else [Prose(reason)]
-    return [Prose(verdict(facts)), *why, "", amounts(facts), "", StageTable(facts), "", sequence(facts.sequence)]
+    remarks = [Prose(text) for text in (facts.peak_reason(), facts.which_forward()) if text is not None]
+    sequences = [sequence(each, name) for name, each in facts.by_forwards().items()]
+    return [Prose(verdict(facts)), *remarks, "", amounts(facts), "", StageTable(facts), "", *sequences]
 
 
 def verdict(facts: ReportFacts) -> Text:
@@ -76,9 +76,9 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:
     return text
 
 
-def sequence(operations: Sequence) -> Text:
+def sequence(operations: Sequence, name: str = "sequence") -> Text:
     """The sequence in short notation; neighbours of one kind are folded to the first and the last."""
-    text = Text("sequence  ", style="bold")
+    text = Text(f"{name}  ", style="bold")
     text.append(", ".join(folded(operations)), style="not bold")
     return text
 

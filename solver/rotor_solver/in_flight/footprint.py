@@ -52,12 +52,38 @@ def peak_in_any_order(footprints: Many[Footprint]) -> int:
 
 def peak_in_reverse(footprints: Many[Footprint]) -> int:
     """The most that they hold if their backwards come in reverse: while one runs, those before it wait."""
-    most, before, after = 0, 0, sum(each.left for each in footprints)
+    return max((beside + each.peak for beside, each in zip(_beside(footprints), footprints, strict=True)), default=0)
+
+
+PEAKS = {"any": peak_in_any_order, "reverse": peak_in_reverse}
+"""The most that forwards hold, by the order in which their backwards may come."""
+
+
+def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:
+    """The number of the forward while which runs the most is held, and what the others hold meanwhile."""
+    if order == "reverse":
+        beside = _beside(footprints)
+        number = max(range(len(beside)), key=lambda at: beside[at] + footprints[at].peak)
+        return number, beside[number]
+    number = max(range(len(footprints)), key=lambda at: footprints[at].working)
+    return number, sum(each.waiting for each in footprints) - footprints[number].waiting
+
+
+def most_while_one_begins(footprints: Many[Footprint], order: str) -> int:
+    """The most that all but one hold while that one begins; it is the last to begin where backwards come in reverse."""
+    if order == "reverse":
+        return sum(each.kept for each in footprints[:-1])
+    return sum(each.waiting for each in footprints) - min(each.waiting for each in footprints)
+
+
+def _beside(footprints: Many[Footprint]) -> list[int]:
+    """What the others hold while each of them runs, if the backwards come in reverse."""
+    found, before, after = [], 0, sum(each.left for each in footprints)
     for each in footprints:
         after -= each.left
-        most = max(most, before + each.peak + after)
+        found.append(before + after)
         before += each.kept
-    return most
+    return found
 
 
 def with_room_at_loss(chain: Chain, room: int) -> Chain:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
-from rotor_solver.in_flight.footprint import Footprint
+from rotor_solver.in_flight.footprint import Footprint, peak_in_any_order
 from rotor_solver.sequence import Sequence
 
 Candidate = tuple[Footprint, Sequence]
@@ -31,9 +31,30 @@ class JointPlan:
         """How far the plan can be from the best one, as a share of time."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound else 0.0
 
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence of the first forward, with those of the others beside it if they are not all the same."""
+        first, bound = self.sequences[0], self.lower_bound / len(self.sequences)
+        others = self.sequences[1:] if any(each != first for each in self.sequences) else ()
+        beside = (Sequence(each, "persistent", bound) for each in others)
+        return Sequence(first, "persistent", bound, beside)
+
+
+def joined(found: list[Candidate], peak: Callable[[Many[Footprint]], int], bound: float) -> JointPlan:
+    """The plan of these forwards, in their order; `peak` is what they hold together in the worst case."""
+    footprints = [each for each, _ in found]
+    makespan = sum(each.makespan for each in footprints)
+    return JointPlan(tuple(each for _, each in found), makespan, peak(footprints), min(bound, makespan))
+
+
+def fastest_alike(candidates: Iterable[Candidate], forwards: int, mem_limit: int) -> list[Candidate] | None:
+    """The fastest of these that all `forwards` forwards can follow, in any order; None if there is none."""
+    same = [each for each in candidates if peak_in_any_order([each[0]] * forwards) <= mem_limit]
+    return [min(same, key=lambda each: each[0].makespan)] * forwards if same else None
+
 
 def fastest_join(candidates: Iterable[Candidate], forwards: int, mem_limit: int) -> list[Candidate] | None:
-    """The fastest `forwards` of these, of at most two kinds, that fit in any order; None if none do.
+    """The fastest `forwards` of these, of at most two kinds, that fit in any order; None if none do. The fastest first.
 
     Two kinds are enough where time falls ever slower with memory, as it does but for the roundness of stages: a mixture
     of three is no faster than one of the two beside each other.
@@ -48,7 +69,9 @@ def fastest_join(candidates: Iterable[Candidate], forwards: int, mem_limit: int)
         found = _fastest_mixture(steps, forwards, mem_limit - last.working)
         if found is not None and (best is None or found[0] < best[0]):
             best = found
-    return None if best is None else best[1]
+    # A step with fewer forwards follows those that come first. They also keep most: as some are over and others begin,
+    # none that waits keeps more than one of its place was planned to.
+    return None if best is None else sorted(best[1], key=lambda each: each[0].makespan)
 
 
 def _pareto(candidates: Many[Candidate]) -> list[Candidate]:

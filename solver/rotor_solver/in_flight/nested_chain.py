@@ -10,33 +10,31 @@ from rotor_solver.sequence import Sequence
 from rotor_solver.stage import LARGEST_SIZE, Option, Stage
 
 
-def nested_chain(chain: Chain, forwards: int) -> Chain:
+def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain:
     """`forwards` copies of `chain`, one after the other, with a joint between each two.
 
     A joint stands for what is in memory between two forwards. Its forward makes the input of the next forward, and the
     gradient of the output of the one before; its backward is the loss of the one before. A joint never runs again:
     the backward of a forward cannot run another forward again.
 
-    What the nested chain holds is a lower bound: an output that the caller keeps counts only until the last backward
-    of its forward begins, and again from its end.
+    The nested chain holds no more than the forwards do, or, with `at_most`, no less. It differs in one thing: an output
+    that the caller keeps, while its own forward goes backward through the last stage. Where that stage was stored, the
+    output is a part of what it saved; if not, it is there beside it. `at_most` counts both, else neither counts twice.
     """
     output, held = chain.activation[-1], chain.activation[-1] if chain.output_held else 0
-
-    def joint(into_last: bool) -> Stage:
-        loss = Option(
-            forward_time=0.0,
-            backward_time=chain.loss_time,
-            saved=chain.input_bytes + output,
-            backward_temp=chain.loss_temp - output,  # the gradient that it makes is saved already
-        )
-        # The next forward is over when the joint runs backward. The output of the last one is the chain's own.
-        left = 2 * chain.input_bytes + (0 if into_last else held)
-        return Stage(chain.input_bytes, (loss,), nograd_temp=LARGEST_SIZE // 4, gradient=left, name="joint")
-
-    stages = [*chain.stages]
-    for number in range(1, forwards):
-        stages += [joint(into_last=number == forwards - 1), *chain.stages]
-    return replace(chain, stages=tuple(stages))
+    loss = Option(
+        forward_time=0.0,
+        backward_time=chain.loss_time,
+        saved=chain.input_bytes + output,
+        backward_temp=chain.loss_temp - output,  # the gradient that it makes is saved already
+    )
+    # The next forward is over when the joint runs backward: its input and the gradient of that are there.
+    left = 2 * chain.input_bytes + (held if at_most else 0)
+    joint = Stage(chain.input_bytes, (loss,), nograd_temp=LARGEST_SIZE // 4, gradient=left, name="joint")
+    copy = chain.stages
+    if copy and not at_most:
+        copy = (*copy[:-1], replace(copy[-1], gradient=copy[-1].gradient + held))
+    return replace(chain, stages=(*(forwards - 1) * (*copy, joint), *chain.stages))
 
 
 def apart(sequence: Sequence, stages: int, forwards: int) -> tuple[Sequence, ...]:

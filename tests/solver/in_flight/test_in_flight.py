@@ -23,12 +23,15 @@ from rotor_solver import (
     Sequence,
     Stage,
     least_in_flight,
+    recompute_all,
     simulate,
     simulate_forwards,
+    solve,
     solve_in_flight,
     store_all,
 )
 from rotor_solver.in_flight.footprint import Footprint, peak_in_any_order, peak_in_reverse
+from rotor_solver.in_flight.nested_chain import apart, nested_chain
 from tests.solver.strategies import plain_chains, rich_chains
 
 Parts = tuple[list[Operation], list[Operation]]
@@ -106,6 +109,18 @@ def test_the_peak_holds_in_every_order(chain: Chain, data: st.DataObject) -> Non
 
 def _last(order: tuple[int, ...], number: int) -> int:
     return len(order) - 1 - order[::-1].index(number)
+
+
+@settings(max_examples=40, deadline=None)
+@given(chains(), st.integers(2, 3), st.floats(0, 1))
+def test_the_nested_chain_counts_what_forwards_in_reverse_hold(chain: Chain, forwards: int, share: float) -> None:
+    little, much = (nested_chain(chain, forwards, at_most=most) for most in (False, True))
+    least, whole = (simulate(little, each(little)).peak for each in (recompute_all, store_all))
+    sequence = solve(little, int(least + share * (whole - least)))
+    there = range(forwards)
+    order = [*there, forwards - 1, forwards - 1, *(each for each in reversed(there[:-1]) for _ in range(2))]
+    peak = simulate_forwards(chain, apart(sequence, len(chain), forwards), order).peak
+    assert simulate(little, sequence).peak <= peak <= simulate(much, sequence).peak
 
 
 def even_chain(stages: int) -> Chain:

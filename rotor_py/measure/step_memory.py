@@ -1,0 +1,110 @@
+"""What a training step takes, by whichever sequence it goes: what is fixed, the chain, and what is beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rotor_py.measure.fixed_memory import FixedMemory
+from rotor_py.units import format_bytes
+from rotor_solver import Backward, Chain, Loss, Sequence, simulate
+from rotor_solver.in_flight import PEAKS, Footprint, busiest_of, most_while_one_begins
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """The memory of a step around the chain.
+
+    Beside the fixed part, `before_bytes` are there while the layers before the chain run, and `stepping_bytes` while
+    the optimizer steps: the chain's input, its output, and fresh gradients. The step itself needs `step_bytes` more;
+    None if nothing is known about the optimizer. `snapshot_bytes` are needed as soon as anything is computed twice.
+
+    `forwards` are in flight at once; their backwards come in `backward_order`, one of `rotor_solver.in_flight.ORDERS`.
+    A sequence says what the first of them follows, and has those of the others beside it. Each of the others holds what
+    its chain keeps from forward to backward and `held_beside` more. Its snapshots are its own.
+    """
+
+    fixed: FixedMemory
+    chain: Chain
+    before_bytes: int = 0
+    snapshot_bytes: int = 0
+    stepping_bytes: int = 0
+    step_bytes: int | None = None
+    forwards: int = 1
+    held_beside: int = 0
+    backward_order: str = "any"
+    in_nodes: bool = False
+    """Whether the backward of a stored stage takes what that of one that was run again takes."""
+
+    @property
+    def floor_bytes(self) -> int:
+        """What the step needs whatever the plan is: for the layers before the chain, or for the optimizer."""
+        return max(self.fixed.total + self.before_bytes, self.optimizer_peak_bytes)
+
+    @property
+    def optimizer_peak_bytes(self) -> int:
+        """What is in memory while the optimizer steps, as far as the optimizer is known."""
+        return self.fixed.total + self.stepping_bytes + (self.step_bytes or 0)
+
+    def peak_bytes(self, sequence: Sequence) -> int:
+        """The predicted peak of a whole step that follows `sequence`."""
+        if self.forwards == 1:
+            before, running = self.fixed.total, self.beside_chain(sequence) + simulate(self.chain, sequence).peak
+        else:
+            forwards = self.footprints(sequence)
+            before = self.fixed.total - self.held_beside + most_while_one_begins(forwards, self.backward_order)
+            running = self.bytes_together(forwards)
+        return max(before + self.before_bytes, self.optimizer_peak_bytes, running)
+
+    def beside_chain(self, sequence: Sequence) -> int:
+        """What is in memory beside the chain of the `busiest` forward: the fixed part, snapshots, other forwards."""
+        return self.busiest(sequence)[1]
+
+    def busiest(self, sequence: Sequence) -> tuple[Sequence, int]:
+        """What that forward follows of which the step's peak is, and what is in memory beside its chain then."""
+        if self.forwards == 1:
+            return sequence, self.fixed.total + self._snapshot(sequence)
+        number, others = busiest_of(self.footprints(sequence), self.backward_order)
+        chosen = sequence.of_forwards(self.forwards)[number]
+        return chosen, self.fixed.total + others + self._snapshot(chosen)
+
+    def makespan(self, sequence: Sequence) -> float:
+        """Seconds of all forwards in flight, their losses and their backwards."""
+        return sum(simulate(self.chain, each).makespan for each in sequence.of_forwards(self.forwards))
+
+    def footprints(self, sequence: Sequence) -> list[Footprint]:
+        """What each of the forwards in flight costs the others."""
+        return [self.footprint(each) for each in sequence.of_forwards(self.forwards)]
+
+    def footprint(self, sequence: Sequence) -> Footprint:
+        """What one forward by `sequence` costs others, with all that it holds beside its chain."""
+        found, more = Footprint.of(self.chain, sequence), self.held_beside + self._snapshot(sequence)
+        return replace(found, kept=found.kept + more, left=found.left + more, peak=found.peak + more)
+
+    def bytes_together(self, forwards: list[Footprint]) -> int:
+        """The most that is in memory while these forwards are in flight, whoever of them runs."""
+        return self.fixed.total - self.held_beside + PEAKS[self.backward_order](forwards)
+
+    def _snapshot(self, sequence: Sequence) -> int:
+        return self.snapshot_bytes if recomputes(sequence) else 0
+
+    def chain_limit(self, mem_limit: int) -> int:
+        """What is left for the chain, its input included, if something is computed twice; for that of all forwards."""
+        others = (self.forwards - 1) * (self.held_beside + self.snapshot_bytes)
+        return mem_limit - self.fixed.total - self.snapshot_bytes - others
+
+    def split(self) -> str:
+        """The fixed part in words."""
+        parts = self.parts()
+        forwards = f" with {self.forwards} forwards in flight" if self.forwards > 1 else ""
+        forwards += " whose backwards come in reverse" if forwards and self.backward_order == "reverse" else ""
+        return f"{format_bytes(self.fixed.total)} is fixed" + (f" ({parts})" if parts else "") + forwards
+
+    def parts(self) -> str:
+        """What the fixed part consists of, in words."""
+        return self.fixed.in_words()
+
+
+def recomputes(sequence: Sequence) -> bool:
+    """Whether a forward runs after the loss."""
+    operations = list(sequence)
+    return any(not isinstance(operation, Backward) for operation in operations[operations.index(Loss()) + 1 :])

@@ -1,0 +1,128 @@
+"""One step that is watched, from its first forward to the end of its last backward."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import torch
+
+from rotor_profiling import Phase, StepWatch
+from rotor_py.plan.noticed.overrun import account_for, tell_of_several_plans
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.trained_model import TrainedModel
+
+_MOST_FORWARDS = 256
+"""In one step. A guess, far above the microbatches of a pipeline: a step with more may never come to its end."""
+
+
+class _Token:
+    """Lives as long as a step may go on: the graphs of its outputs hold it, and then the backward passes."""
+
+    __slots__ = ("__weakref__",)
+
+
+class WatchedStep:
+    """Its phases are forwards and what follows them, then backwards and what follows them, numbered in their order."""
+
+    def __init__(
+        self,
+        watch: StepWatch,
+        model: TrainedModel,
+        plan: StepPlan,
+        limit_bytes: int,
+        gradients: list[weakref.ref[torch.UntypedStorage]],
+    ) -> None:
+        self.watch = watch
+        self.forwards = 0
+        """that have returned"""
+        self._model, self._plan, self._sequence, self._limit_bytes = model, plan, plan.sequence, limit_bytes
+        self._gradients = gradients
+        """those that were there when it began"""
+        self._token: weakref.ref[_Token] | None = None
+        self._most, self._one_plan = 1, True
+        self._losses: list[str] = []
+        """the phases that follow a forward, as long as no gradient has come"""
+        self._backwards, self._done = 0, 0
+        """gradients that have come, and those whose pass is over"""
+        self._in_first_pass = 0
+
+    def joined(self, plan: StepPlan, in_flight: int) -> bool:
+        """Let a forward by `plan` join the step, one of so many in flight; False if it is over, or has no end."""
+        if self._token is None or self._token() is None:
+            return False
+        if self.forwards == _MOST_FORWARDS:
+            self._plan.watched = self._sequence  # the next one would not end, either
+            return False
+        self._most = max(self._most, in_flight)
+        self._one_plan = self._one_plan and plan is self._plan
+        self.watch.mark(f"forward {self.forwards + 1}")
+        return True
+
+    def forward_returned(self, outputs: list[torch.Tensor]) -> None:
+        """A forward has returned these tensors, which need gradients."""
+        token = None if self._token is None else self._token()
+        if token is None:
+            if self.forwards:
+                return  # its other forwards were dropped while this one ran, so it is over
+            token = _Token()
+            self._token = weakref.ref(token)
+            # When the last owner of the token lets go of it, the step is over: with its last backward pass, or without
+            # one where the outputs were dropped.
+            weakref.finalize(token, self._over).atexit = False
+        self.forwards += 1
+        loss = f"loss {self.forwards}"
+        self.watch.mark(loss)
+        if not self._backwards:
+            self._losses.append(loss)
+        owned = [token]
+        for tensor in outputs:
+            # The hook belongs to the graph: where the output is dropped, it goes, and the token with it.
+            tensor.register_hook(partial(_gradient_arrived, self, owned))
+
+    def begin_backward(self) -> None:
+        """The gradient of an output has come."""
+        self._backwards += 1
+        self.watch.mark(f"backward {self._backwards}")
+
+    def end_backward(self) -> None:
+        """The pass is over that brought the gradient of an output."""
+        self._done += 1
+        self._in_first_pass = self._in_first_pass or self._backwards
+        self.watch.mark(f"after {self._done}")
+
+    def _over(self) -> None:
+        phases = self.watch.stop()
+        # Gradients that were freed on the way would count beside the new ones (Rule 4 of the Note in
+        # `rotor_profiling/step_watch.py`).
+        if phases is None or self._done < self.forwards or any(each() is None for each in self._gradients):
+            return
+        plan, peak_bytes = self._plan, max(phase.peak for phase in phases.values())
+        plan.watched = self._sequence
+        if plan.sequence is not self._sequence or self._most > max(1, plan.budget.forwards):
+            return  # another one was found meanwhile, or will be: more forwards are noticed by themselves
+        if self._one_plan:
+            account_for(self._loss(phases), peak_bytes, self._limit_bytes, plan, self._model)
+        elif peak_bytes > self._limit_bytes:
+            tell_of_several_plans(peak_bytes, self._limit_bytes, plan, self._model)
+
+    def _loss(self, phases: dict[str, Phase]) -> Phase:
+        """What one loss takes. Losses of forwards that go backward together share what follows the last forward."""
+        *before, last = (phases[name] for name in self._losses)
+        rise = sum(phase.kept for phase in before) + last.rise
+        kept = sum(phase.kept for phase in (*before, last))
+        alone = max((phase.rise for phase in before), default=0)
+        return Phase(0, max(alone, -(-rise // self._in_first_pass)), -(-kept // self._in_first_pass))
+
+
+def _gradient_arrived(step: WatchedStep, owned: list[_Token], gradient: torch.Tensor) -> None:
+    if not owned:  # another output's gradient came first, or this is a second backward
+        return
+    step.begin_backward()
+    # A callback belongs to the pass. It is called while the engine works, where no watch can be stopped (Rule 3 of the
+    # Note in `rotor_profiling/step_watch.py`). It is freed with the pass, when the engine returns to its caller.
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_pass_done, step, owned.pop()))
+
+
+def _pass_done(step: WatchedStep, token: _Token) -> None:
+    step.end_backward()

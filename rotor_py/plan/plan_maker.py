@@ -1,0 +1,171 @@
+"""Having a plan for the next step: one that there is, or a new one. Events 1, 5 and 6 of the Note in `planner.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.measure.planning_lock import planning
+from rotor_py.plan.input_spec import describe
+from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
+from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
+from rotor_py.plan.out_of_memory.guarded_budget import guarded
+from rotor_py.plan.refusals import Refusals
+from rotor_py.plan.settings import Settings
+from rotor_py.plan.solving import agree, make_room_for_optimizer
+from rotor_py.plan.sources import source_of
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.step_plans import StepPlans
+from rotor_py.plan.step_spec import ModelState, StepSpec
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.report.progress import progress_bar
+from rotor_solver import InfeasibleError
+
+_log = logging.getLogger("rotor_py")
+_MOST_PLANS = 16
+"""Plans for larger and larger inputs, until the user is asked for the largest. A guess: each takes seconds."""
+
+
+class PlanMaker:
+    """Makes the `plans` for the steps of a model, and finds among them."""
+
+    def __init__(self, model: TrainedModel, settings: Settings) -> None:
+        self.settings = settings
+        self.model = model
+        self.plans = StepPlans()
+        self.blank = source_of(model.core, settings.granularity)
+        """a source of stages that are for no input yet"""
+        self._refusals = Refusals()
+        self._grown = 0
+        """how often a plan was made for an input that no plan covered"""
+
+    def wait_for_optimizers(self) -> None:
+        """Have the optimizers noticed that train the model, unless the user has named one."""
+        if self.settings.optimizer is None:
+            wait_for_optimizers(self)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that an optimizer may train."""
+        return list(self.model.core.parameters())
+
+    def optimizer_noticed(self) -> None:
+        """Event 6: count the optimizers that train the model; see `solving.make_room_for_optimizer`."""
+        cost = noticed_cost(self)
+        if cost is not None:
+            make_room_for_optimizer(self.plans, self.model, cost)
+
+    @property
+    def in_use(self) -> StepPlan:
+        """The step plan in use. ValueError if nothing has been measured."""
+        if self.plans.in_use is None:
+            raise ValueError("nothing has been measured yet; call measure(input), or train one step")
+        return self.plans.in_use
+
+    def covers(self, value: Any) -> Callable[[StepPlan], bool]:
+        """Whether a step plan was made for an input at least as large as `value`."""
+        return lambda plan: self.blank.covers(plan.input_spec, value)
+
+    def measure(self, spec: StepSpec, value: Any) -> None:
+        """Event 1: cut the model into stages and measure them. UnsupportedModelError if it cannot be cut."""
+        # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
+        source = self.blank.renewed()
+        device = self.model.device_of(spec.input)
+        given = self.settings.progress
+        with planning, torch.enable_grad(), nullcontext(given) if given else progress_bar() as progress:
+            measured = source.measure(value, device, self.settings, progress)
+        budget = self.model.budget(measured, device, noticed_cost(self))
+        # Capturing may have changed the model: buffers and modules that its first forward makes.
+        spec = replace(spec, model=ModelState.of(self.model.core), answers=source.answers)
+        plan = StepPlan(
+            source,
+            measured.measurement,
+            budget,
+            spec=spec,
+            cut=measured.cut,
+            fresh_gradients=self.settings.fresh_grads,
+        )
+        self.plans.take_up(guarded(plan) if self.settings.replans else plan, spec.model)
+
+    def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
+        """Have a plan in use that serves a step on `value`, and a sequence. Other forwards may be `in_flight`."""
+        plan = self.plans.in_use
+        if plan is not None and plan.file is not None:
+            plan.compare_with_file(spec, value, self.model)
+            agree(plan, self.model)
+            return
+        known = self.plans.turn_to(spec, self.covers(value), self.revive)
+        if not known or not self.blank.covers(self.in_use.input_spec, value):
+            self.plan_for(spec, value)
+            return
+        plan = self.in_use
+        try:
+            agree(plan, self.model)
+            if not in_flight:
+                make_room_for_forwards(plan, self.model)
+        except InfeasibleError as error:
+            # It was measured on a larger input, with `measure()` for example. What this one needs may fit.
+            assert plan.spec is not None
+            self._refusals.remember(plan.spec, error)
+            if not self.model.alone or self.blank.covers(spec.input, plan.input_spec):
+                raise
+        else:
+            return
+        self.plan_for(spec, value)
+
+    def plan_for(self, spec: StepSpec, value: Any) -> None:
+        """Measure and solve for a step on `value`. If that fails, the plans that there are stay."""
+        known = None if self.plans.in_use is None else self.plans.in_use.spec
+        grows = known is None or (known.model == spec.model and not self.blank.covers(known.input, value))
+        with self.plans.kept_on_error():
+            self._measure_again(spec, value)
+            try:
+                agree(self.in_use, self.model)
+            except InfeasibleError as error:
+                self._refusals.remember(replace(spec, answers=self.in_use.source.answers), error)
+                raise
+        self._grown += grows
+
+    def _measure_again(self, spec: StepSpec, value: Any) -> None:
+        """Plan for a first or larger input, or another kind of step; UnsupportedModelError if there is no end to it."""
+        self._refusals.raise_if_refused(spec, self.model.limit_bytes(self.model.device_of(spec.input)), self.blank)
+        plan = self.plans.in_use
+        known = None if plan is None else plan.spec
+        # Another state of the model is another kind of step, of which there may be many: only inputs are counted.
+        if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
+            raise UnsupportedModelError(
+                f"the model has been planned {_MOST_PLANS} times, and its input has changed again; call measure() once "
+                "with the largest input there will be"
+            )
+        if plan is not None:
+            if not self.model.alone and not self.blank.covers(plan.input_spec, value):
+                raise UnsupportedModelError(
+                    f"the input is {describe(spec.input)}, for which there is no plan, and processes that train "
+                    "together cannot each make one; call measure() in all of them with the largest input there will be"
+                )
+            why = "planning again" if plan.is_for(spec) else "planning for another kind of step"
+            if plan.spec is not None and spec.answers not in (None, plan.spec.answers):
+                why = "planning for batches that are masked otherwise (with or without padding)"
+            _log.warning("%s: the input is %s", why, describe(spec.input))
+        self.measure(spec, value)
+
+    def plan_for_kept_gradients(self, value: Any) -> None:
+        """Measure and solve for gradients that are kept between steps; InfeasibleError if no plan has room for them."""
+        self.settings.fresh_grads = False
+        self.plans.keep_only_in_use()
+        spec = replace(self.model.step_on(value), answers=self.in_use.source.answers)
+        with self.plans.kept_on_error():
+            self.measure(spec, value)
+            agree(self.in_use, self.model)
+
+    def revive(self, plan: StepPlan) -> None:
+        """A plan that waited is in use again: it is solved again if anything has changed that it depends on."""
+        grown = self.model.with_gradients_left_over(plan.budget, self.model.device_of(plan.input_spec))
+        if plan.solved_with != self.settings.solved_with or grown != plan.budget:
+            plan.budget, plan.sequence = grown, None

@@ -1,0 +1,105 @@
+"""Forwards by plans, and what they show beside that. Events 5, 7, 9 and 10 of the Note in `planner.py`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rotor_profiling import tensors_in
+from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
+from rotor_py.plan.input_spec import describe
+from rotor_py.plan.noticed.forwards import Forwards
+from rotor_py.plan.noticed.kept_gradients import KeptGradients
+from rotor_py.plan.noticed.watched_steps import WatchedSteps
+from rotor_py.plan.out_of_memory.replanner import Replanner, refuse_several_processes
+from rotor_py.plan.plan_maker import PlanMaker
+from rotor_py.plan.solving import agree
+from rotor_solver import InfeasibleError
+
+
+class PlannedForwards:
+    """Runs the model by the plans that `maker` has, and notices what a step shows beside that."""
+
+    def __init__(self, maker: PlanMaker) -> None:
+        self._maker, self._model, self._settings = maker, maker.model, maker.settings
+        self._forwards = Forwards()
+        self._gradients = KeptGradients(maker.model)
+        self._steps = WatchedSteps(maker.model)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Event 5: run the model forward, so that its backward follows the plan; as it is where nothing trains.
+
+        UnsupportedModelError for a model or an input that cannot be planned for, InfeasibleError if no plan fits,
+        PlanMismatchError if the plan is from a file and was made for something else.
+        """
+        value = self._maker.blank.input_of(args, kwargs)
+        spec = self._model.step_on(value)
+        if not spec.model.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
+            return self._model.core.forward(*args, **kwargs)
+        if self._settings.replans:
+            refuse_several_processes(self._model)
+        self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
+        if not self._forwards.in_flight():  # those that are there now may be of a backward of this step
+            self._gradients.notice(self._maker.in_use, partial(self._maker.plan_for_kept_gradients, value))
+        try:
+            return self._run_planned(value)
+        except PlanMismatchError as error:
+            if self._maker.in_use.file is not None or not self._maker.blank.captured:
+                raise
+            answers = error.answers if isinstance(error, OtherDataError) else None
+        # Not in the `except`: there, the error's traceback would keep what the first attempt has made.
+        if answers is not None:
+            self._turn_to_answers(answers, value)
+            with suppress(PlanMismatchError):  # for its shape, the model may take another way, too
+                return self._run_planned(value)
+        return self._run_other_way(value)
+
+    def _turn_to_answers(self, answers: tuple[bool, ...], value: Any) -> None:
+        """Have a plan for batches whose data answer as these do: one that waits, or a new one.
+
+        UnsupportedModelError in one of several processes: others may have other batches.
+        """
+        if not self._model.alone:
+            raise UnsupportedModelError(
+                "the plan was made before this process was one of several, and for batches that are masked otherwise; "
+                "call measure() again in all of them"
+            )
+        spec = replace(self._model.step_on(value), answers=answers)
+        self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
+
+    def _run_other_way(self, value: Any) -> Any:
+        """The model takes another way than the one that the plan in use is for, for another shape for example."""
+        spec = replace(
+            self._model.step_on(value), answers=self._maker.in_use.source.answers
+        )  # data answered as it expected
+        for plan in self._maker.plans.for_other_ways(spec, self._maker.covers(value), self._maker.revive):
+            try:
+                agree(plan, self._model)
+                return self._run_planned(value)
+            except (InfeasibleError, PlanMismatchError):
+                continue
+        known = self._maker.in_use.input_spec
+        if not self._model.alone and not self._maker.blank.covers(spec.input, known):
+            raise UnsupportedModelError(
+                f"for {describe(spec.input)} the model does something else than for {describe(known)}, for which there "
+                "is a plan, and processes that train together cannot each make one; call measure() in all of them with "
+                "both inputs"
+            )
+        self._maker.plan_for(spec, value)
+        return self._run_planned(value)
+
+    def _run_planned(self, value: Any) -> Any:
+        plan = self._maker.in_use
+        assert plan.sequence is not None
+        flying = self._forwards.in_flight()
+        sequence = self._forwards.sequence_beside(flying, plan, self._model) if flying else plan.sequence
+        smaller = Replanner(plan, self._model, len(flying) + 1) if self._settings.replans else None
+        rng = self._settings.preserve_rng_state
+        telling = nullcontext() if smaller is None else smaller.telling_of_the_rest()
+        with telling, self._steps.watched(plan, value, in_flight=len(flying)) as forward_returned:
+            output = plan.source.run(plan.cut, sequence, value, preserve_rng_state=rng, smaller=smaller)
+            forward_returned(output)
+        self._forwards.watch(output, plan, sequence, self._model)
+        return output
