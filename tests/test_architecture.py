@@ -20,7 +20,7 @@ FLOORS = (
     {"plan"},
     {"capture", "by_hand", "report"},
     {"execute", "measure"},
-    {"stage", "distributed"},
+    {"stage", "distributed", "sample"},
     {"errors", "units", "transparent", "models"},
 )
 """The rooms of rotor_py, from the top to the bottom: a room imports from lower floors alone."""
