@@ -12,8 +12,8 @@ from rotor_solver import Sequence
 from rotor_solver.operations import ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
 
-def follow(stages: Stages, sequence: Sequence) -> Program:
-    """The program of a memory-persistent sequence.
+def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Program:
+    """The program of a memory-persistent sequence, found for a chain that was made with the same `keep_outputs`.
 
     A stage that the sequence runs again is run right before the first operator that reads a value of it.
     """
@@ -24,7 +24,8 @@ def follow(stages: Stages, sequence: Sequence) -> Program:
         match operation:
             case ForwardEnable(stage, option):
                 kept |= stages.kept[stage][option]
-                kept.update(stages.inputs[stage + 1])
+                if keep_outputs:
+                    kept.update(stages.inputs[stage + 1])
             case ForwardCheck(stage):
                 kept.update(stages.inputs[stage])
             case _:

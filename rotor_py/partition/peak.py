@@ -41,6 +41,8 @@ class Weight:
     saved: int
     seconds: float
     replayed_seconds: float
+    curve: tuple[int, ...] = field(default=(), repr=False)
+    """Bytes while every run of the backward runs."""
 
 
 def weigh(joint: JointGraph, costs: dict[fx.Node, Cost], program: Program) -> Weight:
@@ -51,19 +53,20 @@ def weigh(joint: JointGraph, costs: dict[fx.Node, Cost], program: Program) -> We
     caller = _blocks(joint, joint.primals)
     forward = _Machine(joint, costs, dict(caller))
     ends = [steps.get(node, node) for node in (*joint.outputs, *program.saved)]
-    forward_peak = forward.run(list(steps.values()), ends)
+    forward_peak = max(forward.run(list(steps.values()), ends))
 
     held = _blocks(joint, joint.outputs) | caller
     kept = {storage: block for storage, block in _blocks(joint, program.saved).items() if storage not in held}
     tangents = _blocks(joint, joint.tangents)
     backward = _Machine(joint, costs, held, kept | tangents)
     last = {run.node: run for run in program.backward}
-    backward_peak = backward.run(list(program.backward), [last.get(node, node) for node in joint.gradients])
+    curve = backward.run(list(program.backward), [last.get(node, node) for node in joint.gradients])
+    backward_peak = max(curve)
     saved = sum(block.size for block in kept.values())
     replayed = sum(costs[node].seconds for node in program.replayed)
     ran = (*program.forward, *(run.node for run in program.backward))
     seconds = sum(costs[node].seconds for node in ran)
-    return Weight(max(forward_peak, backward_peak), forward_peak, backward_peak, saved, seconds, replayed)
+    return Weight(max(forward_peak, backward_peak), forward_peak, backward_peak, saved, seconds, replayed, tuple(curve[1:]))
 
 
 def _blocks(joint: JointGraph, nodes: Iterable[fx.Node]) -> _Memory:
@@ -84,8 +87,8 @@ class _Machine:
             block.stays = True
         self.made: dict[Run, _Memory] = {}
 
-    def run(self, runs: list[Run], ends: Iterable[Run | fx.Node]) -> int:
-        """The most that is live while `runs` run one after the other; `ends` stay."""
+    def run(self, runs: list[Run], ends: Iterable[Run | fx.Node]) -> list[int]:
+        """What is live before anything runs, and while each of `runs` runs, one after the other; `ends` stay."""
         new: list[list[_Block]] = []
         read: list[list[_Block]] = []
         for position, run in enumerate(runs):
@@ -104,16 +107,17 @@ class _Machine:
             for block in self._memory(end).values():
                 block.stays = True
         start = self.held | self.incoming
-        live = peak = sum(block.size for block in start.values())
+        live = sum(block.size for block in start.values())
+        curve = [live]
         freed: set[_Block] = set()
         for position, run in enumerate(runs):
             live += sum(block.size for block in new[position])
-            peak = max(peak, live + self.costs[run.node].scratch)
+            curve.append(live + self.costs[run.node].scratch)
             for block in read[position]:
                 if block.last == position and not block.stays and block not in freed:
                     freed.add(block)
                     live -= block.size
-        return peak
+        return curve
 
     def _memory(self, value: Run | fx.Node) -> _Memory:
         if isinstance(value, Run):

@@ -123,6 +123,14 @@ class BackwardWriter:
             del self.there[node]  # but not what it has returned
 
 
+def in_time(joint: JointGraph, kept: Iterable[fx.Node]) -> Program:
+    """The program that keeps `kept`, and makes everything else once, right before it is first read."""
+    writer = BackwardWriter(joint, set(kept))
+    for node in joint.backward:
+        writer.write(node)
+    return writer.program()
+
+
 def _siblings(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
     """By node that returns several tensors, the nodes that unpack it."""
     found: dict[fx.Node, list[fx.Node]] = {}

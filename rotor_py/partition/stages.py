@@ -10,7 +10,8 @@ of them, its options are what it may keep for its backward:
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import networkx as nx
@@ -18,6 +19,8 @@ from torch import fx
 
 from rotor_py.partition.joint_graph import JointGraph, is_number
 from rotor_py.partition.operator_costs import Cost
+from rotor_py.partition.peak import weigh
+from rotor_py.partition.program import in_time
 from rotor_solver import Chain, Option, Stage
 
 _MOST_STAGES = 64
@@ -26,7 +29,7 @@ _SPREAD = 4
 """A small value that is live over so many cuts is kept and belongs to no stage: masks, tables of rotary embeddings."""
 _SMALL = 0.01
 """What a small value is, as a part of all allocated bytes. A guess."""
-_THRESHOLDS = 3
+_THRESHOLDS = 8
 """How many different limits of seconds for a byte are tried in cuts of a stage. A guess."""
 
 
@@ -36,6 +39,8 @@ class Stages:
 
     joint: JointGraph
     costs: dict[fx.Node, Cost]
+    _levels: list[list[int]] = field(default_factory=list)
+    """By stage and option, how fast is fast enough in it."""
 
     @cached_property
     def values(self) -> list[fx.Node]:
@@ -154,19 +159,37 @@ class Stages:
         return [self._options(number) for number in range(len(self.members))]
 
     def _options(self, number: int) -> list[frozenset[fx.Node]]:
-        inside = [value for value in self.members[number] if value in set(self.values)]
-        targets = frozenset(value for value in inside if value in self.read_backward and value not in self.shared)
+        inside = self._inside[number]
+        targets = frozenset(value for value in inside if value in self.read_backward)
         found = [targets]
-        for threshold in self._limits:
-            option = frozenset(self._cut(number, targets, threshold))
-            if self._bytes(option) < self._bytes(found[-1]):
-                found.append(option)
+        self._levels.append([0])
+        for level, (limit, everywhere) in enumerate(zip(self.limits, self.everywhere, strict=True), 1):
+            alone = self._cut(inside, targets, limit)
+            # Whatever is made again from the stage's input needs it.
+            alone |= set(self.inputs[number]) & self._needed(number, alone) - self.read_backward
+            for option in (frozenset(alone), everywhere & set(inside)):
+                if option not in found and self._bytes(option) < self._bytes(targets):
+                    found.append(option)
+                    self._levels[-1].append(level)
         return found
 
     @cached_property
-    def _limits(self) -> list[float]:
+    def _inside(self) -> list[list[fx.Node]]:
+        """By stage, its values that are not shared."""
+        values = set(self.values) - self.shared
+        return [[node for node in members if node in values] for members in self.members]
+
+    @cached_property
+    def everywhere(self) -> list[frozenset[fx.Node]]:
+        """By limit, the least to keep of the whole graph, if what is no slower than that may run again anywhere."""
+        inside = [value for values in self._inside for value in values]
+        targets = self.read_backward - self.shared
+        return [frozenset(self._cut(inside, targets, limit)) for limit in self.limits]
+
+    @cached_property
+    def limits(self) -> list[float]:
         """Seconds for a byte: what takes no longer for what it returns may run again."""
-        rates = sorted({self._rate(value) for value in self.values})
+        rates = sorted({self._rate(value) for value in self.values if value in self.joint.replayable})
         if not rates:
             return []
         return sorted({rates[(len(rates) - 1) * step // _THRESHOLDS] for step in range(1, _THRESHOLDS + 1)})
@@ -175,81 +198,122 @@ class Stages:
         source = value.all_input_nodes[0] if value.target is operator.getitem else value
         return self.costs[source].seconds / max(1, self.joint.bytes_of(source))
 
-    def _cut(self, number: int, targets: frozenset[fx.Node], threshold: float) -> set[fx.Node]:
-        """The least bytes of stage `number` from which `targets` can be made by what is fast enough."""
+    def _cut(self, inside: list[fx.Node], targets: Set[fx.Node], limit: float) -> set[fx.Node]:
+        """The least bytes of the values `inside` from which `targets` can be made by what is fast enough."""
         joint = self.joint
         flow = nx.DiGraph()
         flow.add_nodes_from(("read", "made"))
-        inside = [v for v in self.members[number] if v in set(self.values) and v not in self.shared]
         mine = set(inside)
         for value in inside:
             flow.add_edge((value, "made"), (value, "kept"), capacity=joint.bytes_of(value))
             if value in targets:
                 flow.add_edge((value, "kept"), "read")
-            if value not in joint.replayable or self._rate(value) > threshold:
+            if value not in joint.replayable or self._rate(value) > limit:
                 flow.add_edge("made", (value, "made"))
             for each in self._reads[value] & mine:
                 flow.add_edge((each, "kept"), (value, "made"))
         _, (before, _) = nx.minimum_cut(flow, "made", "read")
         return {value for value in inside if (value, "made") in before and (value, "kept") not in before}
 
-    def _bytes(self, values: frozenset[fx.Node] | set[fx.Node]) -> int:
+    def _needed(self, number: int, kept: Set[fx.Node]) -> set[fx.Node]:
+        """What the backward of a stage reads or runs again if the forward keeps `kept`, and what that reads."""
+        inside, found = set(self.members[number]), set[fx.Node]()
+        pending = [value for value in self._inside[number] if value in self.read_backward]
+        while pending:
+            node = pending.pop()
+            if node in found:
+                continue
+            found.add(node)
+            if node in inside and node not in kept and node not in self.shared:
+                pending.extend(self.joint.root.get(each, each) for each in self.joint.sources(node))
+                pending.extend(self.joint.sources(node))
+        return found
+
+    def _bytes(self, values: Set[fx.Node]) -> int:
         return sum(map(self.joint.bytes_of, values))
 
     def again(self, number: int, kept: frozenset[fx.Node]) -> float:
         """Seconds to make what the backward of a stage reads from `kept` and the stage's input."""
-        inside, done = set(self.members[number]), set()
-        pending = [value for value in self.members[number] if value in self.read_backward and value not in kept]
-        while pending:
-            node = pending.pop()
-            if node in done or node not in inside or node in kept or node in self.shared:
-                continue
-            done.add(node)
-            pending.extend(self.joint.sources(node))
-        return sum(self.costs[node].seconds for node in done)
+        inside = set(self.members[number]) - kept - self.shared
+        return sum(self.costs[node].seconds for node in self._needed(number, kept) & inside)
 
-    def chain(self) -> Chain:
-        """The stages in seconds and bytes. Approximate: what is live inside a stage depends on the stages around it."""
-        joint = self.joint
-        seconds, gradients, temps = self._backward_costs()
+    def chain(self, *, keep_outputs: bool) -> Chain:
+        """The stages in seconds and bytes; with `keep_outputs`, whoever keeps anything keeps the stage's output as well.
+
+        Approximate: what is live inside a stage depends on the stages around it.
+        """
+        seconds = [sum(self.costs[node].seconds for node in nodes) for nodes in self.backward]
         stages = []
         for number, members in enumerate(self.members):
             forward = sum(self.costs[node].seconds for node in members)
-            # What an earlier stage made is there already, whoever keeps it.
-            output = {value for value in self.inputs[number + 1] if self.stage_of[value] == number}
+            output = self._output(number)
             scratch = max((self.costs[node].scratch for node in members), default=0)
             options = tuple(
                 Option(
                     forward,
                     seconds[number] + self.again(number, kept),
-                    self._bytes(kept | output),
+                    self._bytes(kept | output if keep_outputs else kept),
                     scratch,
-                    temps[number] + self._bytes(self.kept[number][0] - kept),
-                    name=str(position),
+                    self._temps[level][number],
                 )
-                for position, kept in enumerate(self.kept[number])
+                for kept, level in zip(self.kept[number], self._levels[number], strict=True)
             )
-            inside = [joint.bytes_of(node) for node in members if node in set(self.values)]
+            inside = max(map(self.joint.bytes_of, self._inside[number]), default=0)
             stages.append(
-                Stage(self._bytes(output), options, forward, scratch + max(inside, default=0), gradient=gradients[number])
+                Stage(self._bytes(output), options, forward, scratch + inside, gradient=self._gradients[number])
             )
         return Chain(tuple(stages), 0)
 
-    def _backward_costs(self) -> tuple[list[float], list[int], list[int]]:
-        """By stage: seconds of its backward, bytes of gradients that it leaves, and the most that it needs meanwhile."""
-        joint, count = self.joint, len(self.members)
-        root, returned = joint.root, set(joint.gradients)
-        seconds, gradients, temps = [0.0] * count, [0] * count, [0] * count
-        wanted = []
-        for node in joint.backward:
-            read = [self.stage_of[root[each]] for each in node.all_input_nodes if root.get(each) in self.stage_of]
-            wanted.append(max(read, default=0))
-        for position in range(len(wanted) - 2, -1, -1):
-            wanted[position] = max(wanted[position], wanted[position + 1])
-        for node, number in zip(joint.backward, wanted, strict=True):
-            seconds[number] += self.costs[node].seconds
-            own = sum(s for k, s in joint.allocations[node].items() if not any(k in joint.allocations[r] for r in node.all_input_nodes))
-            if node in returned:
-                gradients[number] += joint.bytes_of(node)
-            temps[number] = max(temps[number], own + self.costs[node].scratch)
-        return seconds, gradients, temps
+    def _output(self, number: int) -> set[fx.Node]:
+        """What a stage makes for later ones. What an earlier stage has made is there already, whoever keeps it."""
+        return {value for value in self.inputs[number + 1] if self.stage_of[value] == number}
+
+    @cached_property
+    def backward(self) -> list[list[fx.Node]]:
+        """By stage, the nodes of its backward: up to the last one that reads what the stage has made."""
+        joint = self.joint
+        latest = 0
+        found: list[list[fx.Node]] = [[] for _ in self.members]
+        for node in reversed(joint.backward):
+            read = (self.stage_of[joint.root[each]] for each in node.all_input_nodes if joint.root.get(each) in self.stage_of)
+            latest = max(latest, *read, 0)
+            found[latest].append(node)
+        return [nodes[::-1] for nodes in found]
+
+    @cached_property
+    def _gradients(self) -> list[int]:
+        """By stage, the bytes of gradients that its backward returns."""
+        returned = set(self.joint.gradients)
+        return [self._bytes({node for node in nodes if node in returned}) for nodes in self.backward]
+
+    def part(self, level: int) -> Set[fx.Node]:
+        """What all stages keep: with level 0 all that the backward reads, with each further one less."""
+        return (self.read_backward if level == 0 else self.everywhere[level - 1]) | self.shared
+
+    @property
+    def levels(self) -> int:
+        return len(self.everywhere) + 1
+
+    @cached_property
+    def _temps(self) -> list[list[int]]:
+        """By level and stage, the most that the stage's backward needs beyond what is kept, and gradients around it."""
+        stage_of = {node: number for number, nodes in enumerate(self.backward) for node in nodes}
+        found = []
+        for level in range(self.levels):
+            kept = self.part(level)
+            program = in_time(self.joint, kept)
+            curve = weigh(self.joint, self.costs, program).curve
+            most = [0] * len(self.members)
+            number = 0
+            for run, live in zip(reversed(program.backward), reversed(curve), strict=True):
+                number = stage_of.get(run.node, number)  # what runs again belongs to what comes next
+                most[number] = max(most[number], live)
+            held = self._bytes({*self.joint.primals, *self.shared}) + sum(self._gradients)
+            temps = []
+            for number, inside in enumerate(self._inside):
+                held += self._bytes(kept & set(inside))
+                held -= self._gradients[number]
+                incoming = self._bytes(self._output(number - 1)) if number else 0
+                temps.append(max(-incoming, most[number] - held - self._bytes(self._output(number)) - incoming))
+            found.append(temps)
+        return found
