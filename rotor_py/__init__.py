@@ -15,6 +15,7 @@ from rotor_py.errors import (
     UnsupportedModelError,
 )
 from rotor_py.execute.tape import CheckpointOptim
+from rotor_py.partition.memory_budget import memory_budget
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.report import Report
 from rotor_py.trials.best_level import LevelChoice, best_level
@@ -88,6 +89,7 @@ __all__ = [
     "format_bytes",
     "frontier",
     "limit_for",
+    "memory_budget",
     "min_bytes",
     "parse_bytes",
     "recompute_all",

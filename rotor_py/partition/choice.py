@@ -17,11 +17,11 @@ from rotor_py.partition.program import Program, in_time
 from rotor_py.partition.stages import Stages
 from rotor_solver import frontier
 
-_SLOTS = 100
+_SLOTS = 300
 """How finely the solver divides memory. A guess: what is found is weighed exactly in any case."""
-_WORK = 150_000
+_WORK = 300_000
 """Nodes that are weighed for all programs together, about. A guess: it takes some seconds."""
-_FEWEST = 24
+_FEWEST = 32
 """Programs that are weighed of each kind, at least, however large the graph is. A guess."""
 
 

@@ -173,6 +173,17 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def usually_saved(joint: JointGraph) -> list[list[fx.Node]]:
+    """What PyTorch's partitioner saves without a budget, and with one that hardly binds."""
+    found = partitioners.classify_nodes(joint.module, [], joint.num_outputs)
+    never = int(1e9)
+    for node in reversed(joint.module.graph.nodes):  # its cuts read how far a node is from the backward
+        near = [user.dist_from_bw + 1 for user in node.users if node.op != "output"]
+        node.dist_from_bw = 0 if node.op != "output" and not found.is_required_fw(node) else min([never, *near])
+    # Of several budgets, just one below the whole returns before it solves for anything.
+    return [partitioners.choose_saved_values_set(joint.module.graph, found, ratio) for ratio in (1, 0.9999)]
+
+
 def is_number(node: fx.Node) -> bool:
     """Whether a node's value is a size or another number, and no tensor."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)

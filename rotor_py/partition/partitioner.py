@@ -14,15 +14,17 @@ import torch
 from torch import fx
 from torch._functorch import config, partitioners
 from torch._functorch.compile_utils import fx_graph_cse
+from torch._guards import CompileContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from rotor_profiling.storage import tensors_in
 from rotor_py.errors import InfeasibleError
 from rotor_py.measure.device import limit_bytes
-from rotor_py.partition.choice import Candidate, candidates, fastest_within
+from rotor_py.partition.choice import candidates, fastest_within
 from rotor_py.partition.dropout import add_stand_ins
 from rotor_py.partition.extract import extract
 from rotor_py.partition.joint_graph import JointGraph
+from rotor_py.partition.peak import Weight
 from rotor_py.partition.sizes import guard_sizes
 from rotor_py.units import format_bytes, limit_text
 
@@ -34,8 +36,14 @@ class BudgetPartitioner(CustomPartitionerFn):
     """Partitions joint graphs so that each of them stays within `limit`. Partitioners of equal limits are equal."""
 
     limit: int | str
-    chosen: list[Candidate] = field(default_factory=list, compare=False, repr=False)
-    """What was chosen for every graph so far, in the order in which they were compiled."""
+    chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
+    """What was chosen last for every frame of the model. Breaks of the graph begin new frames."""
+
+    def __deepcopy__(self, memo: object) -> BudgetPartitioner:
+        return self  # torch copies its settings before every compilation
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BudgetPartitioner, (self.limit,)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -68,8 +76,10 @@ class BudgetPartitioner(CustomPartitionerFn):
                 min_bytes=least,
                 mem_limit=limit,
             )
-        self.chosen.append(best)
-        weight = best.weight
+        self._note(best.weight, limit)
+        return extract(joint, best.program, static_inputs)
+
+    def _note(self, weight: Weight, limit: int) -> None:
         _log.info(
             "a graph's training step takes %s of its budget of %s: %s are saved, %.1f %% of its time runs again",
             format_bytes(weight.peak),
@@ -77,17 +87,35 @@ class BudgetPartitioner(CustomPartitionerFn):
             format_bytes(weight.saved),
             100 * weight.replayed_seconds / max(weight.seconds, 1e-12),
         )
-        return extract(joint, best.program, static_inputs)
+        compiling = CompileContext.current_compile_id()
+        frame = None if compiling is None else compiling.frame_id
+        self.chosen[-1 if frame is None else frame] = weight
+        together = sum(each.peak for each in self.chosen.values())
+        if len(self.chosen) > 1 and together > limit:
+            _log.warning(
+                "the model is compiled as %d graphs; each stays within its memory budget of %s, but one is held while "
+                "another runs, and together they may take up to %s; take out the graph breaks, or a smaller budget",
+                len(self.chosen),
+                format_bytes(limit),
+                format_bytes(together),
+            )
 
     def uuid(self) -> Any:
         """What tells PyTorch's caches of compiled graphs apart: the budget, and this code."""
-        return f"rotor_py.memory_budget {self.limit} {_code()}"
+        limit: object = self.limit
+        if isinstance(limit, str) and limit.rstrip().endswith("%"):  # other bytes on another machine
+            limit = [limit_bytes(self.limit, device) for device in (torch.device("cpu"), *_accelerators())]
+        return f"rotor_py.memory_budget {limit} {_code()}"
 
 
 def _device(joint: JointGraph) -> torch.device:
     """The device whose memory counts: an accelerator if the graph uses one."""
     tensors = tensors_in([node.meta.get("val") for node in joint.inputs])
     return next((each.device for each in tensors if each.device.type != "cpu"), torch.device("cpu"))
+
+
+def _accelerators() -> list[torch.device]:
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 @cache

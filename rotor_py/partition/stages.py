@@ -16,8 +16,9 @@ from functools import cached_property
 
 import networkx as nx
 from torch import fx
+from torch._functorch import partitioners
 
-from rotor_py.partition.joint_graph import JointGraph, is_number
+from rotor_py.partition.joint_graph import JointGraph, is_number, usually_saved
 from rotor_py.partition.operator_costs import Cost
 from rotor_py.partition.peak import weigh
 from rotor_py.partition.program import in_time
@@ -29,7 +30,7 @@ _SPREAD = 4
 """A small value that is live over so many cuts is kept and belongs to no stage: masks, tables of rotary embeddings."""
 _SMALL = 0.01
 """What a small value is, as a part of all allocated bytes. A guess."""
-_THRESHOLDS = 8
+_THRESHOLDS = 6
 """How many different limits of seconds for a byte are tried in cuts of a stage. A guess."""
 
 
@@ -163,8 +164,8 @@ class Stages:
         targets = frozenset(value for value in inside if value in self.read_backward)
         found = [targets]
         self._levels.append([0])
-        for level, (limit, everywhere) in enumerate(zip(self.limits, self.everywhere, strict=True), 1):
-            alone = self._cut(inside, targets, limit)
+        for level, (again, everywhere) in enumerate(self._cuts_everywhere, 1):
+            alone = self._cut(inside, targets, again)
             # Whatever is made again from the stage's input needs it.
             alone |= set(self.inputs[number]) & self._needed(number, alone) - self.read_backward
             for option in (frozenset(alone), everywhere & set(inside)):
@@ -181,25 +182,39 @@ class Stages:
 
     @cached_property
     def everywhere(self) -> list[frozenset[fx.Node]]:
-        """By limit, the least to keep of the whole graph, if what is no slower than that may run again anywhere."""
-        inside = [value for values in self._inside for value in values]
-        targets = self.read_backward - self.shared
-        return [frozenset(self._cut(inside, targets, limit)) for limit in self.limits]
+        """By level, the least to keep of the whole graph, if what the level allows may run again anywhere."""
+        return [kept for _, kept in self._cuts_everywhere]
 
     @cached_property
-    def limits(self) -> list[float]:
-        """Seconds for a byte: what takes no longer for what it returns may run again."""
-        rates = sorted({self._rate(value) for value in self.values if value in self.joint.replayable})
+    def _cuts_everywhere(self) -> list[tuple[Set[fx.Node], frozenset[fx.Node]]]:
+        """What may run again, and what is kept then; what keeps most comes first."""
+        inside = [value for values in self._inside for value in values]
+        targets = self.read_backward - self.shared
+        found = {frozenset(self._cut(inside, targets, again)): again for again in self._allowed}
+        return sorted(((again, kept) for kept, again in found.items()), key=lambda pair: -self._bytes(pair[1]))
+
+    @cached_property
+    def _allowed(self) -> list[Set[fx.Node]]:
+        """Values that may run again: those that take few seconds for a byte, and those that compilers fuse."""
+        joint = self.joint
+        replayed = [value for value in self.values if value in joint.replayable]
+        rates = sorted({self._rate(value) for value in replayed})
         if not rates:
             return []
-        return sorted({rates[(len(rates) - 1) * step // _THRESHOLDS] for step in range(1, _THRESHOLDS + 1)})
+        limits = sorted({rates[(len(rates) - 1) * step // _THRESHOLDS] for step in range(1, _THRESHOLDS + 1)})
+        found: list[Set[fx.Node]] = [{value for value in replayed if self._rate(value) <= limit} for limit in limits]
+        kinds = partitioners.get_default_op_list()
+        fused = {value for value in replayed if not kinds.is_compute_intensive(_source(value))}
+        # What PyTorch's partitioner would keep without a budget, and with a large one.
+        kept = ({joint.root.get(node) for node in saved} for saved in usually_saved(joint))
+        return [*found, fused, *(set(replayed) - each for each in kept)]
 
     def _rate(self, value: fx.Node) -> float:
-        source = value.all_input_nodes[0] if value.target is operator.getitem else value
+        source = _source(value)
         return self.costs[source].seconds / max(1, self.joint.bytes_of(source))
 
-    def _cut(self, inside: list[fx.Node], targets: Set[fx.Node], limit: float) -> set[fx.Node]:
-        """The least bytes of the values `inside` from which `targets` can be made by what is fast enough."""
+    def _cut(self, inside: list[fx.Node], targets: Set[fx.Node], again: Set[fx.Node]) -> set[fx.Node]:
+        """The least bytes of the values `inside` from which `targets` can be made by running `again`."""
         joint = self.joint
         flow = nx.DiGraph()
         flow.add_nodes_from(("read", "made"))
@@ -208,7 +223,7 @@ class Stages:
             flow.add_edge((value, "made"), (value, "kept"), capacity=joint.bytes_of(value))
             if value in targets:
                 flow.add_edge((value, "kept"), "read")
-            if value not in joint.replayable or self._rate(value) > limit:
+            if value not in again:
                 flow.add_edge("made", (value, "made"))
             for each in self._reads[value] & mine:
                 flow.add_edge((each, "kept"), (value, "made"))
@@ -317,3 +332,8 @@ class Stages:
                 temps.append(max(-incoming, most[number] - held - self._bytes(self._output(number)) - incoming))
             found.append(temps)
         return found
+
+
+def _source(value: fx.Node) -> fx.Node:
+    """The node that computes a value: one that returns several is unpacked by others."""
+    return value.all_input_nodes[0] if value.target is operator.getitem else value
