@@ -2,8 +2,8 @@
 
     held throughout   what the caller has: parameters, buffers, inputs
     forward           what is still read, returned or saved, and the scratch memory of the operator that runs
-    backward          what is saved and still read; outputs, which the caller holds until the step ends; gradients of
-                      outputs; gradients of inputs, as soon as they are made; values in between, and scratch memory
+    backward          what is saved and still read; outputs, which the caller holds until the step ends, and their
+                      gradients; gradients of inputs, as soon as they are made; values in between; scratch memory
 
 Memory is counted by storages: views cost nothing, and keep what they view.
 """
@@ -55,10 +55,10 @@ def weigh(joint: JointGraph, costs: dict[fx.Node, Cost], program: Program) -> We
     ends = [steps.get(node, node) for node in (*joint.outputs, *program.saved)]
     forward_peak = max(forward.run(list(steps.values()), ends))
 
-    held = _blocks(joint, joint.outputs) | caller
+    # Autograd's engine, or the caller of backward, holds gradients of outputs until the backward returns.
+    held = _blocks(joint, [*joint.outputs, *joint.tangents]) | caller
     kept = {storage: block for storage, block in _blocks(joint, program.saved).items() if storage not in held}
-    tangents = _blocks(joint, joint.tangents)
-    backward = _Machine(joint, costs, held, kept | tangents)
+    backward = _Machine(joint, costs, held, kept)
     last = {run.node: run for run in program.backward}
     curve = backward.run(list(program.backward), [last.get(node, node) for node in joint.gradients])
     backward_peak = max(curve)

@@ -323,7 +323,7 @@ class Stages:
             for run, live in zip(reversed(program.backward), reversed(curve), strict=True):
                 number = stage_of.get(run.node, number)  # what runs again belongs to what comes next
                 most[number] = max(most[number], live)
-            held = self._bytes({*self.joint.primals, *self.shared}) + sum(self._gradients)
+            held = self._bytes({*self.joint.primals, *self.joint.tangents, *self.shared}) + sum(self._gradients)
             temps = []
             for number, inside in enumerate(self._inside):
                 held += self._bytes(kept & set(inside))
