@@ -18,8 +18,8 @@ FLOORS = (
     {"trials"},
     {"checkpointable", "backend"},
     {"plan"},
-    {"capture", "by_hand", "report"},
-    {"execute", "measure", "partition"},
+    {"capture", "by_hand", "report", "partition"},
+    {"execute", "measure"},
     {"stage", "distributed"},
     {"errors", "units", "transparent", "models"},
 )

@@ -33,7 +33,9 @@ def add_stand_ins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 def _multiply(graph: fx.Graph, left: fx.Node, right: fx.Node | float, beside: fx.Node) -> fx.Node:
     made = graph.call_function(aten.mul.Tensor, (left, right))
-    made.meta = {key: value for key, value in beside.meta.items() if key not in ("val", "tensor_meta", "eager_input_vals")}
+    made.meta = {
+        key: value for key, value in beside.meta.items() if key not in ("val", "tensor_meta", "eager_input_vals")
+    }
     value = left.meta["val"]
     with value.fake_mode:
         made.meta["val"] = aten.mul.Tensor(value, right.meta["val"] if isinstance(right, fx.Node) else right)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import partitioners
+from torch._functorch._aot_autograd.utils import _is_tangent
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -58,7 +59,7 @@ class JointGraph:
     def forward(self) -> list[fx.Node]:
         """What runs forward, in order: what the outputs need, and what is not known to belong to the backward."""
         needed = ancestors(self.outputs)
-        tangents = {node for node in self.inputs if partitioners._is_tangent(node)}
+        tangents = {node for node in self.inputs if _is_tangent(node)}
         after: set[fx.Node] = set(tangents)
         found = []
         for node in self._calls:
@@ -85,12 +86,12 @@ class JointGraph:
     @cached_property
     def primals(self) -> list[fx.Node]:
         """Inputs of the forward: parameters, buffers and what the caller passes."""
-        return [node for node in self.inputs if not partitioners._is_tangent(node)]
+        return [node for node in self.inputs if not _is_tangent(node)]
 
     @cached_property
     def tangents(self) -> list[fx.Node]:
         """Gradients of the outputs, which come into the backward."""
-        return [node for node in self.inputs if partitioners._is_tangent(node)]
+        return [node for node in self.inputs if _is_tangent(node)]
 
     @cached_property
     def order(self) -> dict[fx.Node, int]:
@@ -107,7 +108,9 @@ class JointGraph:
         found: dict[fx.Node, fx.Node] = {}
         for node in (*self.primals, *self.forward):
             mine = self.allocations[node].keys()
-            read = (each for each in node.all_input_nodes if each in found and not mine.isdisjoint(self.allocations[each]))
+            read = (
+                each for each in node.all_input_nodes if each in found and not mine.isdisjoint(self.allocations[each])
+            )
             viewed = next(read, None) if mine and node.target is not operator.getitem else None
             if node.target is operator.getitem:
                 # The storage is new in the operator whose output it is, unless that returned one that it was given.

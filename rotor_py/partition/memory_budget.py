@@ -78,7 +78,10 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
             # Options go with no mode, so the mode is spelt out.
             options = torch._inductor.list_mode_options(mode, settings.get("dynamic"))
         options = dict(options or {})
-        if options.get("custom_partitioner_fn", self.options["custom_partitioner_fn"]) != self.options["custom_partitioner_fn"]:
+        if (
+            options.get("custom_partitioner_fn", self.options["custom_partitioner_fn"])
+            != self.options["custom_partitioner_fn"]
+        ):
             raise ValueError(
                 "options have a custom_partitioner_fn, and memory_budget brings its own; leave one of the two out"
             )
@@ -120,7 +123,7 @@ class _Hook:
     def acquire(self) -> None:
         with self._lock:
             if self._inside == 0:
-                self._plain, torch.compile = torch.compile, self._compile  # type: ignore[assignment]  # one signature
+                self._plain, torch.compile = torch.compile, self._compile
             self._inside += 1
 
     def release(self) -> None:

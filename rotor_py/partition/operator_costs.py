@@ -18,8 +18,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._pytree import tree_map
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rotor_profiling.memory import memory_meter
 from rotor_profiling.storage import tensors_in
@@ -76,7 +76,7 @@ def _kind(node: fx.Node) -> Hashable:
             return tuple(sizes), tuple(strides), value.dtype, str(value.device)
         return known(value) if isinstance(value, torch.SymInt) else str(value)
 
-    arguments = tuple(map(str, torch.utils._pytree.tree_leaves(fx.node.map_arg((node.args, node.kwargs), described))))
+    arguments = tuple(map(str, tree_leaves(fx.node.map_arg((node.args, node.kwargs), described))))
     return str(node.target), arguments
 
 

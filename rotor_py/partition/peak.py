@@ -66,7 +66,9 @@ def weigh(joint: JointGraph, costs: dict[fx.Node, Cost], program: Program) -> We
     replayed = sum(costs[node].seconds for node in program.replayed)
     ran = (*program.forward, *(run.node for run in program.backward))
     seconds = sum(costs[node].seconds for node in ran)
-    return Weight(max(forward_peak, backward_peak), forward_peak, backward_peak, saved, seconds, replayed, tuple(curve[1:]))
+    return Weight(
+        max(forward_peak, backward_peak), forward_peak, backward_peak, saved, seconds, replayed, tuple(curve[1:])
+    )
 
 
 def _blocks(joint: JointGraph, nodes: Iterable[fx.Node]) -> _Memory:
@@ -95,7 +97,9 @@ class _Machine:
             behind: _Memory = {}
             for each in run.reads.values():
                 behind |= self._memory(each)
-            own = {s: behind[s] if s in behind else _Block(size) for s, size in self.joint.allocations[run.node].items()}
+            own = {
+                s: behind[s] if s in behind else _Block(size) for s, size in self.joint.allocations[run.node].items()
+            }
             self.made[run] = own
             fresh = [block for storage, block in own.items() if storage not in behind]
             touched = [*behind.values(), *fresh]

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import networkx as nx
 from torch import fx
@@ -130,7 +131,7 @@ class Stages:
     def members(self) -> list[list[fx.Node]]:
         """The nodes of every stage."""
         bounds = [*self.cuts, len(self.joint.forward)]
-        return [self.joint.forward[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [self.joint.forward[a:b] for a, b in pairwise(bounds)]
 
     @cached_property
     def shared(self) -> set[fx.Node]:
@@ -253,7 +254,7 @@ class Stages:
         return sum(self.costs[node].seconds for node in self._needed(number, kept) & inside)
 
     def chain(self, *, keep_outputs: bool) -> Chain:
-        """The stages in seconds and bytes; with `keep_outputs`, whoever keeps anything keeps the stage's output as well.
+        """The stages in seconds and bytes; with `keep_outputs`, who keeps anything keeps the stage's output as well.
 
         Approximate: what is live inside a stage depends on the stages around it.
         """
@@ -290,7 +291,11 @@ class Stages:
         latest = 0
         found: list[list[fx.Node]] = [[] for _ in self.members]
         for node in reversed(joint.backward):
-            read = (self.stage_of[joint.root[each]] for each in node.all_input_nodes if joint.root.get(each) in self.stage_of)
+            read = (
+                self.stage_of[joint.root[each]]
+                for each in node.all_input_nodes
+                if joint.root.get(each) in self.stage_of
+            )
             latest = max(latest, *read, 0)
             found[latest].append(node)
         return [nodes[::-1] for nodes in found]
