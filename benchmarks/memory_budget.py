@@ -9,7 +9,6 @@ the table of docs/memory-budget.md.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,6 @@ from rotor_py.partition.joint_graph import JointGraph
 from rotor_py.partition.operator_costs import operator_costs
 
 RATIOS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
-STEPS = 3
 SHOWN = 10_000
 """Bytes: budgets are rounded up to what the table shows of them."""
 
@@ -122,7 +120,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 @dataclass
 class Measured:
     peak: int
-    seconds: float
     operators: float
     """Seconds of all operators of both graphs, each measured by itself: what no other process disturbs twice."""
     values: list[torch.Tensor]
@@ -157,12 +154,6 @@ def measured(made: Callable[[], tuple[nn.Module, torch.Tensor]], ratio: float, b
     with torch._functorch.config.patch(activation_memory_budget=ratio):
         run(value).backward()
     model.zero_grad()
-    seconds = []
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        run(value).backward()
-        seconds.append(time.perf_counter() - start)
-        model.zero_grad()
     torch.manual_seed(1)
     held = storage_bytes([*model.parameters(), *model.buffers(), value])
     meter = memory_meter(torch.device("cpu"))
@@ -171,19 +162,19 @@ def measured(made: Callable[[], tuple[nn.Module, torch.Tensor]], ratio: float, b
         loss = run(value)
         loss.backward()
     values = [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None)]
-    return Measured(held + meter.phases["step"].peak, min(seconds), sum(spent), values)
+    return Measured(held + meter.phases["step"].peak, sum(spent), values)
 
 
 def main() -> None:
     chosen = sys.argv[1:] or list(MODELS)
-    print("| model | ratio | peak | operators; step | same | in these bytes: peak | operators; step | same |")
+    print("| model | ratio | peak | operators | same | in these bytes: peak | operators | same |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name in chosen:
         stored = measured(MODELS[name], 1.0, 10**15)
 
         def row(found: Measured, stored: Measured = stored) -> str:
             same = "yes" if found.equals(stored) else "**no**"
-            times = f"×{found.operators / stored.operators:.3f}; ×{found.seconds / stored.seconds:.2f}"
+            times = f"×{found.operators / stored.operators:.3f}"
             return f"{found.peak / 1e6:.2f} MB | {times} | {same}"
 
         for ratio in RATIOS:

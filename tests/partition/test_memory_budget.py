@@ -115,6 +115,7 @@ def test_other_partitioners_are_refused() -> None:
         torch.compile(chain(), options=memory_budget("2GB").options)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own, of what goes on after a break
 def test_graph_breaks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
@@ -141,10 +142,11 @@ def test_caches_tell_budgets_apart() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_inductor_keeps_no_code_of_another_budget() -> None:
     found = []
     value = torch.randn(256, WIDTH)
-    for budget in (10**12, int(least_of() * 1.1), 10**12):
+    for budget in (10**12, int(least_of() * 1.4), 10**12):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = chain()
