@@ -20,6 +20,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
     `limit` is the peak of a training step of each compiled graph on its device, as bytes (an int) or as a text such as
     "4GB" or "80%" of the device: parameters, buffers, inputs, saved activations, values in between, outputs and
     gradients. The loss and the optimizer outside the graph, and gradients kept from earlier steps, are not counted.
+    Operators run one by one, as under aot_eager, keep to it; of what Inductor makes of the graphs it is a prediction.
     Within it, the graph's backward runs again what costs least time. Numbers stay those of the graph that saves all.
 
     The budget belongs to what is compiled: it stays when the block is left, also when the graph is compiled again for
