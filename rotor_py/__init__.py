@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from rotor_py.execute.tape import CheckpointOptim
+    from rotor_py.partition.memory_budget import memory_budget
     from rotor_py.plan.saved.plan import Plan
     from rotor_py.report import Report
     from rotor_py.trials.best_level import LevelChoice, best_level
@@ -97,6 +98,7 @@ _NAMES = {
     "rotor_py.checkpointable": ("Checkpointable",),
     "rotor_py.trials.comparison": ("ComparedStrategy", "compare"),
     "rotor_py.trials.best_level": ("LevelChoice", "best_level"),
+    "rotor_py.partition.memory_budget": ("memory_budget",),
     "rotor_py.plan.saved.plan": ("Plan",),
     "rotor_solver.kept_at_loss": ("PlanMemory", "StageMemory"),
     "rotor_py.report": ("Report",),
@@ -148,6 +150,7 @@ __all__ = [
     "format_bytes",
     "frontier",
     "limit_for",
+    "memory_budget",
     "min_bytes",
     "parse_bytes",
     "recompute_all",

@@ -20,7 +20,7 @@ from rotor_py.measure.cut import Cut, cut_layers
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.measure.stages import measure
-from rotor_py.plan.input_spec import reaches, spec_of
+from rotor_py.plan.inputs.input_spec import reaches, spec_of
 from rotor_py.units import parse_bytes
 from rotor_solver import Persistent
 

@@ -18,12 +18,12 @@ from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.description import file_of, memory_of, report_of, summary_of
+from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.plan.planner import Planner
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings, what_it_is
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.report import Report
-from rotor_py.sample import arguments_of
 from rotor_py.transparent import ModelsSignature, Transparent, core_of, in_training, instead_of_forward
 from rotor_solver import Algorithm, Chain, Sequence
 from rotor_solver.kept_at_loss import PlanMemory

@@ -18,9 +18,9 @@ FLOORS = (
     {"trials"},
     {"checkpointable", "backend"},
     {"plan"},
-    {"capture", "by_hand", "report"},
+    {"capture", "by_hand", "report", "partition"},
     {"execute", "measure"},
-    {"stage", "distributed", "sample"},
+    {"stage", "distributed"},
     {"errors", "units", "transparent", "models"},
 )
 """The rooms of rotor_py, from the top to the bottom: a room imports from lower floors alone."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.planning_lock import planning
-from rotor_py.plan.input_spec import describe
+from rotor_py.plan.inputs.input_spec import describe
 from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
 from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
 from rotor_py.plan.out_of_memory.guarded_budget import guarded

@@ -9,7 +9,7 @@ from typing import Any
 
 from rotor_profiling import tensors_in
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
-from rotor_py.plan.input_spec import describe
+from rotor_py.plan.inputs.input_spec import describe
 from rotor_py.plan.noticed.forwards import Forwards
 from rotor_py.plan.noticed.kept_gradients import KeptGradients
 from rotor_py.plan.noticed.watched_steps import WatchedSteps

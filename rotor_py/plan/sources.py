@@ -21,7 +21,7 @@ from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import Cut, cut, is_chain
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stages import measure
-from rotor_py.plan.input_spec import covers, describe, reaches, spec_of
+from rotor_py.plan.inputs.input_spec import covers, describe, reaches, spec_of
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
 from rotor_py.stage.runner import StageRunner

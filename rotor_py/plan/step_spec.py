@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rotor_py.distributed.shard_groups import at_rest
-from rotor_py.plan.input_spec import gradients_of, same_kind
+from rotor_py.plan.inputs.input_spec import gradients_of, same_kind
 
 
 @dataclass(frozen=True, slots=True)

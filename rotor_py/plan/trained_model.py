@@ -19,7 +19,7 @@ from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.fixed_memory import trained_bytes
 from rotor_py.measure.measurement import Measurement
-from rotor_py.plan.input_spec import TensorSpec, spec_of
+from rotor_py.plan.inputs.input_spec import TensorSpec, spec_of
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.sources import Measured
 from rotor_py.plan.step_spec import ModelState, StepSpec

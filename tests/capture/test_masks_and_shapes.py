@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError
-from rotor_py.plan.input_spec import spec_of
+from rotor_py.plan.inputs.input_spec import spec_of
 from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.sources import GraphSource
 from rotor_py.plan.step_spec import ModelState, StepSpec

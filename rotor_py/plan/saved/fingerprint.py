@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.cut import is_chain, layers
-from rotor_py.plan.input_spec import TensorSpec
+from rotor_py.plan.inputs.input_spec import TensorSpec
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:

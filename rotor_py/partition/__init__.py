@@ -1,0 +1,1 @@
+"""Memory budgets inside `torch.compile`: what a compiled backward stores and what it runs again, decided in bytes."""

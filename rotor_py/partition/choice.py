@@ -1,0 +1,84 @@
+"""Which program to take: of many between storing everything and storing as little as possible, the fastest that fits.
+
+The candidates do not depend on the budget. So with a smaller budget, the peak of what is chosen is never larger: it
+would have been chosen before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from rotor_py.partition.follow import follow
+from rotor_py.partition.joint_graph import JointGraph
+from rotor_py.partition.operator_costs import operator_costs
+from rotor_py.partition.peak import Weight, weigh
+from rotor_py.partition.program import Program, in_time
+from rotor_py.partition.stages import Stages
+from rotor_solver import frontier
+
+_SLOTS = 300
+"""How finely the solver divides memory. A guess: what is found is weighed exactly in any case."""
+_WORK = 300_000
+"""Nodes that are weighed for all programs together, about. A guess: it takes some seconds."""
+_FEWEST = 32
+"""Programs that are weighed of each kind, at least, however large the graph is. A guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A program and what it costs."""
+
+    program: Program
+    weight: Weight
+
+
+def candidates(joint: JointGraph) -> list[Candidate]:
+    """Programs that no other beats in both memory and time, the one of least memory first."""
+    costs = operator_costs(joint)
+    stages = Stages(joint, costs)
+    most = max(_FEWEST, _WORK // (3 * (len(joint.forward) + len(joint.backward))))
+    programs = _mixed(stages, most)
+    for keep_outputs in (True, False):
+        found = frontier(stages.chain(keep_outputs=keep_outputs), slots=_SLOTS).sequences
+        programs += [follow(stages, found[each], keep_outputs=keep_outputs) for each in _spread(len(found), most)]
+    weighed = [Candidate(program, weigh(joint, costs, program)) for program in programs]
+    return undominated(weighed)
+
+
+def undominated(found: list[Candidate]) -> list[Candidate]:
+    """Without those that another beats or equals in both memory and time; the one of least memory first."""
+    kept: list[Candidate] = []
+    for each in sorted(found, key=lambda each: (each.weight.peak, each.weight.seconds)):
+        if not kept or each.weight.seconds < kept[-1].weight.seconds:
+            kept.append(each)
+    return kept
+
+
+def fastest_within(found: list[Candidate], limit: int) -> Candidate | None:
+    """The fastest of `candidates` within `limit` bytes."""
+    return next((each for each in reversed(found) if each.weight.peak <= limit), None)
+
+
+def _mixed(stages: Stages, most: int) -> list[Program]:
+    """Up to about `most` programs without a sequence: early stages keep less of what the backward reads than late ones.
+
+    Early stages come last in the backward, when little else is in memory: that is where values are dropped first.
+    """
+    parts = [stages.part(level) for level in range(stages.levels)]
+    pairs = list(combinations(parts, 2))
+    cuts = _spread(len(stages.members) + 1, max(2, 1 + most // max(1, len(pairs))))[1:]
+    mixtures = {frozenset(parts[0])}
+    for more, less in pairs:
+        for cut in cuts:
+            early = {node for node in less if stages.stage_of[node] < cut}
+            mixtures.add(frozenset(early | {node for node in more if stages.stage_of[node] >= cut}))
+    ordered = sorted(mixtures, key=lambda each: sorted(map(stages.joint.order.__getitem__, each)))
+    return [in_time(stages.joint, kept) for kept in ordered]
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Up to `most` of `range(count)`, evenly, both ends included."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(step * (count - 1) / (most - 1)) for step in range(most)})

@@ -1,0 +1,184 @@
+"""What single operators cost: each kind is run by itself, on tensors of the sizes that it will have.
+
+Its seconds decide what is worth running again. Its scratch memory, which no graph shows, counts towards the peak:
+convolutions, attention and reductions allocate more than they return.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rotor_profiling.memory import memory_meter
+from rotor_profiling.storage import tensors_in
+from rotor_py.partition.joint_graph import JointGraph, is_number, known
+
+_log = logging.getLogger("rotor_py")
+
+_BYTES_PER_SECOND = 1e10
+"""For operators that cannot be run by themselves: how fast memory is read and written. A guess."""
+_RUNS = 3
+"""Times that an operator is timed; the fastest counts, since others only ever take from it. A guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one run, and the bytes beyond inputs and outputs that it holds at some moment of it."""
+
+    seconds: float = 0.0
+    scratch: int = 0
+
+
+_known: dict[Hashable, Cost] = {}
+"""Costs by kind of operator, for the whole process: equal budgets find equal partitions."""
+
+
+def operator_costs(joint: JointGraph) -> dict[fx.Node, Cost]:
+    """The cost of every node. Views, numbers and what unpacks tuples cost nothing."""
+    found: dict[fx.Node, Cost] = {}
+    kinds: dict[fx.Node, Hashable] = {}
+    missing: dict[Hashable, fx.Node] = {}
+    for node in (*joint.forward, *joint.backward):
+        if node.target is operator.getitem or is_number(node) or _is_view(joint, node):
+            found[node] = Cost()
+            continue
+        kinds[node] = _kind(node)
+        if kinds[node] not in _known:
+            missing.setdefault(kinds[node], node)
+    _measure(joint, missing)
+    return found | {node: _known[kind] for node, kind in kinds.items()}
+
+
+def _is_view(joint: JointGraph, node: fx.Node) -> bool:
+    mine = joint.allocations[node].keys()
+    return bool(mine) and all(any(each in joint.allocations[read] for read in node.all_input_nodes) for each in mine)
+
+
+def _kind(node: fx.Node) -> Hashable:
+    """What tells operators apart that may cost differently."""
+
+    def described(value: Any) -> Any:
+        value = value.meta.get("val") if isinstance(value, fx.Node) else value
+        if isinstance(value, torch.Tensor):
+            sizes, strides = map(known, value.shape), map(known, value.stride())
+            return tuple(sizes), tuple(strides), value.dtype, str(value.device)
+        return known(value) if isinstance(value, torch.SymInt) else str(value)
+
+    arguments = tuple(map(str, tree_leaves(fx.node.map_arg((node.args, node.kwargs), described))))
+    return str(node.target), arguments
+
+
+def _measure(joint: JointGraph, missing: dict[Hashable, fx.Node]) -> None:
+    """Put the costs of nodes of kinds that are not known yet into `_known`."""
+    with ExitStack() as stack:
+        # While a graph is compiled, tensors have no memory and operators are traced.
+        for mode in (unset_fake_temporarily, _disable_current_modes, disable_proxy_modes_tracing, torch.no_grad):
+            stack.enter_context(mode())
+        for device, kinds in _by_device(missing).items():
+            devices = [device] if device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(devices))
+            runs = {kind: run for kind, node in kinds.items() if (run := _runnable(node)) is not None}
+            seconds, scratch = _seconds(runs, device), _scratch(runs, device)
+            for kind, node in kinds.items():
+                if kind in seconds and kind in scratch:
+                    _known[kind] = Cost(seconds[kind], scratch[kind])
+                else:
+                    touched = sum(map(joint.bytes_of, {node, *node.all_input_nodes}))
+                    _known[kind] = Cost(touched / _BYTES_PER_SECOND)
+
+
+def _by_device(nodes: dict[Hashable, fx.Node]) -> dict[torch.device, dict[Hashable, fx.Node]]:
+    found: dict[torch.device, dict[Hashable, fx.Node]] = {}
+    for kind, node in nodes.items():
+        values = (node.meta.get("val"), *(each.meta.get("val") for each in node.all_input_nodes))
+        tensors = tensors_in([value for value in values if value is not None])
+        device = next((each.device for each in tensors if each.device.type == "cuda"), torch.device("cpu"))
+        found.setdefault(device, {})[kind] = node
+    return found
+
+
+def _runnable(node: fx.Node) -> Callable[[], Callable[[], Any]] | None:
+    """What makes the arguments of a node, and returns what runs it on them. None if it is not one of PyTorch's own."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return None
+
+    def made(value: Any) -> Any:
+        value = value.meta.get("val") if isinstance(value, fx.Node) else value
+        if isinstance(value, torch.Tensor):
+            return _tensor_like(value)
+        return known(value) if isinstance(value, torch.SymInt) else value
+
+    def prepared() -> Callable[[], Any]:
+        args, kwargs = tree_map(made, (node.args, node.kwargs), is_leaf=lambda each: isinstance(each, fx.Node))
+        return lambda: target(*args, **kwargs)
+
+    return prepared
+
+
+def _tensor_like(value: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(
+        tuple(map(known, value.shape)), tuple(map(known, value.stride())), dtype=value.dtype, device=value.device
+    )
+    # Zero is an index into anything, and an ordinary number for everybody who does not ask for one.
+    return made.fill_(0.5) if made.is_floating_point() else made.zero_()
+
+
+def _seconds(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torch.device) -> dict[Hashable, float]:
+    found = {}
+    for kind, prepared in runs.items():
+        try:
+            run = prepared()
+            run()
+            found[kind] = min(_once(run, device) for _ in range(_RUNS))
+        except Exception as error:  # an operator may refuse numbers that nobody would pass, or find no memory left
+            _log.debug("%s cannot be timed by itself: %s", kind, error)
+    return found
+
+
+def _once(run: Callable[[], Any], device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _scratch(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torch.device) -> dict[Hashable, int]:
+    """The most that every operator holds beyond its inputs and what it returns."""
+    meter = memory_meter(device)
+    numbers: dict[str, Hashable] = {}
+    try:
+        with meter:
+            for number, (kind, prepared) in enumerate(runs.items()):
+                try:
+                    run = prepared()
+                    meter.mark(str(number))
+                    result = run()
+                    meter.mark("")
+                except Exception as error:
+                    _log.debug("%s cannot be measured by itself: %s", kind, error)
+                    continue
+                numbers[str(number)] = kind
+                del run, result
+    except RuntimeError as error:  # another profiler runs
+        _log.debug("scratch memory cannot be measured: %s", error)
+    phases = meter.phases
+    return {kind: max(0, phases[name].rise - phases[name].kept) for name, kind in numbers.items() if name in phases}

@@ -1,0 +1,127 @@
+"""A partitioner for AOTAutograd that keeps the peak of a graph's training step inside a budget in bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config, partitioners
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._guards import CompileContext
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from rotor_profiling.storage import tensors_in
+from rotor_py.errors import InfeasibleError
+from rotor_py.measure.device import limit_bytes
+from rotor_py.partition.choice import candidates, fastest_within
+from rotor_py.partition.dropout import add_stand_ins
+from rotor_py.partition.extract import extract
+from rotor_py.partition.joint_graph import JointGraph
+from rotor_py.partition.peak import Weight
+from rotor_py.partition.sizes import guard_sizes
+from rotor_py.units import format_bytes, limit_text
+
+_log = logging.getLogger("rotor_py")
+
+
+@dataclass(frozen=True)
+class BudgetPartitioner(CustomPartitionerFn):
+    """Partitions joint graphs so that each of them stays within `limit`. Partitioners of equal limits are equal."""
+
+    limit: int | str
+    chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
+    """What was chosen last for every frame of the model. Breaks of the graph begin new frames."""
+
+    def __deepcopy__(self, memo: object) -> BudgetPartitioner:
+        return self  # torch copies its settings before every compilation
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BudgetPartitioner, (self.limit,)
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The graphs of the forward and of the backward. Raises InfeasibleError if no partition fits."""
+        num_outputs: int = kwargs["num_fwd_outputs"]
+        static_inputs: list[int] | None = kwargs.get("static_lifetime_input_indices")
+        gm.graph.eliminate_dead_code()
+        if config.cse:
+            gm.graph = fx_graph_cse(gm.graph)
+        if not config.unsafe_allow_optimization_of_collectives:
+            partitioners.force_save_collectives(gm)
+        partitioners.force_save_effectful_ops(gm)
+        partitioners.force_save_bw_mutation_src(gm)
+        joint = JointGraph(gm, num_outputs, add_stand_ins(gm.graph))
+        if not joint.backward:
+            return partitioners.default_partition(
+                gm, joint_inputs, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static_inputs
+            )
+        guard_sizes(joint.inputs)
+        limit = limit_bytes(self.limit, _device(joint))
+        found = candidates(joint)
+        best = fastest_within(found, limit)
+        if best is None:
+            least = found[0].weight.peak
+            raise InfeasibleError(
+                f"a training step of this graph needs at least {format_bytes(least)} ({least} bytes), and its memory "
+                f"budget is {format_bytes(limit)} ({limit} bytes); take a smaller batch, or a budget of "
+                f"{limit_text(least)} or more",
+                min_bytes=least,
+                mem_limit=limit,
+            )
+        self._note(best.weight, limit)
+        return extract(joint, best.program, static_inputs)
+
+    def _note(self, weight: Weight, limit: int) -> None:
+        _log.info(
+            "a graph's training step takes %s of its budget of %s: %s are saved, %.1f %% of its time runs again",
+            format_bytes(weight.peak),
+            format_bytes(limit),
+            format_bytes(weight.saved),
+            100 * weight.replayed_seconds / max(weight.seconds, 1e-12),
+        )
+        compiling = CompileContext.current_compile_id()
+        frame = None if compiling is None else compiling.frame_id
+        self.chosen[-1 if frame is None else frame] = weight
+        together = sum(each.peak for each in self.chosen.values())
+        if len(self.chosen) > 1 and together > limit:
+            _log.warning(
+                "the model is compiled as %d graphs; each stays within its memory budget of %s, but one is held while "
+                "another runs, and together they may take up to %s; take out the graph breaks, or a smaller budget",
+                len(self.chosen),
+                format_bytes(limit),
+                format_bytes(together),
+            )
+
+    def uuid(self) -> Any:
+        """What tells PyTorch's caches of compiled graphs apart: the budget, and this code."""
+        limit: object = self.limit
+        if isinstance(limit, str) and limit.rstrip().endswith("%"):  # other bytes on another machine
+            limit = [limit_bytes(self.limit, device) for device in (torch.device("cpu"), *_accelerators())]
+        return f"rotor_py.memory_budget {limit} {_code()}"
+
+
+def _device(joint: JointGraph) -> torch.device:
+    """The device whose memory counts: an accelerator if the graph uses one."""
+    tensors = tensors_in([node.meta.get("val") for node in joint.inputs])
+    return next((each.device for each in tensors if each.device.type != "cpu"), torch.device("cpu"))
+
+
+def _accelerators() -> list[torch.device]:
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+@cache
+def _code() -> str:
+    """A digest of the files that decide: with other code, equal budgets may be partitioned otherwise."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

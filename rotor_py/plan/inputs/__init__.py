@@ -1,0 +1,1 @@
+"""What goes into a model: samples to measure with, and which inputs a plan covers."""

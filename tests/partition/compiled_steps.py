@@ -1,0 +1,116 @@
+"""Small models, and training steps of them under `aot_eager`, whose operators run one by one and can be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from rotor_profiling.memory import memory_meter
+from rotor_profiling.storage import storage_bytes
+from rotor_py import memory_budget
+from rotor_py.partition import partitioner
+from rotor_py.partition.choice import Candidate
+
+
+class Loss(nn.Module):
+    """A model with a loss inside the graph: the caller has nothing but a number."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.model(value).pow(2).mean()
+
+
+class Block(nn.Module):
+    """A block of a Llama, with PyTorch's attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, 4 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        batch, length, width = value.shape
+        heads = self.qkv(self.norms[0](value)).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        value = value + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        inside = self.norms[1](value)
+        return value + self.down(F.silu(self.gate(inside)) * self.up(inside))
+
+
+class Residual(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*layers)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.inner(value)
+
+
+@dataclass
+class Step:
+    """A training step: its peak in bytes, parameters, buffers and inputs included, and what it leaves."""
+
+    peak: int
+    loss: torch.Tensor
+    gradients: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+
+    def equals(self, other: Step) -> bool:
+        """Bit for bit."""
+        pairs = zip(
+            (self.loss, *self.gradients, *self.buffers), (other.loss, *other.gradients, *other.buffers), strict=True
+        )
+        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def compiled_step(made: Callable[[], nn.Module], value: torch.Tensor, budget: int | None = None) -> Step:
+    """The second step of a new model that is compiled within `budget` bytes; without one, PyTorch partitions it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Loss(made())
+    if budget is None:
+        return take_step(model, torch.compile(model, backend="aot_eager"), value)
+    with memory_budget(budget):
+        run = torch.compile(model, backend="aot_eager")
+    return take_step(model, run, value)
+
+
+def take_step(model: nn.Module, run: Any, value: torch.Tensor) -> Step:
+    run(value).backward()  # compiles
+    model.zero_grad()
+    torch.manual_seed(1)
+    held = storage_bytes([*model.parameters(), *model.buffers(), value])
+    meter = memory_meter(torch.device("cpu"))
+    with meter:
+        meter.mark("step")
+        loss = run(value)
+        loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return Step(held + meter.phases["step"].peak, loss.detach(), gradients, [each.clone() for each in model.buffers()])
+
+
+@contextmanager
+def seen_candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Candidate]]]:
+    """What every graph that is compiled inside could be chosen from."""
+    found: list[list[Candidate]] = []
+    plain = partitioner.candidates
+
+    def noted(joint: Any) -> list[Candidate]:
+        found.append(plain(joint))
+        return found[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(partitioner, "candidates", noted)
+        yield found

@@ -1,0 +1,157 @@
+"""`with memory_budget(…):` beside torch.compile: what it binds, what it leaves alone, and what it says."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from rotor_py import InfeasibleError, memory_budget
+from rotor_py.partition.partitioner import BudgetPartitioner
+from tests.partition.compiled_steps import Loss, take_step
+
+WIDTH = 16
+PLAIN = torch.compile
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet() -> None:
+    torch._dynamo.reset()
+
+
+def chain() -> Loss:
+    torch.manual_seed(0)
+    return Loss(nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh()))))
+
+
+def peak_of(model: nn.Module, run: object, rows: int = 256) -> int:
+    return take_step(model, run, torch.randn(rows, WIDTH)).peak
+
+
+def least_of(rows: int = 256) -> int:
+    with pytest.raises(BackendCompilerFailed) as failed, memory_budget(1):
+        torch.compile(chain(), backend="aot_eager")(torch.randn(rows, WIDTH)).backward()
+    torch._dynamo.reset()
+    assert isinstance(failed.value.inner_exception, InfeasibleError)
+    return failed.value.inner_exception.min_bytes
+
+
+def test_a_budget_that_cannot_be_met_is_an_error_with_both_numbers() -> None:
+    words = r"needs at least .* \(\d+ bytes\).*\(1000 bytes\).*smaller batch"
+    with pytest.raises(BackendCompilerFailed, match=words), memory_budget("1kB"):
+        torch.compile(chain(), backend="aot_eager")(torch.randn(256, WIDTH)).backward()
+
+
+def test_the_budget_goes_with_the_model_and_models_outside_keep_what_they_have() -> None:
+    budget = int(least_of() * 1.05)
+    before, inside = chain(), chain()
+    compiled_before = torch.compile(before, backend="aot_eager")
+    stored = peak_of(before, compiled_before)
+    with memory_budget(budget):
+        run = torch.compile(inside, backend="aot_eager")
+        assert peak_of(before, compiled_before) == stored
+    assert torch.compile is PLAIN
+    assert peak_of(inside, run) <= budget < stored
+    after = chain()
+    assert peak_of(after, torch.compile(after, backend="aot_eager")) == stored
+
+
+def test_one_model_under_two_budgets() -> None:
+    least = least_of()
+    model = chain()
+    with memory_budget(int(least * 1.05)):
+        small = torch.compile(model, backend="aot_eager")
+    with memory_budget(10**12):
+        large = torch.compile(model, backend="aot_eager")
+    assert peak_of(model, small) <= least * 1.05 < peak_of(model, large)
+    assert peak_of(model, small) <= least * 1.05
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_larger_batch_is_partitioned_for_itself(dynamic: bool | None) -> None:
+    budget = int(least_of(300) * 1.1)
+    model = chain()
+    with memory_budget(budget):
+        run = torch.compile(model, backend="aot_eager", dynamic=dynamic)
+    for rows in (64, 100, 300, 200, 280):
+        assert peak_of(model, run, rows) <= budget
+    with pytest.raises(BackendCompilerFailed, match="needs at least"):
+        run(torch.randn(3000, WIDTH)).backward()
+
+
+def test_nothing_compiled_inside_is_said() -> None:
+    with pytest.warns(UserWarning, match="applies to nothing"), memory_budget("1GB"):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with memory_budget("1GB"):
+            torch.compile(chain(), backend="aot_eager")
+
+
+def test_backends_that_do_not_partition_are_refused() -> None:
+    with memory_budget("1GB"):
+        with pytest.raises(ValueError, match=r"backend 'eager' does not partition"):
+            torch.compile(chain(), backend="eager")
+        with pytest.raises(ValueError, match="does not partition"):
+            torch.compile(chain(), backend=CompileCounterWithBackend("eager"))
+        own = aot_autograd(fw_compiler=boxed_nop)
+        model = chain()
+        peak_of(model, torch.compile(model, backend=own))
+    with pytest.raises(ValueError, match="not a size"):
+        memory_budget("plenty")
+
+
+def test_other_partitioners_are_refused() -> None:
+    with memory_budget("1GB"), pytest.raises(ValueError, match="custom_partitioner_fn"):
+        torch.compile(chain(), options=memory_budget("2GB").options)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own, of what goes on after a break
+def test_graph_breaks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = chain(), chain()
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            value = self.first.model(value)
+            torch._dynamo.graph_break()
+            return self.second(value)
+
+    budget = int(least_of() * 1.8)
+    with caplog.at_level(logging.WARNING, logger="rotor_py"), memory_budget(budget):
+        torch.compile(Broken(), backend="aot_eager")(torch.randn(256, WIDTH)).backward()
+    assert "compiled as 2 graphs" in caplog.text
+
+
+def test_caches_tell_budgets_apart() -> None:
+    first, same, other = BudgetPartitioner("1GB"), BudgetPartitioner("1GB"), BudgetPartitioner("2GB")
+    assert first == same != other
+    assert first.uuid() == same.uuid() != other.uuid()
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert copy.deepcopy(first) is first
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_inductor_keeps_no_code_of_another_budget() -> None:
+    found = []
+    value = torch.randn(256, WIDTH)
+    for budget in (10**12, int(least_of() * 1.4), 10**12):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = chain()
+        run = torch.compile(model, options=memory_budget(budget).options)
+        step = take_step(model, run, value)
+        found.append((step, torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]))
+    assert found[1][0].peak < found[0][0].peak == found[2][0].peak
+    assert found[1][0].equals(found[0][0])

@@ -1,0 +1,89 @@
+"""Measured peaks under `aot_eager`, for many budgets: never over them, and never rising as they fall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.partition.compiled_steps import Block, Residual, compiled_step, seen_candidates
+
+WIDTH = 16
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "gelu": nn.GELU,
+    "tanh": nn.Tanh,
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "dropout": lambda: nn.Dropout(0.3),
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "softmax": lambda: nn.Softmax(-1),
+    "wide": lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.SiLU(), nn.Linear(4 * WIDTH, WIDTH)),
+    "residual": lambda: Residual(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)),
+}
+CHAIN = ("linear", "gelu", "dropout", "norm") * 3
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "chain": (lambda: nn.Sequential(*(LAYERS[name]() for name in CHAIN)), (256, WIDTH)),
+    "llama": (lambda: nn.Sequential(*(Block(16) for _ in range(2))), (2, 64, 16)),
+    "convolutions": (
+        lambda: nn.Sequential(
+            *(
+                layer
+                for number in range(3)
+                for layer in (nn.Conv2d(8 if number else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+            )
+        ),
+        (4, 3, 16, 16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_peaks_are_within_ten_budgets_fall_with_them_and_numbers_stay(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, shape = MODELS[name]
+    torch.manual_seed(2)
+    value = torch.randn(shape)
+    with seen_candidates(monkeypatch) as found:
+        stored = compiled_step(made, value, 10**12)
+    least, most = found[0][0].weight.peak, found[0][-1].weight.peak
+    assert least < 0.9 * most
+    peaks = []
+    for tenth in range(10, -1, -1):
+        budget = least + (most - least) * tenth // 10
+        step = compiled_step(made, value, budget)
+        assert step.peak <= budget
+        assert step.equals(stored)
+        peaks.append(step.peak)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
+
+
+@settings(max_examples=5, deadline=None)
+@given(layers=st.lists(st.sampled_from(sorted(LAYERS)), min_size=3, max_size=8), place=st.floats(0, 1))
+def test_any_model_stays_within_any_budget_that_it_can(layers: list[str], place: float) -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(LAYERS[name]() for name in layers))
+
+    torch.manual_seed(2)
+    value = torch.randn(64, WIDTH)
+    with pytest.MonkeyPatch.context() as patch, seen_candidates(patch) as found:
+        stored = compiled_step(made, value, 10**12)
+    least, most = found[0][0].weight.peak, found[0][-1].weight.peak
+    budget = int(least + place * (most - least))
+    step = compiled_step(made, value, budget)
+    assert step.peak <= budget
+    assert step.equals(stored)
+
+
+def test_predicted_peaks_are_the_measured_ones_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, shape = MODELS["llama"]
+    value = torch.randn(shape)
+    with seen_candidates(monkeypatch) as found:
+        compiled_step(made, value, 10**12)
+    for candidate in found[0][:: max(1, len(found[0]) // 4)]:
+        assert compiled_step(made, value, candidate.weight.peak).peak == candidate.weight.peak
