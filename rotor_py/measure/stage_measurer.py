@@ -167,9 +167,11 @@ class StageMeasurer:
                 effects = find_effects(function, value, self._device)
             remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
             runner = self._runner((name, function))
+            # Parts may be of several sizes: what is worth storing in part in one process need not be in another.
+            partial = not anywhere(not runner.can_be_partial, self._group, self._device)
             parameters = storages(trained_parameters(function))
             costs = measure_options(
-                (runner, *([runner.by(1)] if runner.can_be_partial else [])),
+                (runner, *([runner.by(1)] if partial else [])),
                 value,
                 device=self._device,
                 input_bytes=self.activation_bytes,

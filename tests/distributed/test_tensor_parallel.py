@@ -7,7 +7,14 @@ import pytest
 from tests.distributed import tensor_parallel
 from tests.distributed.processes import Processes
 
-ALONE = [("chain", 0.2), ("sequence", 0.1), ("all shared", 0.4), ("llama", 0.3), ("llama, sequence", 0.3)]
+ALONE = [
+    ("chain", 0.2),
+    ("sequence", 0.1),
+    ("all shared", 0.4),
+    ("uneven", 0.2),
+    ("llama", 0.3),
+    ("llama, sequence", 0.3),
+]
 """Model, and the limit between the least and storing everything."""
 
 
