@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed import ProcessGroup
 
 from rotor_profiling import tensors_in
 from rotor_profiling.devices import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import in_context
+from rotor_py.distributed.processes import around
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
-from rotor_py.measure.budget import make_budget
-from rotor_py.measure.cut import Cut, cut_layers
-from rotor_py.measure.device import limit_bytes
+from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
 from rotor_py.measure.stages import measure
 from rotor_py.plan.inputs.input_spec import reaches, spec_of
+from rotor_py.plan.noticed.forwards import Forwards
+from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
+from rotor_py.plan.settings import Settings
+from rotor_py.plan.solving import solve
+from rotor_py.plan.sources import LayerSource, Measured
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import parse_bytes
-from rotor_solver import Persistent
+from rotor_solver import Sequence
 
-_OPTIONS = {"mem_limit": None, "mem_slots": 500, "fresh_grads": False, "granularity": 100, "preserve_rng_state": True}
+_OPTIONS = {
+    "mem_limit": None,
+    "mem_slots": 500,
+    "fresh_grads": False,
+    "forwards_in_flight": 1,
+    "granularity": 100,
+    "preserve_rng_state": True,
+}
 
 
 def rotor(
@@ -39,11 +53,14 @@ def rotor(
             None is what the device can give this process.
         mem_slots: how finely the solver divides memory, 500 by default.
         fresh_grads: gradients are freed between steps, so that their memory is there for activations; False by default.
+        forwards_in_flight: how many forwards of the graph come before the backward of the first, 1 by default. More are
+            noticed when they come, and planned for from the next step on.
         granularity: the most stages into which a graph is cut, 100 by default.
         preserve_rng_state: whether what is computed again draws the same random numbers, True by default.
 
-    Raises ValueError for an option that does not exist, and for a limit that cannot be read. The first call raises
-    InfeasibleError (a ValueError) if no plan fits, and UnsupportedModelError if the graph cannot be cut.
+    Raises ValueError for an option that does not exist, for a limit that cannot be read, and for less than one forward
+    in flight. The first call raises InfeasibleError (a ValueError) if no plan fits, and UnsupportedModelError if the
+    graph cannot be cut.
     """
     chosen = {**_OPTIONS, **(options or {})}
     if unknown := chosen.keys() - _OPTIONS.keys():
@@ -52,7 +69,23 @@ def rotor(
         # A limit that cannot be read is refused here; what it is on the device is known at the first call.
         parse_bytes(chosen["mem_limit"], device_bytes=1)
     # The model's buffers are not known here; those that Dynamo has lifted into placeholders are told by their names.
-    return GraphPlanner(CapturedGraph(graph_module, frozenset(), int(chosen["granularity"])), chosen)
+    settings = Settings(**chosen)
+    return GraphPlanner(CapturedGraph(graph_module, frozenset(), settings.granularity), settings)
+
+
+class CompiledModel(nn.ModuleList):
+    """The stages of a graph, and what runs before them: all of the model that the backend knows."""
+
+
+class PlannedGraph(TrainedModel):
+    """A graph as planning sees it.
+
+    In DistributedDataParallel, each process plans for itself: one may call the graph with a larger input than others.
+    """
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        return None if around(self.whole) is not None else super().group
 
 
 class GraphPlanner:
@@ -61,15 +94,18 @@ class GraphPlanner:
     A call raises InfeasibleError if no plan fits, and UnsupportedModelError if the graph cannot be cut.
     """
 
-    def __init__(self, graph: CapturedGraph, options: dict[str, Any]) -> None:
+    def __init__(self, graph: CapturedGraph, settings: Settings) -> None:
         self.graph = graph
-        self.options = options
-        self.cut: Cut | None = None
-        self.program: Program | None = None
-        self.reach: Any = None
-        """The spec of the input that the plan is for; it serves all inputs that are no larger."""
+        self.settings = settings
+        self.model: PlannedGraph | None = None
+        self.plan: StepPlan | None = None
+        """The last one, which serves all inputs that are no larger than its own."""
+        self._reach: Any = None
+        """The spec of the input that the plan is for."""
+        self._forwards = Forwards()
+        self._read: tuple[Sequence, Program] | None = None
 
-    def __call__(self, *arguments: Any) -> Sequence[Any]:
+    def __call__(self, *arguments: Any) -> list[Any]:
         """Run the graph on its inputs, and return its outputs: by the plan if gradients are on."""
         graph = self.graph
         if not torch.is_grad_enabled():
@@ -78,37 +114,53 @@ class GraphPlanner:
         if not graph.trains:
             return graph.run_unplanned(arguments)
         value, values = graph.enter(arguments)
-        if self.program is None or not reaches(self.reach, value):
+        plan, model = self._make_ready(value, arguments)
+        flying = self._forwards.in_flight()
+        assert plan.cut is not None
+        assert plan.sequence is not None
+        sequence = self._forwards.sequence_beside(flying, plan, model) if flying else plan.sequence
+        for _, layer in plan.cut.prefix:
+            value = layer(value)
+        runners, value = in_context(plan.cut.stages, value, self.settings.preserve_rng_state)
+        if self._read is None or self._read[0] is not sequence:
+            self._read = sequence, program(len(runners), sequence)
+        made = replay(runners, self._read[1], value)
+        self._forwards.watch(made, plan, sequence, model)
+        return graph.leave(made, values)
+
+    def _make_ready(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[StepPlan, PlannedGraph]:
+        """Have a plan for this input, with room for as many forwards in flight as there were."""
+        if self.plan is None or self.model is None or not reaches(self._reach, value):
             with planning:
                 self._plan(value, arguments)
-        assert self.cut is not None
-        assert self.program is not None
-        for _, layer in self.cut.prefix:
-            value = layer(value)
-        runners, value = in_context(self.cut.stages, value, self.options["preserve_rng_state"])
-        return graph.leave(replay(runners, self.program, value), values)
+        assert self.plan is not None
+        assert self.model is not None
+        if not self._forwards.in_flight():
+            make_room_for_forwards(self.plan, self.model)
+        return self.plan, self.model
 
     def _plan(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
-        graph = self.graph
+        graph, settings = self.graph, self.settings
         tensors = tensors_in(arguments)
         device = next(iter(accelerators(t.device for t in tensors)), torch.device("cpu"))
-        fresh = bool(self.options["fresh_grads"])
         # The caller of the graph holds its inputs throughout, so no plan can free them.
-        self.cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
+        cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
         measurement = measure(
-            self.cut,
+            cut,
             value,
             device,
-            preserve_rng_state=self.options["preserve_rng_state"],
-            fresh_gradients=fresh,
+            preserve_rng_state=settings.preserve_rng_state,
+            fresh_gradients=settings.fresh_grads,
             silent=graph.silent,
         )
         measurement = replace(measurement, prefix=graph.context_cost(arguments, device))
         # Parameters that no stage uses, and the optimizer, are unknown here and do not count.
-        whole = nn.ModuleList(module for _, module in graph.layers)
+        whole = CompiledModel(module for _, module in graph.layers)
+        model = PlannedGraph(whole, whole, settings)
         sample = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        budget = make_budget(whole, (sample, value), measurement, device, fresh_gradients=fresh, optimizer=None)
-        limit = limit_bytes(self.options["mem_limit"], device)
-        sequence = budget.solve(limit, Persistent(int(self.options["mem_slots"])))
-        self.program = program(len(self.cut.stages), sequence)
-        self.reach = spec_of(value)
+        budget = model.budget(Measured(cut, measurement, (sample, value)), device, None)
+        plan = StepPlan(LayerSource(whole), measurement, budget, spec=None, cut=cut)
+        if self.plan is not None:
+            plan.most_in_flight, plan.order = self.plan.most_in_flight, self.plan.order
+        solve(plan, model)
+        self.plan, self.model, self._reach = plan, model, spec_of(value)

@@ -26,7 +26,7 @@ class PlanMismatchError(ValueError):
     def __init__(self, field: str, planned: object, found: object) -> None:
         super().__init__(
             f"the plan was made for another model or input: {shortened(field)} was {shortened(planned)} then and is "
-            f"{shortened(found)} now; make a new plan with rotor-plan --save, or let Checkpointable plan by itself"
+            f"{shortened(found)} now; save a new one (save_plan, rotor-plan --save), or let Checkpointable make one"
         )
         self.field = field
         self.planned = planned

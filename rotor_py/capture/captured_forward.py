@@ -16,6 +16,7 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from rotor_profiling import tensors_in
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.compiled_models import CompiledForward, TracedGraph, compile_forward, handing_graphs_to
+from rotor_py.capture.cumulative_batch_norm import batch_norms_in_graphs
 from rotor_py.capture.data_questions import NOW, Answers, Asking, OtherAnswerError
 from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.run_graph import raise_own_error
@@ -113,6 +114,7 @@ class CapturedForward:
             handing_graphs_to(handle),
             tracing(began) as now,
             masks_asked_about(),
+            batch_norms_in_graphs(),
             marks.marked() if marks else nullcontext(),
         ):
             known = asking.answers in compiled.forwards

@@ -6,7 +6,7 @@ graph returns may come out of the last stage, out of the context, or straight fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_py.capture.data_questions import Answers, answers_of, without_questions_about_the_batch
 from rotor_py.capture.fsdp_marks import FSDPMarks
-from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points
+from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points, weights_of
 from rotor_py.capture.graph.function_transforms import with_whole_transforms
 from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_input
 from rotor_py.capture.graph.graph_nodes import carries_gradient, tensors_of
@@ -27,6 +27,8 @@ from rotor_py.distributed.processes import several_processes
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Layer
 from rotor_py.measure.measurement import PrefixCost
+
+Agree = Callable[[list[int]], list[int]]
 
 
 class CapturedGraph:
@@ -64,10 +66,13 @@ class CapturedGraph:
         self._context: fx.GraphModule | None = None
         self._owned: dict[fx.Node, torch.Tensor] = {}
 
-    def split(self, arguments: tuple[Any, ...], like: CapturedGraph | None = None) -> None:
+    def split(
+        self, arguments: tuple[Any, ...], like: CapturedGraph | None = None, agree: Agree = lambda weights: weights
+    ) -> None:
         """Cut the graph into stages at its first call. Only then are the parameters at hand; later calls do nothing.
 
-        If it is the same graph as `like` but for sizes, it is cut as that one was, where that is possible.
+        If it is the same graph as `like` but for sizes, it is cut as that one was, where that is possible. Else it is
+        cut by what its nodes weigh: `agree` is given that, and returns what processes that cut alike have agreed upon.
 
         Raises UnsupportedModelError if the model writes into its own input or draws from a random state that cannot be
         set back, or if a sharded module returns no tensor that a gradient could come through, and OtherAnswerError if
@@ -96,9 +101,11 @@ class CapturedGraph:
         self._cuts, names = None, None
         if like is not None and like._facts is not None and like._cuts is not None:
             self._cuts, names = cut_points_like(facts, like._facts, like._cuts), [name for name, _ in like.layers]
+        weights = weights_of(facts)
         if self._cuts is None:
-            self._cuts, names = find_cut_points(facts, self._granularity), None
-        self.layers, self._entering, self._leaving = stages_of(facts, self._cuts, names)
+            weights = agree(weights)
+            self._cuts, names = find_cut_points(facts, weights, self._granularity), None
+        self.layers, self._entering, self._leaving = stages_of(facts, self._cuts, weights, names)
         # Only what the stages read or the graph returns. All else that the context makes is freed once it has run.
         made = set(facts.context)
         self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]

@@ -12,15 +12,14 @@ version does it: with a dense mask, which is right, and needs more.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
 from rotor_py.capture.data_questions import holds
+from rotor_py.capture.replacement import Replaced, Replacement
 
 _LIBRARY = "transformers.masking_utils"
 Function = Callable[..., Any]
@@ -59,46 +58,12 @@ _ASKING: dict[str, Callable[[Function], Function]] = {
 }
 
 
-class _Replacement:
-    """The functions that ask, in the place of the library's, as long as any thread captures a model.
-
-    Outside of traced code they do what the library's own do, so other threads notice nothing.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._captures = 0
-        self._replaced: list[tuple[Any, str, Function]] = []
-
-    def begin(self) -> None:
-        with self._lock:
-            self._captures += 1
-            # Only where a model may be the library's: nothing is imported for it.
-            library = sys.modules.get(_LIBRARY)
-            if self._replaced or library is None:
-                return
-            self._replaced = [(library, name, getattr(library, name)) for name in _ASKING if hasattr(library, name)]
-            for _, name, original in self._replaced:
-                setattr(library, name, _ASKING[name](original))
-
-    def end(self) -> None:
-        with self._lock:
-            self._captures -= 1
-            if self._captures:
-                return
-            for library, name, original in self._replaced:
-                setattr(library, name, original)
-            self._replaced = []
+def _found() -> list[Replaced]:
+    # Only where a model may be the library's: nothing is imported for it.
+    library = sys.modules.get(_LIBRARY)
+    names = [name for name in _ASKING if hasattr(library, name)]
+    return [(library, name, _ASKING[name](getattr(library, name))) for name in names]
 
 
-_replacement = _Replacement()
-
-
-@contextmanager
-def masks_asked_about() -> Iterator[None]:
-    """Have transformers ask about its masks in code that is traced inside this context."""
-    _replacement.begin()
-    try:
-        yield
-    finally:
-        _replacement.end()
+masks_asked_about = Replacement(_found).in_place
+"""A context in which transformers asks about its masks in code that is traced."""

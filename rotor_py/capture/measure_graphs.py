@@ -6,9 +6,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rotor_profiling import (
@@ -20,6 +22,7 @@ from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs
 from rotor_py.capture.saved_outside import SavedOutside
+from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.shard_groups import Sharding, sharding_of
 from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import UnsupportedModelError
@@ -60,7 +63,7 @@ def measure_graphs(
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         with outside.suspended():
-            graph.split(arguments)
+            graph.split(arguments, agree=partial(_agreed_weights, options["group"], device))
             if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
@@ -87,6 +90,20 @@ def measure_graphs(
         if loss is not None:
             found.measure_loss(loss, device)
     return found
+
+
+def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weights: list[int]) -> list[int]:
+    """The same in all processes of `group`, which may have parts of tensors of several sizes.
+
+    UnsupportedModelError, in all of them, if they have captured different graphs.
+    """
+    try:
+        return largest_anywhere(weights, group, device)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"the processes that train the model together have captured different graphs: of operators, {error}. Give "
+            "all of them the same model, and call measure() in all of them with inputs of the same shape"
+        ) from None
 
 
 def _measure_graph(

@@ -27,6 +27,7 @@ from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.measurement import Measurement
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
+from rotor_py.stage.surroundings import recall_moving, remember_moving
 
 _log = logging.getLogger("rotor_py")
 
@@ -176,6 +177,7 @@ def _cut_like(main: _MainGraph, graph: CapturedGraph) -> Cut:
     for (name, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
         # What measuring found out about a stage also holds for the same stage with other shapes.
         remember_effects(stage, recall_effects(measured))
+        remember_moving(stage, recall_moving(measured))
         ways = [offers_of(each).partial_forward() is not None for each in (measured, stage)]
         if ways[0] and not ways[1]:  # the plan may store it in part
             raise PlanMismatchError(f"stage {name}", "one that can be stored in part", "one that cannot")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -69,6 +71,23 @@ def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device)
     flag = torch.tensor(float(found), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
+
+
+def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+    """Of each number the largest that any process of `group` has. All have to call this, with equally many.
+
+    ValueError, in all of them, if they have not. `device` is the one that they train on.
+    """
+    if group is None:
+        return list(numbers)
+    counts = torch.tensor([len(numbers), -len(numbers)], device=device)
+    dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
+    most, least = int(counts[0]), -int(counts[1])
+    if most != least:
+        raise ValueError(f"one process has {least}, and another {most}")
+    found = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return [int(number) for number in found.tolist()]
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:

@@ -40,7 +40,7 @@ from rotor_py.stage.decisions import decided_bytes
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.surroundings import moving_buffers
+from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moving
 from rotor_solver.progress import Progress
 
 
@@ -167,9 +167,11 @@ class StageMeasurer:
                 effects = find_effects(function, value, self._device)
             remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
             runner = self._runner((name, function))
+            # Parts may be of several sizes: what is worth storing in part in one process need not be in another.
+            partial = not anywhere(not runner.can_be_partial, self._group, self._device)
             parameters = storages(trained_parameters(function))
             costs = measure_options(
-                (runner, *([runner.by(1)] if runner.can_be_partial else [])),
+                (runner, *([runner.by(1)] if partial else [])),
                 value,
                 device=self._device,
                 input_bytes=self.activation_bytes,
@@ -181,9 +183,10 @@ class StageMeasurer:
                 arriving=arriving,
             )
             layouts = stage_layouts(runner, value, self._device, silent=silent, arriving=arriving)
-            self._known[kind] = _Found(effects, costs, layouts, decided_bytes(function))
+            self._known[kind] = _Found(effects, costs, layouts, decided_bytes(function), recall_moving(function))
         found = self._known[kind]
         remember_effects(function, found.effects)
+        remember_moving(function, found.moving)
         return found
 
     def _runner(self, stage: Layer) -> StageRunner:
@@ -198,14 +201,15 @@ class StageMeasurer:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is known of a kind of stage: the costs of its ways to run, the layouts of its input's gradients, and the
-    bytes of what it decides.
+    """What is known of a kind of stage: the costs of its ways to run, the layouts of its input's gradients, the bytes
+    of what it decides, and the positions of the buffers that it changes.
     """
 
     effects: GraphEffects
     costs: tuple[StageCost, ...]
     layouts: Layouts
     decided_bytes: int
+    moving: frozenset[int]
 
 
 def _worthwhile(cost: StageCost, others: list[StageCost]) -> StageCost | None:

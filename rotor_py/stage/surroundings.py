@@ -8,7 +8,7 @@ copies them all, compares, and remembers which ones moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from torch import nn
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
 from rotor_py.stage.autocast import Autocast, autocast_now, restored_autocast
 from rotor_py.stage.decisions import Decisions, decisions_recorded, decisions_repeated
+from rotor_py.stage.running_statistics import WrittenStatistics
 
 # Their output in training does not depend on their statistics. So these are not copied: for a second run, tracking is
 # switched off instead. A derived class may read its statistics, so types have to be equal.
@@ -84,14 +85,16 @@ def recorded(
     copies = _copies(function, slots)
     versions = [tensor._version for _, _, tensor in slots]
     result: list[Surroundings] = []
+    statistics = WrittenStatistics()
     with (
         restored_autocast(autocast, cache=torch.is_grad_enabled()),  # no cache for weights without history
         decisions_recorded(function) as decided,
+        statistics if slots and function not in _moving else nullcontext(),
     ):
         yield result
     # Most stages draw nothing. The state that they need not restore need not be kept either.
     drew = before is not None and RandomState.now(devices) != before
-    moved = _find_moving(function, slots, copies, versions, name) if slots else []
+    moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
     buffers = tuple((slots[i], copies[i]) for i in moved)
     result.append(Surroundings(autocast, before if drew else None, buffers, decided[0]))
 
@@ -101,6 +104,7 @@ def _find_moving(
     slots: list[Slot],
     copies: dict[int, torch.Tensor],
     versions: list[int],
+    statistics: WrittenStatistics,
     name: str,
 ) -> list[int]:
     """The positions of the buffers to put back before another run, after a forward; they are remembered."""
@@ -109,7 +113,7 @@ def _find_moving(
     if function not in _moving:
         # Some kernels write without raising the version. Values are compared once, when there is a copy of each; in
         # every step it would cost as much as the copies.
-        changed = [i for i in copies if i in changed or not _equal(copies[i], slots[i])]
+        changed = [i for i in copies if i in changed or slots[i][2] in statistics or not _equal(copies[i], slots[i])]
     else:
         changed = sorted({*changed, *copies})
     _moving[function] = _moving.get(function, frozenset()) | frozenset(changed)
@@ -169,6 +173,16 @@ def _moved(slot: Slot, version: int) -> bool:
 def _equal(copy: torch.Tensor, slot: Slot) -> bool:
     table, name, _ = slot
     return torch.equal(copy, table[name])
+
+
+def recall_moving(function: nn.Module) -> frozenset[int]:
+    """The positions of the buffers that runs of a stage have changed, as far as they are copied."""
+    return _moving.get(function, frozenset())
+
+
+def remember_moving(function: nn.Module, positions: frozenset[int]) -> None:
+    """Have these buffers of a stage counted, and copied from its first forward on: they move in a stage like it."""
+    _moving[function] = recall_moving(function) | positions
 
 
 def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:

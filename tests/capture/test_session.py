@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, PlanMismatchError, UnsupportedModelError
 from rotor_py.capture import compiled_models, tracing
-from tests.capture.steps import adamw, compare, limits
+from tests.capture.steps import adamw, compare, everything, limits
 from tests.capture.test_graph_facts import Tower, planned_tower, tower_loss
 
 
@@ -147,6 +149,53 @@ def test_the_backend_keeps_a_limit_of_its_own() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="a training step needs at least"):
         train(torch.compile(model, backend="rotor", options={"mem_limit": "1MB"}), inputs["ids"])
+
+
+class Branches(nn.Module):
+    """Blocks with skip connections, which are captured, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + self.dropout(nn.functional.gelu(layer(value)))
+        return value
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_backend_leaves_room_for_several_forwards_in_flight(told: bool, caplog: Any) -> None:
+    torch.manual_seed(0)
+    plain, pair = Branches(), (torch.randn(512, 64), torch.randn(512, 64))
+    model, limit = copy.deepcopy(plain), 3_000_000
+    options = {"mem_limit": limit, **({"forwards_in_flight": 2} if told else {})}
+    compiled = torch.compile(model, backend="rotor", options=options)
+
+    def siamese(network: nn.Module) -> None:
+        torch.manual_seed(1)
+        (network(pair[0]) - network(pair[1])).square().mean().backward()
+
+    for network in (model, plain):  # gradients are kept
+        network(pair[0]).sum().backward()
+        network.zero_grad(set_to_none=False)
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        for attempt in range(3):
+            peak = measured_peak(partial(siamese, compiled), [*everything(model), *pair], torch.device("cpu"))
+            siamese(plain)
+            if attempt:  # the first step measures, or shows it
+                assert peak <= limit
+    assert ("forwards_in_flight=2" in caplog.text) != told
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+
+
+def test_the_backend_refuses_less_than_one_forward_in_flight() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(Branches(), backend="rotor", options={"forwards_in_flight": 0})
+    with pytest.raises(Exception, match="forwards_in_flight is 0; it has to be a whole number"):
+        compiled(torch.randn(4, 64))
 
 
 def test_models_built_alike_are_captured_once_and_train_side_by_side(monkeypatch: Any) -> None:

@@ -89,6 +89,39 @@ def time_first(mesh: DeviceMesh) -> nn.Sequential:
     return nn.Sequential(*(TimeFirst(block) for block in list(model)[:-1]), model[-1])
 
 
+class Skipped(nn.Module):
+    """Blocks with skip connections, which are captured. Their hidden layers have a width of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SkippedBlock() for _ in range(5))
+        self.out = nn.Linear(WIDTH, 5)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            input = block(input)
+        output: torch.Tensor = self.out(input)
+        return output
+
+
+class SkippedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.wide, self.narrow = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.silu(nn.functional.gelu(self.wide(self.norm(value))) * 1.5)
+        return value + self.drop(self.narrow(hidden))
+
+
+def uneven_parts(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """The first process has two of three columns. Only as DTensors can parts be of several sizes."""
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"wide": ColwiseParallel(use_local_output=False), "narrow": RowwiseParallel()})
+    return parallelize_module(model, mesh, {"out": ColwiseParallel(output_layouts=Replicate())})
+
+
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -149,6 +182,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, DeviceMesh], nn.
     "chain": (chain, columns_and_rows),
     "sequence": (chain, sequence),
     "all shared": (chain, all_shared),
+    "uneven": (Skipped, uneven_parts),
     "llama": (llama, heads),
     "llama, sequence": (llama, heads_and_sequence),
 }

@@ -259,8 +259,9 @@ class TestNotExact:
             raise out_of_memory()
 
         sequence = network.sequence
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
             loss(network(rows()))
+        assert not getattr(caught.value, "__notes__", [])  # it does not pass through the model
         assert network.sequence is sequence
 
     def test_layers_before_the_chain_are_outside(self) -> None:

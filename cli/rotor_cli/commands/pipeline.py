@@ -102,8 +102,15 @@ def _plan(costs: PipelineCosts, limits: tuple[int, ...], request: Request) -> Pi
             buffers=True,
         )
     except InfeasibleError as error:
+        # With several parts on a rank, its limit is divided among them in a few ways; another way might do with less.
+        several = request.schedule == "interleaved"
+        needs = (
+            "the way in which the limits are divided among the parts of a rank needs"
+            if several
+            else "it needs at least"
+        )
         raise Failure(
-            f"the model does not fit on {request.pipeline} ranks, wherever it is cut: it needs at least "
+            f"the model does not fit on {request.pipeline} ranks, wherever it is cut: {needs} "
             f"{format_bytes(error.min_bytes)} ({error.min_bytes} bytes) on a rank whose limit is "
             f"{format_bytes(error.mem_limit)} ({error.mem_limit} bytes). Try smaller microbatches, more ranks, or a "
             f"limit of {limit_text(error.min_bytes)}.",

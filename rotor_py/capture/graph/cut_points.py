@@ -43,16 +43,20 @@ class CutPoints:
     """live[p] are the values that are made up to position p and needed after it."""
 
 
-def find_cut_points(facts: GraphFacts, granularity: int) -> CutPoints:
-    """Cut where one tensor is live, into at most `granularity` stages.
+def weights_of(facts: GraphFacts) -> list[int]:
+    """How much of the graph's work each node of the body is: one, and more where it makes more bytes."""
+    # Bytes that a node makes stand for its work: times are known only once stages are measured, and stages only once
+    # the graph is cut.
+    return [max(1, new_bytes(node, facts.sizes)) for node in facts.body]
+
+
+def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> CutPoints:
+    """Cut where one tensor is live, into at most `granularity` stages; `weights` are those of the body's nodes.
 
     While a stage is too large, one of the tensors that are live inside the largest one is carried: the tensor that
     allows most new cuts. Stages that do next to nothing are joined to the next one.
     """
     live = _liveness(facts)
-    # Bytes that a node makes stand for its work: times are known only once stages are measured, and stages only once
-    # the graph is cut.
-    weights = [max(1, new_bytes(node, facts.sizes)) for node in facts.body]
     crossings = _Crossings(facts, live)
     carried: list[fx.Node] = []
     possible = crossings.possible(carried)

@@ -148,15 +148,15 @@ def _end(stage: nn.Module) -> GraphStage:
 
 
 def stages_of(
-    facts: GraphFacts, cuts: CutPoints, names: list[str] | None = None
+    facts: GraphFacts, cuts: CutPoints, weights: list[int], names: list[str] | None = None
 ) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
     """The stages with their names, the values that all of them share, and what comes out of the last.
 
-    Without `names`, stages are named after what they make.
+    Without `names`, stages are named after what they make, by the `weights` of the body's nodes.
     """
     bounds = [0, *(end + 1 for end in cuts.ends)]
     pieces = [facts.body[low:high] for low, high in itertools.pairwise(bounds)]
-    names = name_pieces(pieces, facts.sizes) if names is None else names
+    names = name_pieces(pieces, dict(zip(facts.body, weights, strict=True))) if names is None else names
     early = {*facts.context, *facts.given}
     shared = list(dict.fromkeys(each for node in facts.body for each in node.all_input_nodes if each in early))
     made = set(facts.body)

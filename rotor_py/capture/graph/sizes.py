@@ -12,6 +12,7 @@ from typing import Any
 import sympy  # torch needs it for its symbols
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from rotor_profiling.storage import local
 
@@ -53,12 +54,24 @@ class Sizes:
         return kind(found)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor in this process; a dimension that nobody knows counts as one."""
+        """Bytes of a tensor in this process; a dimension that nobody knows counts as one.
+
+        Of a `DTensor` in parts of several sizes, it is the largest part: all processes have to decide alike.
+        """
         count = tensor.element_size()
-        for size in local(tensor).shape:
-            found = self.number(size)
-            count *= 1 if found is None else found
+        for size in self._largest_part(tensor):
+            count *= 1 if size is None else size
         return count
+
+    def _largest_part(self, tensor: torch.Tensor) -> list[int | None]:
+        if not isinstance(tensor, DTensor):
+            return list(map(self.number, local(tensor).shape))
+        sizes: list[int | None] = list(map(self.number, tensor.shape))
+        for number, placement in enumerate(tensor.placements):
+            divided = getattr(placement, "dim", None)  # of shards of any kind
+            if divided is not None and (whole := sizes[divided]) is not None:
+                sizes[divided] = -(-whole // tensor.device_mesh.size(number))
+        return sizes
 
 
 def example_of(node: fx.Node) -> Any:

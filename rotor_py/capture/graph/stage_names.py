@@ -6,12 +6,11 @@ from collections import Counter
 
 from torch import fx
 
-from rotor_py.capture.graph.graph_nodes import module_path, new_bytes
-from rotor_py.capture.graph.sizes import Sizes
+from rotor_py.capture.graph.graph_nodes import module_path
 
 
-def name_pieces(pieces: list[list[fx.Node]], sizes: Sizes) -> list[str]:
-    """A name for each piece: the path of the module in which it makes most bytes.
+def name_pieces(pieces: list[list[fx.Node]], weights_of: dict[fx.Node, int]) -> list[str]:
+    """A name for each piece: the path of the module in which its nodes weigh most.
 
     The path ends one level below the part that all modules of the piece share. A name that occurs more than once is
     numbered.
@@ -20,9 +19,7 @@ def name_pieces(pieces: list[list[fx.Node]], sizes: Sizes) -> list[str]:
     for piece in pieces:
         weights: Counter[str] = Counter()
         for node in piece:
-            weights[module_path(node)] += (
-                new_bytes(node, sizes) + 1
-            )  # one more, so that a piece of views alone has a name
+            weights[module_path(node)] += weights_of[node]
         found.append(_name(weights))
     repeated = {name for name, count in Counter(found).items() if count > 1}
     seen: Counter[str] = Counter()

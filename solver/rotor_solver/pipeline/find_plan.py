@@ -50,7 +50,8 @@ def plan_pipeline(
     as its share allows. A few ways to divide the limits are tried, and the one with the shortest step is taken. There
     is no bound.
 
-    Raises InfeasibleError if no cuts fit, with the least limit as `min_bytes`; ValueError for a schedule that is not
+    Raises InfeasibleError if no cuts fit, with the least limit for which there is a plan as `min_bytes` (where a rank
+    has several parts, another way to divide its limit might do with less); ValueError for a schedule that is not
     there, fewer stages than parts, and numbers that cannot be.
     """
     virtual_stages = virtual_stages or (2 if schedule == "interleaved" else 1)
@@ -139,9 +140,11 @@ def _refusal(search: Search, bounds: Floats, points: list[int]) -> InfeasibleErr
     rank, flying = schedule.rank_of(number), search.budget.flying[number].forwards
     limit = search.budget.limits[rank]
     least = limit + int(missing)
+    # Another way to divide the limit of a rank among its parts might do with less.
+    needs = "needs at least" if schedule.virtual_stages == 1 else "of whose limit each part has a share, needs"
     message = (
         f"{len(search.chain)} stages do not fit on {schedule.ranks} ranks, wherever they are cut: rank {rank}, with "
-        f"{flying} of {schedule.microbatches} microbatches in flight, needs at least {least} bytes; its limit is "
+        f"{flying} of {schedule.microbatches} microbatches in flight, {needs} {least} bytes; its limit is "
         f"{limit}. Take smaller microbatches, more ranks, or a limit of {least} bytes"
     )
     return InfeasibleError(message, min_bytes=least, mem_limit=limit)

@@ -226,3 +226,25 @@ def test_the_refusal_names_the_rank_and_the_least_limit() -> None:
     assert plan.fits
     with pytest.raises(InfeasibleError):
         plan_pipeline(chain, 3, least - 1, 6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_least_limit_is_a_matter_of_bytes_and_not_of_times(schedule: str) -> None:
+    sizes: tuple[list[int], ...] = [3, 5, 2, 6, 4, 3], [6, 4, 9, 5, 8], [1, 0, 2, 0, 1], [0, 1, 0, 2, 0, 1]
+    times = ([1.0] * 5, [2.0] * 6), ([9.0, 1.0, 0.1, 4.0, 2.0], [0.0, 7.0, 1.0, 0.2, 3.0, 1.0])
+    chains = [Chain.from_arrays(*each, *sizes) for each in times]
+    found = set()
+    for chain in chains:
+        with pytest.raises(InfeasibleError) as caught:
+            plan_pipeline(chain, 2, 1, 4, schedule, fixed=[4, 0, 3, 1, 2])
+        found.add(caught.value.min_bytes)
+    (least,) = found
+    for chain in chains:
+        assert plan_pipeline(chain, 2, least, 4, schedule, fixed=[4, 0, 3, 1, 2]).fits
+        with pytest.raises(InfeasibleError):
+            plan_pipeline(chain, 2, least - 1, 4, schedule, fixed=[4, 0, 3, 1, 2])
+
+
+def test_several_parts_on_a_rank_are_refused_without_a_claim_about_other_ways_to_divide_its_limit() -> None:
+    with pytest.raises(InfeasibleError, match="of whose limit each part has a share, needs "):
+        plan_pipeline(uniform(12), 2, 20, 4, "interleaved")
