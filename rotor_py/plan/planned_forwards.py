@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from rotor_profiling import tensors_in
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
 from rotor_py.plan.inputs.input_spec import describe
@@ -34,6 +36,11 @@ class PlannedForwards:
         UnsupportedModelError for a model or an input that cannot be planned for, InfeasibleError if no plan fits,
         PlanMismatchError if the plan is from a file and was made for something else.
         """
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise UnsupportedModelError(
+                "no plan can be followed inside of a function that torch.func transforms (grad, vmap, jvp, ...), since "
+                "its tensors have no memory of their own; call the model itself there, the attribute `model`"
+            )
         value = self._maker.blank.input_of(args, kwargs)
         spec = self._model.step_on(value)
         if not spec.model.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):

@@ -504,3 +504,15 @@ def test_under_autocast_with_its_cache_shared_parameters_keep_their_gradients() 
 def test_what_is_no_optimizer_is_refused_in_words(optimizer, said: str) -> None:
     with pytest.raises(TypeError, match=f"optimizer is {said}; pass the optimizer that will step"):
         Checkpointable(nn.Sequential(nn.Linear(2, 2)), optimizer=optimizer)
+
+
+def test_a_transform_of_torch_func_is_refused_in_a_sentence_and_the_model_itself_goes_through_it() -> None:
+    planned, batch = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), mem_limit="1GB"), torch.randn(3, 4)
+    parameters = dict(planned.named_parameters())
+
+    def of(network: nn.Module) -> dict[str, torch.Tensor]:
+        return torch.func.grad(lambda p: torch.func.functional_call(network, p, (batch,)).sum())(parameters)
+
+    with pytest.raises(UnsupportedModelError, match="no plan can be followed inside of a function"):
+        of(planned)
+    assert of(planned.model).keys() == parameters.keys()

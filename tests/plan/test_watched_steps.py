@@ -512,6 +512,34 @@ def test_a_step_whose_forwards_never_come_to_an_end_is_not_watched_for_ever(monk
     (loss(before) + loss(after)).backward()
 
 
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_what_a_loss_of_several_forwards_needs_is_planned_for(
+    told: bool, backwards: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"forwards_in_flight": 2} if told else {}
+    planned = planned_for(share=0.9, forwards_in_flight=2)  # for its limit
+    planned = Checkpointable(chain(), mem_limit=planned.mem_limit, fresh_grads=True, **options)
+
+    def siamese(planned: nn.Module) -> None:
+        planned.zero_grad()
+        left, right = planned(WORDS), planned(WORDS.flip(0))
+        apart = (left - right).square().mean()
+        if backwards == 1:
+            apart.backward()
+            return
+        first = left.square().exp().mean()
+        del left, right
+        apart.backward(retain_graph=True)
+        first.backward()
+
+    for _ in range(4):
+        siamese(planned)
+    assert not listening()
+    assert peak_of(planned, siamese) <= planned.mem_limit
+    assert "what the loss of several forwards needs" in caplog.text
+
+
 # Gradients that are kept, although fresh_grads=True.
 
 
