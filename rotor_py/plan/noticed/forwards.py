@@ -155,7 +155,7 @@ class Forwards:
             squeezed = self._squeezed(budget.chain, rest, working)
             if squeezed is not None:
                 return squeezed
-        if count > self._warned:
+        if count > max(self._warned, plan.budget.forwards):  # else it was told of when the plan was made
             self._warned = count
             _warn(count, held, peak, limit, model)
         return planned
