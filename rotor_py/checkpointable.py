@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py.by_hand.strategy import ByHand
+from rotor_py.compiled.options import Compile
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
@@ -29,6 +30,11 @@ from rotor_solver.kept_at_loss import PlanMemory
 from rotor_solver.progress import Progress
 
 T = TypeVar("T")
+
+_NOT_SAVED = (
+    "a file of a plan knows nothing of compiled stages, so a plan with compile= can be neither saved nor loaded; plan "
+    "without compile=, or plan anew in each process"
+)
 
 
 class Setting(Generic[T]):
@@ -90,6 +96,9 @@ class Checkpointable(Transparent):
         on_oom: what follows an out-of-memory error of the device in a stage. "raise" lets it pass. "replan" undoes what
             was under way and runs it again by a plan that needs less, up to three times in a step, with the numbers of
             plain training.
+        compile: have Inductor compile the stages: True, a mode of `torch.compile`, or a dict of Inductor's options.
+            Each kind of stage is compiled once and measured beside the plain one, and the plan takes what is better for
+            its limit. A step then has the numbers of compiled training, whatever is recomputed.
 
     With `level` or `every_n_layers` nothing is solved: the strategy takes whatever memory it needs. If `mem_limit` is
     given as well, a strategy that needs more is refused.
@@ -133,6 +142,7 @@ class Checkpointable(Transparent):
         every_n_layers: int | None = None,
         max_checkpoints: int | None = None,
         on_oom: Literal["raise", "replan"] = "raise",
+        compile: Compile = False,
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
@@ -154,6 +164,7 @@ class Checkpointable(Transparent):
             by_hand=ByHand.asked_for(level, every_n_layers, max_checkpoints),
             watch=watch,
             on_oom=on_oom,
+            compile=compile,
         )
         super().__init__(model)
         self.__dict__["_planner"] = Planner(model, core_of(model), settings)
@@ -162,6 +173,8 @@ class Checkpointable(Transparent):
         if plan is not None:
             if settings.by_hand is not None:
                 raise ValueError(f"a plan is given, and {settings.by_hand}; give one of them")
+            if settings.inductor is not None:
+                raise ValueError(_NOT_SAVED)
             self._planner.adopt(plan if isinstance(plan, Plan) else Plan.load(plan))
         elif custom_input is not None:
             self.measure(custom_input)
@@ -220,8 +233,11 @@ class Checkpointable(Transparent):
     def plan(self) -> Plan:
         """The plan in use, for a file.
 
-        ValueError if nothing has been measured, or if the model was changed for another kind of step since.
+        ValueError if nothing has been measured, if the model was changed for another kind of step since, or if stages
+        are compiled.
         """
+        if self._planner.settings.inductor is not None:
+            raise ValueError(_NOT_SAVED)
         with in_training(self):
             return file_of(self._planner.solved(), self._planner.model)
 

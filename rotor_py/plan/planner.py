@@ -103,7 +103,7 @@ class Planner:
         self.settings = settings
         self.model = TrainedModel(whole, core, settings)
         self.plans = StepPlans()
-        self._blank = source_of(core, settings.granularity)
+        self._blank = source_of(core, settings.granularity, settings.inductor)
         self._refusals = Refusals()
         self._forwards = Forwards()
         self._gradients = KeptGradients(self.model)
@@ -165,10 +165,11 @@ class Planner:
         spec = replace(spec, model=ModelState.of(self.model.core), answers=source.answers)
         plan = StepPlan(
             source,
-            measured.measurement,
+            measured.ways[0].measurement,
             budget,
             spec=spec,
-            cut=measured.cut,
+            cut=measured.ways[0].cut,
+            ways=tuple(measured.ways),
             fresh_gradients=self.settings.fresh_grads,
         )
         self.plans.take_up(guarded(plan) if self.settings.replans else plan, spec.model)

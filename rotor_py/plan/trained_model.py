@@ -80,14 +80,14 @@ class TrainedModel:
             budget = make_budget(
                 self.core,
                 measured.sample,
-                measured.measurement,
+                measured.ways[0].measurement,
                 device,
                 fresh_gradients=self.settings.fresh_grads,
                 optimizer=noticed if given is None else optimizer_cost(given),
                 communication=communication_bytes(self.whole) if several else 0,
                 buckets=around(self.whole) is not None,
             )
-        return self.with_forwards(budget, measured.measurement, device, self.settings.forwards_in_flight)
+        return self.with_forwards(budget, measured.ways[0].measurement, device, self.settings.forwards_in_flight)
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:
         """The budget for as many forwards in flight, if they are more than it has room for already."""
