@@ -13,6 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py.by_hand.strategy import ByHand
+from rotor_py.compiled.around import inductor_around
+from rotor_py.compiled.compiled_stage import is_compiled
 from rotor_py.compiled.options import Compile
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget
@@ -181,13 +183,15 @@ class Checkpointable(Transparent):
             if mem_limit is not None or settings.by_hand is not None:
                 self.compute_sequence()
 
-    # torch.compile(Checkpointable(model)) follows the plan, uncompiled.
+    # torch.compile(Checkpointable(model)) compiles the stages of the plan, and not this.
     @ModelsSignature
     @torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it so
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; in training mode, so that the backward follows the plan."""
         if not self.training or not torch.is_grad_enabled():
             return self.model.forward(*args, **kwargs)
+        if self._planner.may_compile and (compiler := inductor_around(self)) is not None:
+            self._planner.compile_by(compiler)
         if isinstance(self.model, DistributedDataParallel):
             # Its own forward prepares the reducer, and then calls the module inside: that is what follows the plan.
             with instead_of_forward(self._planner.model.core, self._planner.run):
@@ -314,6 +318,11 @@ class Checkpointable(Transparent):
     def names(self) -> list[str]:
         """The names of the stages."""
         return [] if (plan := self._plan_in_use) is None else plan.names
+
+    @property
+    def compiled(self) -> list[str]:
+        """The names of the stages that run compiled."""
+        return [name for name, function in zip(self.names, self.functions, strict=False) if is_compiled(function)]
 
     @property
     def functions(self) -> list[nn.Module]:

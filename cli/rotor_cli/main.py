@@ -60,6 +60,7 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 @click.option(
     "--verify", is_flag=True, help="Train one step, and compare peak, time and gradients with the plain step."
 )
+@click.option("--compile", is_flag=True, help="Have Inductor compile the stages, where that makes the plan faster.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the report as JSON; - is stdout.")
 @click.option("--save", "plan_file", metavar="FILE", help="Write the plan for Checkpointable(model, plan=FILE).")
 @click.option("--trace", "trace_file", metavar="FILE", help="Write the predicted step as a trace, for Perfetto.")

@@ -15,6 +15,12 @@ from rotor_py.compiled.stage_code import StageCode
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.stage.protocol import StageOffers, offers_of
 
+
+def is_compiled(stage: object) -> bool:
+    """Whether a stage of a plan runs compiled."""
+    return isinstance(stage, CompiledStage)
+
+
 MOST_SHAPES = 8
 """For how many shapes of its input a stage is compiled: as many as TorchDynamo compiles a function by default."""
 

@@ -31,9 +31,14 @@ def config_of(given: Compile) -> Config | None:
         found: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, options, dynamic=False).config
     except RuntimeError as error:
         raise ValueError(f"compile={given!r}: {error}") from error
-    if found.get("triton.cudagraphs"):
+    return without_cuda_graphs(found, f"compile={given!r}")
+
+
+def without_cuda_graphs(options: Mapping[str, Any], what: str) -> Config:
+    """These options of Inductor. ValueError if they ask for CUDA graphs; `what` says who gave them."""
+    if options.get("triton.cudagraphs"):
         raise ValueError(
-            f"compile={given!r} records CUDA graphs, which keep their memory for good, while a plan frees it and uses "
-            'it again; write compile="max-autotune-no-cudagraphs" or compile=True'
+            f"{what} records CUDA graphs, which keep their memory for good, while a plan frees it and uses it again; "
+            'take the mode "max-autotune-no-cudagraphs", or the default'
         )
-    return tuple(sorted(found.items()))
+    return tuple(sorted(options.items()))

@@ -44,6 +44,8 @@
 #     (`on_oom="replan"`). The plan gets a sequence within a smaller limit, by which what was under way runs again. That
 #     limit counts for steps of this kind until the user sets one. → solved
 # 11. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
+# 12. A forward is called by `torch.compile` around the model. Plans are given up, since they are for other stages than
+#     those that are compiled. → unmeasured
 #
 # The model is in training mode in events 1 and 5, and when a file is made of a plan: the caller sees to it. In all
 # threads of a process, one planner at a time measures or solves (`planning_lock`).
@@ -62,6 +64,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in
+from rotor_py.compiled.options import without_cuda_graphs
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
@@ -108,6 +111,7 @@ class Planner:
         self._forwards = Forwards()
         self._gradients = KeptGradients(self.model)
         self._steps = WatchedSteps(self.model)
+        self._asked_to_compile = False
         self._grown = 0
         """how often a plan was made for an input that no plan covered"""
         self.wait_for_optimizers()
@@ -373,6 +377,32 @@ class Planner:
                 count_optimizer_beside_file(self.in_use, self.model, optimizer_cost(self.settings.optimizer))
             except UnknownOptimizerError as error:
                 _log.warning("%s", error)
+
+    def compile_by(self, compiler: torch._TorchCompileInductorWrapper) -> None:
+        """Event 12: plan anew with compiled stages, by this backend of a `torch.compile` around the model.
+
+        ValueError if it asks for CUDA graphs. A warning says so where stages cannot be compiled.
+        """
+        self._asked_to_compile = True
+        obstacles = {
+            "its plan is from a file": self.plans.in_use is not None and self.plans.in_use.file is not None,
+            "on_oom='replan' is set": self.settings.replans,
+            "fully_shard was applied to it": self.model.sharded,
+        }
+        for reason, holds in obstacles.items():
+            if holds:
+                _log.warning("torch.compile around the model compiles nothing, since %s; the step is planned", reason)
+                return
+        self.settings.inductor = without_cuda_graphs(compiler.config, "torch.compile around the model")
+        if compiler.dynamic:
+            _log.warning("dynamic=True has no part in a planned step: stages are compiled for one shape at a time")
+        self._blank = source_of(self.model.core, self.settings.granularity, self.settings.inductor)
+        self.plans = StepPlans()
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether nobody has said yet that stages are to be compiled."""
+        return self.settings.inductor is None and not self._asked_to_compile
 
     def copied(self) -> Planner:
         """Event 11: a planner for a copy of the model. It refers to this model until that is copied along with it."""

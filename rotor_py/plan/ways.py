@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from rotor_py.measure.budget import Budget
 from rotor_py.plan.agreement import slowest
 from rotor_py.plan.step_plan import StepPlan
 from rotor_solver import InfeasibleError, Sequence, simulate
+
+Way = TypeVar("Way")
 
 
 def fastest_way(
@@ -27,28 +30,40 @@ def fastest_way(
     sequence: that of the way that needs least.
     """
     ways = _alike(plan.ways, group, device)
-    if len(ways) < 2:
-        if ways:  # the way in use may be one that other processes do not have
-            plan.turn_to(ways[0])
+    if not ways:
         return solve(plan.budget)
-    found: list[tuple[float, MeasuredCut, Sequence]] = []
+
+    def seconds(budget: Budget, sequence: Sequence) -> float:
+        found = simulate(budget.chain, sequence).makespan
+        # With several processes, the slowest counts, so that all choose alike.
+        return slowest(found, group, device) if group is not None and size_of(group) > 1 else found
+
+    way, sequence = fastest(ways, plan.budget_of, solve, seconds)
+    plan.turn_to(way)
+    return sequence
+
+
+def fastest(
+    ways: Iterable[Way],
+    budget_of: Callable[[Way], Budget],
+    solve: Callable[[Budget], Sequence],
+    seconds: Callable[[Budget, Sequence], float],
+) -> tuple[Way, Sequence]:
+    """The way with the fastest sequence, and that sequence. InfeasibleError as from `fastest_way`."""
+    found: list[tuple[float, Way, Sequence]] = []
     refused: list[InfeasibleError] = []
     for way in ways:
-        budget = plan.budget_of(way)
+        budget = budget_of(way)
         try:
             sequence = solve(budget)
         except InfeasibleError as error:  # with several processes, it comes in all of them
             refused.append(error)
-            continue
-        seconds = simulate(budget.chain, sequence).makespan
-        if group is not None and size_of(group) > 1:
-            seconds = slowest(seconds, group, device)  # so that all choose alike
-        found.append((seconds, way, sequence))
+        else:
+            found.append((seconds(budget, sequence), way, sequence))
     if not found:
         raise min(refused, key=lambda error: error.min_bytes)
-    _, way, sequence = min(found, key=lambda each: each[0])
-    plan.turn_to(way)
-    return sequence
+    _, best, sequence = min(found, key=lambda each: each[0])
+    return best, sequence
 
 
 def _alike(

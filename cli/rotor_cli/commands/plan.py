@@ -54,6 +54,7 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
             fresh_grads=request.fresh_grads,
             forwards_in_flight=request.forwards_in_flight,
             progress=shown.doing("measuring"),
+            compile=request.compile,
         )
         network.measure(found.sample)
     return network
@@ -76,8 +77,10 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
             *(("optimizer=optimizer",) if found.optimizer else ()),
             *(("fresh_grads=True",) if request.fresh_grads else ()),
             *((f"forwards_in_flight={forwards}",) if (forwards := request.forwards_in_flight) > 1 else ()),
+            *(("compile=True",) if request.compile else ()),
         ),
         limited=request.limited,
+        compiled=network.compiled,
     )
 
 
@@ -97,9 +100,14 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
         return replace(facts, mem_limit=point.mem_limit, sequence=point.sequence)
     assert limit is not None
     try:
-        return replace(facts, mem_limit=limit, sequence=network.compute_sequence())
+        sequence = network.compute_sequence()
     except InfeasibleError as error:
         raise Failure(str(error), INFEASIBLE) from error
+    # Which stages run compiled is decided for a limit, and costs follow from that.
+    assert network.budget is not None
+    assert network.inspection_values is not None
+    found = replace(facts, budget=network.budget, measurement=network.inspection_values, compiled=network.compiled)
+    return replace(found, mem_limit=limit, sequence=sequence)
 
 
 def _verify(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, shown: Activities) -> Facts:

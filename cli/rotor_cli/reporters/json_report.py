@@ -77,6 +77,7 @@ def _verify(found: Verification) -> dict[str, Any]:
         "measured_peak_bytes": found.measured_peak_bytes,
         "measured_step_seconds": found.measured_step_seconds,
         "max_grad_difference": found.max_grad_difference,
+        **({} if found.eager_difference is None else {"eager_difference": found.eager_difference}),
         "plain_peak_bytes": found.plain_peak_bytes,
         "plain_step_seconds": found.plain_step_seconds,
     }

@@ -38,9 +38,13 @@ def verified(facts: Facts) -> Text:
             "; the plain step does not fit into this device, so nothing could be compared with it", style="not bold"
         )
         return text
+    plain, beside = "plain step", ""
+    if found.eager_difference is not None:
+        plain = "the compiled step that stores everything"
+        beside = f", and those of the model uncompiled by {found.eager_difference:g}"
     text.append(
-        f"; plain step {format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; gradients "
-        f"and buffers differ by at most {found.max_grad_difference:g}",
+        f"; {plain} {format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; gradients "
+        f"and buffers differ by at most {found.max_grad_difference:g}{beside}",
         style="not bold",
     )
     return text

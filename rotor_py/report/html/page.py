@@ -27,13 +27,12 @@ def page(facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = ()) -> str
         lstrip_blocks=True,
     )
     begin, rest = facts.verdict()
-    reason = facts.peak_reason()
     return environment.get_template("report.html").render(
         title=facts.title,
         fits=facts.fits,
         begin=begin,
         rest=rest,
-        remarks=remarks if reason is None else (reason, *remarks),
+        remarks=(*facts.remarks(), *remarks),
         amounts=_amounts(facts),
         parts=facts.budget.parts() or "nothing",
         curve=curve.curve_picture(facts, sweep),

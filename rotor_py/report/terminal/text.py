@@ -31,9 +31,16 @@ def plain_text(facts: ReportFacts, width: int | None = None) -> str:
 
 def parts(facts: ReportFacts) -> list[RenderableType]:
     """The whole report, part by part."""
-    reason = facts.peak_reason()
-    why = [] if reason is None else [Prose(reason)]
-    return [Prose(verdict(facts)), *why, "", amounts(facts), "", StageTable(facts), "", sequence(facts.sequence)]
+    return [
+        Prose(verdict(facts)),
+        *map(Prose, facts.remarks()),
+        "",
+        amounts(facts),
+        "",
+        StageTable(facts),
+        "",
+        sequence(facts.sequence),
+    ]
 
 
 def verdict(facts: ReportFacts) -> Text:
