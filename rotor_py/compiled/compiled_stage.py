@@ -40,7 +40,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._compiler = compiler
         self._codes: dict[Hashable, StageCode | None] = {}
         self._needs_gradient: list[bool] | None = None if like is None else like._needs_gradient
-        self.carried = offers_of(plain).carried
+        self.carried, self.wiring = offers_of(plain).carried, offers_of(plain).wiring
 
     @property
     def compiled(self) -> bool:

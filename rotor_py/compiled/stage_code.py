@@ -26,6 +26,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -159,6 +160,14 @@ class _TensorFunction(nn.Module):
 
 
 def _compile(
+    function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
+) -> Callable[..., Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about parts of itself
+        return _compile_quietly(function, examples, flags, config)
+
+
+def _compile_quietly(
     function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
 ) -> Callable[..., Any]:
     # Here, and not at the top: Inductor takes a second to import, and most plans do without it.

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from rotor_profiling.stage.kind import stage_kind
 from rotor_py.compiled.stage_code import Config, StageCode, compile_code, owned_slots
 from rotor_py.stage.autocast import autocast_now
+from rotor_py.stage.protocol import offers_of
 
 _log = logging.getLogger("rotor_py")
 
@@ -69,4 +70,4 @@ def _kind(stage: nn.Module, value: object) -> Hashable:
     # What a graph calls that is a module, the kind of a stage does not say.
     calls = any(module._modules for module in stage.modules() if isinstance(module, fx.GraphModule))
     autocast = tuple((each.device_type, each.enabled, each.dtype) for each in autocast_now(_DEVICES))
-    return stage_kind(stage, value), shared, id(stage) if calls else None, autocast
+    return stage_kind(stage, value), offers_of(stage).wiring, shared, id(stage) if calls else None, autocast
