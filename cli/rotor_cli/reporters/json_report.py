@@ -29,6 +29,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "sequence": str(facts.sequence),
             "algorithm": facts.sequence.algorithm,
             "gap": facts.gap,
+            **({"compiled": list(facts.compiled)} if facts.compiled else {}),
         },
         "stages": _stages(facts),
     }
