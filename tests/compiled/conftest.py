@@ -1,0 +1,15 @@
+"""Inductor needs a C++ compiler for the CPU. Without one, stages run as they are, and there is nothing to test."""
+
+from __future__ import annotations
+
+import pytest
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiler() -> None:
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        pytest.skip("no C++ compiler")
