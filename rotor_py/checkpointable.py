@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py.by_hand.strategy import ByHand
-from rotor_py.compiled.around import inductor_around
+from rotor_py.compiled.around import inductor_around, inductor_of
 from rotor_py.compiled.compiled_stage import is_compiled
 from rotor_py.compiled.options import Compile
 from rotor_py.errors import UnsupportedModelError
@@ -197,6 +197,16 @@ class Checkpointable(Transparent):
             with instead_of_forward(self._planner.model.core, self._planner.run):
                 return self.model.forward(*args, **kwargs)
         return self._planner.run(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Have the stages compiled from the next step on, as `torch.compile` around it does, with its arguments.
+
+        ValueError for another backend than Inductor, and for a mode that records CUDA graphs.
+        """
+        compiler = inductor_of(args, kwargs)
+        if compiler is None:
+            raise ValueError("stages are compiled by Inductor alone; leave backend= out")
+        self._planner.compile_by(compiler)
 
     def measure(self, custom_input: Any) -> None:
         """Measure every stage on `custom_input`: a tensor, a tuple of positional or a dict of keyword arguments.

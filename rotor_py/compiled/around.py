@@ -31,6 +31,12 @@ def inductor_around(module: nn.Module) -> torch._TorchCompileInductorWrapper | N
     return None
 
 
+def inductor_of(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> torch._TorchCompileInductorWrapper | None:
+    """The compiler that `torch.compile` makes of these arguments; None if it is another one than Inductor."""
+    around: Any = torch.compile(nn.Identity(), *arguments, **keywords)
+    return _inductor(around.dynamo_ctx)
+
+
 def _is_around(outer: Any, module: nn.Module) -> bool:
     while isinstance(outer, DistributedDataParallel):
         outer = outer.module

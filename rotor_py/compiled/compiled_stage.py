@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from typing import Any
 
@@ -15,14 +16,15 @@ from rotor_py.compiled.stage_code import StageCode
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.stage.protocol import StageOffers, offers_of
 
+_log = logging.getLogger("rotor_py")
+
+MOST_SHAPES = 8
+"""For how many shapes of its input a stage is compiled: as many as TorchDynamo compiles a function by default."""
+
 
 def is_compiled(stage: object) -> bool:
     """Whether a stage of a plan runs compiled."""
     return isinstance(stage, CompiledStage)
-
-
-MOST_SHAPES = 8
-"""For how many shapes of its input a stage is compiled: as many as TorchDynamo compiles a function by default."""
 
 
 class CompiledStage(nn.Module, StageOffers, HasKind):
@@ -67,7 +69,13 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
             if self._needs_gradient is None:
                 # Seen once: in a later run without a graph, tensors may have forgotten it.
                 self._needs_gradient = [tensor.requires_grad for tensor in tensors_in(value)]
-            more = len(self._codes) < MOST_SHAPES
-            compiler, name = self._compiler, self._name
-            self._codes[shapes] = compiler.code(self.plain, name, value, self._needs_gradient) if more else None
+            if len(self._codes) < MOST_SHAPES:
+                self._codes[shapes] = self._compiler.code(self.plain, self._name, value, self._needs_gradient)
+            else:
+                _log.warning(
+                    "stage %s has been compiled for %d shapes, and runs as it is for another one",
+                    self._name,
+                    MOST_SHAPES,
+                )
+                self._codes[shapes] = None
         return self._codes[shapes]

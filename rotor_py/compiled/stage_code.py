@@ -116,7 +116,11 @@ def _refuse_other_tensors(tensors: list[torch.Tensor]) -> None:
 
 
 class _TensorFunction(nn.Module):
-    """A stage as a function from tensors to tensors. What else it takes and returns is noted when it runs."""
+    """A stage as a function from tensors to tensors, which returns what the stage makes.
+
+    Its first inputs are the stage's parameters and buffers. Where everything else that the stage returns comes from is
+    noted in `outputs` and `spec`, once, by `note_outputs`.
+    """
 
     def __init__(self, stage: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:
         super().__init__()
@@ -127,36 +131,46 @@ class _TensorFunction(nn.Module):
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._given = spec
+        self._made: list[int] = []
         self.outputs: list[_Output] = []
         self.spec: TreeSpec | None = None
 
+    def note_outputs(self, *tensors: torch.Tensor) -> None:
+        """Run the stage, and note what it returns. NotCompilableError if it makes no tensor."""
+        # Not whenever it is traced: AOTAutograd passes on other objects than it was given, so a tensor that the stage
+        # hands on would not be known again.
+        returned, self.spec = tree_flatten(self._returned(tensors))
+        for position, leaf in enumerate(returned):
+            given = next((i for i, tensor in enumerate(tensors) if tensor is leaf), None)
+            if given is not None:
+                self.outputs.append(_Output("given", given))
+            elif isinstance(leaf, torch.Tensor):
+                self.outputs.append(_Output("made", len(self._made)))
+                self._made.append(position)
+            else:
+                self.outputs.append(_Output("constant", leaf))
+        if not self._made:
+            raise NotCompilableError("it makes no tensor")
+
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        returned, _ = tree_flatten(self._returned(tensors))
+        return tuple(returned[position] for position in self._made)
+
+    def as_graph(self) -> fx.GraphModule:
+        """A graph that calls this function: Inductor takes graphs, and traces into it."""
+        graph = fx.Graph()
+        inputs = [graph.placeholder(f"tensor_{i}") for i in range(len(self._owned) + len(self._positions))]
+        made = graph.call_module("stage", tuple(inputs))
+        graph.output(tuple(graph.call_function(operator.getitem, (made, i)) for i in range(len(self._made))))
+        return fx.GraphModule({"stage": self}, graph)
+
+    def _returned(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         leaves = list(self._leaves)
         count = len(self._owned)
         for position, tensor in zip(self._positions, tensors[count:], strict=True):
             leaves[position] = tensor
         with substituted(self._slots, dict(zip(self._owned, tensors[:count], strict=True))):
-            returned, self.spec = tree_flatten(self._stage[0](tree_unflatten(leaves, self._given)))
-        made: list[torch.Tensor] = []
-        self.outputs = []
-        for leaf in returned:
-            given = next((i for i, tensor in enumerate(tensors) if tensor is leaf), None)
-            if given is not None:
-                self.outputs.append(_Output("given", given))
-            elif isinstance(leaf, torch.Tensor):
-                self.outputs.append(_Output("made", len(made)))
-                made.append(leaf)
-            else:
-                self.outputs.append(_Output("constant", leaf))
-        return tuple(made)
-
-    def as_graph(self, count: int) -> fx.GraphModule:
-        """A graph that calls this function and returns `count` tensors: Inductor takes graphs, and traces into it."""
-        graph = fx.Graph()
-        inputs = [graph.placeholder(f"tensor_{i}") for i in range(len(self._owned) + len(self._positions))]
-        made = graph.call_module("stage", tuple(inputs))
-        graph.output(tuple(graph.call_function(operator.getitem, (made, i)) for i in range(count)))
-        return fx.GraphModule({"stage": self}, graph)
+            return self._stage[0](tree_unflatten(leaves, self._given))
 
 
 def _compile(
@@ -185,9 +199,7 @@ def _compile_quietly(
         for tensor, flag in zip(examples, flags, strict=True)
     ]
     with torch.no_grad(), _disable_current_modes(), mode:
-        count = len(function(*fake))
-    if not count:
-        raise NotCompilableError("it makes no tensor")
+        function.note_outputs(*fake)
     context = TracingContext(mode)
     with (
         _disable_current_modes(),  # whoever watches the first run of a stage would see its tracing
@@ -200,7 +212,7 @@ def _compile_quietly(
             donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
         ),
     ):
-        call = compile_fx(function.as_graph(count), fake, config_patches=dict(config))
+        call = compile_fx(function.as_graph(), fake, config_patches=dict(config))
     # PyTorch takes None, which stands for "nobody looked", for "some", and would refuse a graph that is retained.
     if context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
+
 import pytest
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
@@ -13,3 +16,6 @@ def compiler() -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         pytest.skip("no C++ compiler")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where a test calls torch.compile itself, torch warns of its own parts
+        importlib.import_module("torch._inductor.compile_fx")

@@ -51,6 +51,13 @@ def test_torch_compile_around_the_model_compiles_its_stages(seen: list[int]) -> 
     assert len(seen) == 1
 
 
+def test_so_does_its_own_method(seen: list[int]) -> None:
+    found = planned()
+    found.compile()
+    loss(found(batch())).backward()
+    assert seen[0] > 0
+
+
 def test_a_chain_is_captured_to_be_compiled(seen: list[int]) -> None:
     chain = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
     found = torch.compile(Checkpointable(chain, mem_limit="1GB", loss=loss, granularity=3))
