@@ -41,6 +41,14 @@ def test_stages_of_one_kind_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -
     assert compilations.count <= 4
 
 
+def test_what_is_compiled_is_told() -> None:
+    told: list[str] = []
+    found = Checkpointable(
+        Net(), batch(), compile=True, granularity=4, progress=lambda done, total, name: told.append(name)
+    )
+    assert {f"{name}, compiled" for name in found.names} <= set(told)
+
+
 def test_no_plan_is_slower_than_the_plain_one() -> None:
     found = network()
     ways = found._planner.in_use.ways
