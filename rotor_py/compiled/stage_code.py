@@ -66,12 +66,10 @@ class StageCode:
             *(leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)),
         ]
         del value
-        graph = torch.is_grad_enabled()
-        if not graph:
-            arguments = [tensor.detach() for tensor in arguments]
-        made = self._call(*arguments)
-        if not graph:
-            made = [each.detach() for each in made]
+        if torch.is_grad_enabled():
+            made = self._call(*arguments)
+        else:  # AOTAutograd would make a graph all the same
+            made = [each.detach() for each in self._call(*(tensor.detach() for tensor in arguments))]
         sources: dict[str, Any] = {"made": made, "given": arguments}
         leaves = [
             each.value if each.source == "constant" else sources[each.source][each.value] for each in self._outputs
@@ -81,7 +79,7 @@ class StageCode:
 
 def owned_slots(stage: nn.Module) -> list[Slot]:
     """Every place where `stage` keeps a parameter, trained or not, or a buffer."""
-    tables = [table for module in stage.modules() for table in (module._parameters,)]
+    tables = [module._parameters for module in stage.modules()]
     parameters = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
     return [*parameters, *buffer_slots(stage)]
 
@@ -109,7 +107,7 @@ def compile_code(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], c
 
 
 def _refuse_other_tensors(tensors: list[torch.Tensor]) -> None:
-    """NotCompilableError for tensors that are more than their memory, and for several devices."""
+    """NotCompilableError for tensors that are more than their memory."""
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise NotCompilableError(f"it uses a {type(tensor).__name__} of layout {tensor.layout}")

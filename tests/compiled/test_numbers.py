@@ -70,8 +70,8 @@ def test_two_forwards_in_flight(compiled: Checkpointable) -> None:
 
 def test_another_shape_is_compiled_when_it_comes(compiled: Checkpointable) -> None:
     stored, again = sequences(compiled)
-    expected = results(compiled, stored, batch(48))
-    assert same(results(compiled, again, batch(48)), expected)
+    made = results(compiled, again, batch(48))  # inside of nodes of autograd, where gradients are off
+    assert same(made, results(compiled, stored, batch(48)))
 
 
 def test_the_peak_is_the_predicted_one(compiled: Checkpointable) -> None:
