@@ -6,7 +6,7 @@
 Each plan is made for the peak of another row. Times are those of forward, loss and backward, taken in turns in the same
 run: the median of the ratios to plain eager. Differences are those of the gradients from plain eager, relative to
 their norm; dropout, where a model has it, draws the numbers of eager mode. The seconds are those until the first step
-is done, and again for a copy. The cache on disk is empty before each row, but all plans share one.
+is done, and for some rows again for a copy. The cache on disk is empty before each row, but all plans share one.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from rotor_py import Checkpointable, InfeasibleError, format_bytes
 
 CPU = torch.device("cpu")
 CASES = {
-    "Llama": lambda: llama(256, 6, 4, 256),
+    "Llama": lambda: llama(layers=4),
     **{name: MODELS[name] for name in ("GPT-2", "ViT", "ResNet", "ConvNeXt", "U-Net")},
 }
 BUDGETS = (0.7, 0.4, 0.2)
 
 
 class Row:
-    """A way to train a copy of a model, set up with the cache on disk that there is, and once more."""
+    """A way to train a copy of a model, set up with the cache on disk that there is, and `again` with what it has left.
+
+    Both times, the seconds count until the first step is done.
+    """
 
     def __init__(
         self,
@@ -47,10 +50,12 @@ class Row:
         case: Case,
         make: Callable[[nn.Module], Any],
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        again: bool = False,
     ) -> None:
         self.name, self.loss = name, case[2]
         self.seconds = []
-        for _ in range(2):
+        for _ in range(1 + again):
             torch._dynamo.reset()
             self.model, self.inputs = copy.deepcopy(case[0]), case[1]
             began = time.perf_counter()
@@ -62,6 +67,7 @@ class Row:
         self.model.zero_grad()
         present = [*self.model.parameters(), *self.model.buffers(), *tensors_in(self.inputs)]
         self.peak = measured_peak(self.step, present, CPU)
+        print(f"{name}: {format_bytes(self.peak)}, {', '.join(f'{each:.0f} s' for each in self.seconds)}", flush=True)
         self.gradients = torch.cat([p.grad.flatten().double() for p in self.model.parameters() if p.grad is not None])
 
     def step(self) -> float:
@@ -82,7 +88,7 @@ def rows(case: Case) -> list[Row]:
     case[0].train()
     found = [Row("plain eager", case, lambda model: model)]
     with fresh_cache():
-        found.append(Row("torch.compile", case, torch.compile))
+        found.append(Row("torch.compile", case, torch.compile, again=True))
     for budget in BUDGETS:
         patch = functorch_config.patch(activation_memory_budget=budget)
         with fresh_cache():
@@ -92,12 +98,21 @@ def rows(case: Case) -> list[Row]:
         with fresh_cache():
             found.append(Row("the same, compiled", case, lambda model: torch.compile(checkpointed(model))))
     with fresh_cache():  # the same code for all plans: the first one compiles it
-        return [*found, *planned_rows(case, sorted({row.peak for row in found}, reverse=True))]
+        return [*found, *planned_rows(case, _apart(sorted({row.peak for row in found}, reverse=True)))]
+
+
+def _apart(limits: list[int]) -> list[int]:
+    """The limits, largest first, without those that are within a tenth of the one before."""
+    found = limits[:1]
+    for limit in limits:
+        if limit < 0.9 * found[-1]:
+            found.append(limit)
+    return found
 
 
 def planned_rows(case: Case, limits: list[int]) -> list[Row]:
     found = []
-    for limit in limits:
+    for number, limit in enumerate(limits):
         for compiled in (False, True):
 
             def planned(model: nn.Module, limit: int = limit, compiled: bool = compiled) -> nn.Module:
@@ -106,7 +121,7 @@ def planned_rows(case: Case, limits: list[int]) -> list[Row]:
 
             name = f"planned{' and compiled' if compiled else ''}, {format_bytes(limit)}"
             try:
-                found.append(Row(name, case, planned))
+                found.append(Row(name, case, planned, again=not number))
             except InfeasibleError as error:
                 print(f"{name}: {error}", flush=True)
                 continue
@@ -127,7 +142,7 @@ def compared(name: str, case: Case, repeats: int) -> list[dict[str, Any]]:
             "peak_bytes": row.peak,
             "difference": ((row.gradients - plain).norm() / plain.norm()).item(),
             "first_seconds": row.seconds[0],
-            "again_seconds": row.seconds[1],
+            "again_seconds": row.seconds[1] if len(row.seconds) > 1 else None,
         }
         for i, row in enumerate(found)
     ]
@@ -141,7 +156,8 @@ def table(found: list[dict[str, Any]]) -> str:
     for row in found:
         lines.append(
             f"| {row['model']} | {row['way']} | {format_bytes(row['peak_bytes'])} | ×{row['time']:.3f} | "
-            f"{row['difference']:.0e} | {row['first_seconds']:.0f} s; {row['again_seconds']:.0f} s |"
+            f"{row['difference']:.0e} | {row['first_seconds']:.0f} s"
+            + (f"; {row['again_seconds']:.0f} s |" if row["again_seconds"] is not None else " |")
         )
     return "\n".join(lines)
 

@@ -106,8 +106,9 @@ class Checkpointable(Transparent):
     given as well, a strategy that needs more is refused.
 
     UnsupportedModelError for a model that cannot be trained from a plan, TypeError for an optimizer that is none,
-    ValueError for a limit that is none, for less than one forward in flight, or for arguments that exclude each other;
-    with `plan`, PlanMismatchError for another model; with `custom_input` and a limit, InfeasibleError if no plan fits.
+    ValueError for a limit that is none, for less than one forward in flight, for a `compile` that `torch.compile` does
+    not know or that records CUDA graphs, or for arguments that exclude each other; with `plan`, PlanMismatchError for
+    another model; with `custom_input` and a limit, InfeasibleError if no plan fits.
     """
 
     _planner: Planner

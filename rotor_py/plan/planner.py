@@ -173,7 +173,7 @@ class Planner:
             budget,
             spec=spec,
             cut=measured.ways[0].cut,
-            ways=tuple(measured.ways),
+            ways=() if self.settings.inductor is None else tuple(measured.ways),
             fresh_gradients=self.settings.fresh_grads,
         )
         self.plans.take_up(guarded(plan) if self.settings.replans else plan, spec.model)

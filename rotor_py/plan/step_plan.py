@@ -66,7 +66,7 @@ class StepPlan:
     reduced: tuple[int | str | None, int] | None = None
     """the limit that was set when the device ran out of memory, and the bytes that are left of it since"""
     ways: tuple[MeasuredCut, ...] = ()
-    """the ways to run its stages that were measured: some compiled, all compiled, all plain; `cut` is one of them"""
+    """the ways to run its stages, if there is a choice: some compiled, all compiled, all plain; `cut` is one of them"""
     guard_bytes: int | None = None
     """bytes of the budget for undoing what runs out of memory; None where nothing is undone"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
