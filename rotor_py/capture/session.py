@@ -97,8 +97,8 @@ class CaptureSession:
         """Capture and measure all graphs; nothing of the model is changed.
 
         Returns the main graph's stages with the measurement of the whole step, and the values that all stages share. If
-        stages have been compiled, there are several ways to run them, the one that is followed unless told otherwise
-        first; the last one is plain.
+        stages have been compiled, there are several ways to run them. The first is followed unless told otherwise; the
+        last one is plain, and the one before it has all stages compiled that can be.
         Raises UnsupportedModelError if no graph has a gradient, or if too much is kept outside all graphs, and
         UnusableLossError if the loss cannot be trained with.
         """

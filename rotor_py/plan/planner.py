@@ -91,6 +91,7 @@ from rotor_py.plan.step_plan import PlanState, StepPlan
 from rotor_py.plan.step_plans import StepPlans
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.plan.ways import fastest_stored
 from rotor_py.report.progress import progress_bar
 from rotor_solver import Algorithm, InfeasibleError, Sequence
 
@@ -176,6 +177,8 @@ class Planner:
             ways=() if self.settings.inductor is None else tuple(measured.ways),
             fresh_gradients=self.settings.fresh_grads,
         )
+        if plan.ways:
+            plan.turn_to(fastest_stored(plan.ways))
         self.plans.take_up(guarded(plan) if self.settings.replans else plan, spec.model)
 
     def solve(

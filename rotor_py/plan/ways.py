@@ -43,6 +43,13 @@ def fastest_way(
     return sequence
 
 
+def fastest_stored(ways: Iterable[MeasuredCut]) -> MeasuredCut:
+    """The way that takes least time where nothing is computed twice: the one to begin with, before there is a limit."""
+    return min(
+        ways, key=lambda way: sum(each.forward_seconds + each.backward_seconds for each in way.measurement.stages)
+    )
+
+
 def fastest(
     ways: Iterable[Way],
     budget_of: Callable[[Way], Budget],

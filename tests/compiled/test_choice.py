@@ -63,6 +63,14 @@ def test_no_plan_is_slower_than_the_plain_one() -> None:
         assert simulate(found.budget.chain, found.sequence).makespan <= seconds
 
 
+def test_without_a_limit_it_is_the_way_that_is_fastest_with_everything_stored() -> None:
+    found = Checkpointable(Net(), compile=True, loss=loss, fresh_grads=True, granularity=4)
+    found.measure(batch())
+    plan = found._planner.in_use
+    seconds = [simulate(each.chain, store_all(each.chain)).makespan for each in map(plan.budget_of, plan.ways)]
+    assert plan.cut is plan.ways[seconds.index(min(seconds))].cut
+
+
 class Costs:
     """A budget of which only the least limit and the time are looked at."""
 
