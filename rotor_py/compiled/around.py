@@ -10,6 +10,8 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
+_CALLERS = (torch._dynamo.eval_frame.__file__, nn.modules.module.__file__)
+"""The files in which a module is called."""
 _FRAMES = 40
 """How far up the stack is looked. torch 2.13 has eight frames in between, and DistributedDataParallel ten more."""
 
@@ -22,7 +24,9 @@ def inductor_around(module: nn.Module) -> torch._TorchCompileInductorWrapper | N
     # `torch.compile` leaves no trace in the module that it is given, and hands nothing over when it calls it.
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
-        caller = frame.f_locals.get("self")
+        # Of torch's own frames alone: a frame that was asked for its locals holds them until it ends, even those that
+        # are deleted, and a training loop does not end.
+        caller = frame.f_locals.get("self") if frame.f_code.co_filename in _CALLERS else None
         if isinstance(caller, OptimizedModule) and _is_around(caller._orig_mod, module):
             return _inductor(caller.dynamo_ctx)
         if frame.f_back is None:

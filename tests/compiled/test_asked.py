@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ def test_torch_compile_around_the_model_compiles_its_stages(seen: list[int]) -> 
     assert found._planner.settings.inductor == (("fallback_random", True),)
     loss(around(batch())).backward()
     assert len(seen) == 1
+
+
+def test_looking_for_it_holds_nothing_of_the_caller() -> None:
+    found = planned()
+    found.measure(batch())
+    value = batch()
+    alive = weakref.ref(value.untyped_storage())
+    loss(found(value)).backward()
+    del value
+    assert alive() is None
 
 
 def test_so_does_its_own_method(seen: list[int]) -> None:
