@@ -1,10 +1,12 @@
-"""A planned step with and without torch.compile: which way is fastest?
+"""Planned and compiled, beside torch.compile, its own memory budget, and checkpoints of every block.
 
-    python benchmarks/compile.py             # on the CPU, with TorchInductor; prints the table
-    python benchmarks/compile.py --write     # also into docs/training.md and benchmarks/results/
+    python benchmarks/compile.py Llama U-Net     # on the CPU; prints the table. All models without names
+    python benchmarks/compile.py --write         # also into docs/compile.md and benchmarks/results/
 
-A chain of four transformer-like layers at the limit halfway between the least possible and storing everything. Times
-are those of forward, loss and backward, taken in turns in the same run: the median of the ratios to plain training.
+Each plan is made for the peak of another row. Times are those of forward, loss and backward, taken in turns in the same
+run: the median of the ratios to plain eager. Differences are those of the gradients from plain eager, relative to
+their norm; dropout, where a model has it, draws the numbers of eager mode. The seconds are those until the first step
+is done, and for some rows again for a copy. The cache on disk is empty before each row, but all plans share one.
 """
 
 from __future__ import annotations
@@ -14,90 +16,166 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
+from ecosystem import MODELS, Case, llama
 from report import ROOT, write
 from torch import nn
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_cache
 
-from rotor_profiling import measured_peak
-from rotor_py import Checkpointable, format_bytes
-from rotor_solver import store_all
+from rotor_profiling import measured_peak, tensors_in
+from rotor_py import Checkpointable, InfeasibleError, format_bytes
 
-BATCH, WIDTH, LAYERS = 512, 256, 4
-
-
-def layer() -> nn.Module:
-    return nn.Sequential(
-        nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH)
-    )
-
-
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
+CPU = torch.device("cpu")
+CASES = {
+    "Llama": lambda: llama(layers=4),
+    **{name: MODELS[name] for name in ("GPT-2", "ViT", "ResNet", "ConvNeXt", "U-Net")},
+}
+BUDGETS = (0.7, 0.4, 0.2)
 
 
-def each_layer(model: nn.Module) -> nn.Module:
-    for child in model.children():
-        child.compile()
-    return model
+class Row:
+    """A way to train a copy of a model, set up with the cache on disk that there is, and `again` with what it has left.
+
+    Both times, the seconds count until the first step is done.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        case: Case,
+        make: Callable[[nn.Module], Any],
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        again: bool = False,
+    ) -> None:
+        self.name, self.loss = name, case[2]
+        self.seconds = []
+        for _ in range(1 + again):
+            torch._dynamo.reset()
+            self.model, self.inputs = copy.deepcopy(case[0]), case[1]
+            began = time.perf_counter()
+            with around():
+                self.network = make(self.model)
+                self.step()
+            self.seconds.append(time.perf_counter() - began)
+        self.step()
+        self.model.zero_grad()
+        present = [*self.model.parameters(), *self.model.buffers(), *tensors_in(self.inputs)]
+        self.peak = measured_peak(self.step, present, CPU)
+        print(f"{name}: {format_bytes(self.peak)}, {', '.join(f'{each:.0f} s' for each in self.seconds)}", flush=True)
+        self.gradients = torch.cat([p.grad.flatten().double() for p in self.model.parameters() if p.grad is not None])
+
+    def step(self) -> float:
+        self.model.zero_grad()
+        torch.manual_seed(1)
+        began = time.perf_counter()
+        output = self.network(**self.inputs)
+        self.loss(output).backward()
+        return time.perf_counter() - began
 
 
-def step(model: nn.Module, batch: torch.Tensor) -> float:
-    model.zero_grad()
-    start = time.perf_counter()
-    loss(model(batch)).backward()
-    return time.perf_counter() - start
+def checkpointed(model: Any) -> nn.Module:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model  # type: ignore[no-any-return] # a module
+
+
+def rows(case: Case) -> list[Row]:
+    case[0].train()
+    found = [Row("plain eager", case, lambda model: model)]
+    with fresh_cache():
+        found.append(Row("torch.compile", case, torch.compile, again=True))
+    for budget in BUDGETS:
+        patch = functorch_config.patch(activation_memory_budget=budget)
+        with fresh_cache():
+            found.append(Row(f"torch.compile, budget {budget}", case, torch.compile, lambda patch=patch: patch))
+    if getattr(case[0], "supports_gradient_checkpointing", False):
+        found.append(Row("every block checkpointed", case, checkpointed))
+        with fresh_cache():
+            found.append(Row("the same, compiled", case, lambda model: torch.compile(checkpointed(model))))
+    with fresh_cache():  # the same code for all plans: the first one compiles it
+        return [*found, *planned_rows(case, _apart(sorted({row.peak for row in found}, reverse=True)))]
+
+
+def _apart(limits: list[int]) -> list[int]:
+    """The limits, largest first, without those that are within a tenth of the one before."""
+    found = limits[:1]
+    for limit in limits:
+        if limit < 0.9 * found[-1]:
+            found.append(limit)
+    return found
+
+
+def planned_rows(case: Case, limits: list[int]) -> list[Row]:
+    found = []
+    for number, limit in enumerate(limits):
+        for compiled in (False, True):
+
+            def planned(model: nn.Module, limit: int = limit, compiled: bool = compiled) -> nn.Module:
+                options: dict[str, Any] = {"loss": case[2], "fresh_grads": True, "compile": compiled, "watch": False}
+                return Checkpointable(model, case[1], limit, **options)
+
+            name = f"planned{' and compiled' if compiled else ''}, {format_bytes(limit)}"
+            try:
+                found.append(Row(name, case, planned, again=not number))
+            except InfeasibleError as error:
+                print(f"{name}: {error}", flush=True)
+                continue
+            if found[-1].peak > limit:
+                raise SystemExit(f"{name}: the measured peak is {found[-1].peak} bytes")
+    return found
+
+
+def compared(name: str, case: Case, repeats: int) -> list[dict[str, Any]]:
+    found = rows(case)
+    turns = [[row.step() for row in found] for _ in range(repeats)]
+    plain = found[0].gradients
+    return [
+        {
+            "model": name,
+            "way": row.name,
+            "time": statistics.median(turn[i] / turn[0] for turn in turns),
+            "peak_bytes": row.peak,
+            "difference": ((row.gradients - plain).norm() / plain.norm()).item(),
+            "first_seconds": row.seconds[0],
+            "again_seconds": row.seconds[1] if len(row.seconds) > 1 else None,
+        }
+        for i, row in enumerate(found)
+    ]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model | way | peak | time | difference | first step; again |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found:
+        lines.append(
+            f"| {row['model']} | {row['way']} | {format_bytes(row['peak_bytes'])} | ×{row['time']:.3f} | "
+            f"{row['difference']:.0e} | {row['first_seconds']:.0f} s"
+            + (f"; {row['again_seconds']:.0f} s |" if row["again_seconds"] is not None else " |")
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("models", nargs="*", choices=[*CASES, []])
+    parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(layer() for _ in range(LAYERS)))
-    batch = torch.randn(BATCH, WIDTH)
-    probe = Checkpointable(copy.deepcopy(model), loss=loss, fresh_grads=True)
-    probe.measure(batch)
-    assert probe.budget is not None
-    limit = (probe.budget.least_bytes() + probe.budget.peak_bytes(store_all(probe.budget.chain))) // 2
-
-    def planned(inner: nn.Module) -> nn.Module:
-        return Checkpointable(inner, mem_limit=limit, loss=loss, fresh_grads=True)
-
-    ways: dict[str, Callable[[nn.Module], Any]] = {
-        "plain": lambda each: each,
-        "`torch.compile(model)`": torch.compile,
-        "`Checkpointable(model)`": planned,
-        "`Checkpointable(torch.compile(model))`": lambda each: planned(torch.compile(each)),  # type: ignore[arg-type]
-        "`torch.compile(Checkpointable(model))`": lambda each: torch.compile(planned(each)),
-        "`Checkpointable` of compiled layers": lambda each: planned(each_layer(each)),
-    }
-    models = {name: make(copy.deepcopy(model)) for name, make in ways.items()}
-    for each in models.values():
-        for _ in range(3):
-            step(each, batch)
-    turns = [[step(each, batch) for each in models.values()] for _ in range(options.repeats)]
-    rows = []
-    for position, (name, each) in enumerate(models.items()):
-        each.zero_grad()
-
-        def run(each: Any = each) -> None:
-            loss(each(batch)).backward()
-
-        peak = measured_peak(run, [*each.parameters(), batch], torch.device("cpu"))
-        time_ratio = statistics.median(turn[position] / turn[0] for turn in turns)
-        rows.append({"way": name, "measured_bytes": peak, "limit_bytes": limit, "time": time_ratio})
-    lines = ["| way | limit | measured peak | time |", "| --- | --- | --- | --- |"]
-    for row in rows:
-        shown = format_bytes(limit) if "Checkpointable" in row["way"] else ""
-        lines.append(f"| {row['way']} | {shown} | {format_bytes(row['measured_bytes'])} | ×{row['time']:.2f} |")
-    print("\n".join(lines))
-    if options.write:
-        write("compile", "\n".join(lines), rows, torch.device("cpu"), ROOT / "docs" / "training.md")
-    if any(row["measured_bytes"] > limit for row in rows if "Checkpointable" in row["way"]):
-        raise SystemExit("a measured peak is over its limit")
+    found = []
+    with inductor_config.patch(fallback_random=True):
+        for name in options.models or CASES:
+            torch.manual_seed(0)
+            found += compared(name, CASES[name](), options.repeats)
+            print(table(found), flush=True)
+            if options.write:
+                write("compile", table(found), found, CPU, ROOT / "docs" / "compile.md")
 
 
 if __name__ == "__main__":

@@ -14,19 +14,24 @@ from rotor_profiling import tensors_in
 from rotor_profiling.devices import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import in_context
+from rotor_py.capture.measured_graphs import MeasuredGraph
+from rotor_py.capture.session import MeasuredCut
+from rotor_py.capture.variants import compiled_variants
+from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import around
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
-from rotor_py.measure.stages import measure
+from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_py.measure.stages import unmeasured_loss
 from rotor_py.plan.inputs.input_spec import reaches, spec_of
 from rotor_py.plan.noticed.forwards import Forwards
 from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import solve
 from rotor_py.plan.sources import LayerSource, Measured
-from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import parse_bytes
 from rotor_solver import Sequence
@@ -38,6 +43,7 @@ _OPTIONS = {
     "forwards_in_flight": 1,
     "granularity": 100,
     "preserve_rng_state": True,
+    "compile": False,
 }
 
 
@@ -57,10 +63,12 @@ def rotor(
             noticed when they come, and planned for from the next step on.
         granularity: the most stages into which a graph is cut, 100 by default.
         preserve_rng_state: whether what is computed again draws the same random numbers, True by default.
+        compile: have Inductor compile the stages, where that makes the plan faster: True, a mode of `torch.compile`, or
+            a dict of Inductor's options; False by default.
 
-    Raises ValueError for an option that does not exist, for a limit that cannot be read, and for less than one forward
-    in flight. The first call raises InfeasibleError (a ValueError) if no plan fits, and UnsupportedModelError if the
-    graph cannot be cut.
+    Raises ValueError for an option that does not exist, for a mode or a limit that cannot be read, and for less than
+    one forward in flight. The first call raises InfeasibleError (a ValueError) if no plan fits, and
+    UnsupportedModelError if the graph cannot be cut.
     """
     chosen = {**_OPTIONS, **(options or {})}
     if unknown := chosen.keys() - _OPTIONS.keys():
@@ -103,6 +111,7 @@ class GraphPlanner:
         self._reach: Any = None
         """The spec of the input that the plan is for."""
         self._forwards = Forwards()
+        self._compiler = None if settings.inductor is None else StageCompiler(settings.inductor)
         self._read: tuple[Sequence, Program] | None = None
 
     def __call__(self, *arguments: Any) -> list[Any]:
@@ -145,7 +154,7 @@ class GraphPlanner:
         device = next(iter(accelerators(t.device for t in tensors)), torch.device("cpu"))
         # The caller of the graph holds its inputs throughout, so no plan can free them.
         cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
-        measurement = measure(
+        stages = StageMeasurer(
             cut,
             value,
             device,
@@ -153,13 +162,19 @@ class GraphPlanner:
             fresh_gradients=settings.fresh_grads,
             silent=graph.silent,
         )
-        measurement = replace(measurement, prefix=graph.context_cost(arguments, device))
+        stages.walk()
+        stages.settle_layouts(())
+        context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, 0)
+        plain = MeasuredGraph(graph, cut, stages, context, loss, value, ())
+        variants = [] if self._compiler is None else compiled_variants(plain, self._compiler)
+        ways = [MeasuredCut(each.cut, each.measurement) for each in (*variants, plain)]
         # Parameters that no stage uses, and the optimizer, are unknown here and do not count.
         whole = CompiledModel(module for _, module in graph.layers)
         model = PlannedGraph(whole, whole, settings)
         sample = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        budget = model.budget(Measured(cut, measurement, (sample, value)), device, None)
-        plan = StepPlan(LayerSource(whole), measurement, budget, spec=None, cut=cut)
+        budget = model.budget(Measured(ways, (sample, value)), device, None)
+        found = ways[0]
+        plan = StepPlan(LayerSource(whole), found.measurement, budget, spec=None, cut=found.cut, ways=tuple(ways))
         if self.plan is not None:
             plan.most_in_flight, plan.order = self.plan.most_in_flight, self.plan.order
         solve(plan, model)

@@ -13,6 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py.by_hand.strategy import ByHand
+from rotor_py.compiled.around import inductor_around, inductor_of
+from rotor_py.compiled.compiled_stage import is_compiled
+from rotor_py.compiled.options import Compile
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
@@ -22,7 +25,7 @@ from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.plan.planner import Planner
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings, what_it_is
-from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.report import Report
 from rotor_py.transparent import ModelsSignature, Transparent, core_of, in_training, instead_of_forward
 from rotor_solver import Algorithm, Chain, Sequence
@@ -30,6 +33,11 @@ from rotor_solver.kept_at_loss import PlanMemory
 from rotor_solver.progress import Progress
 
 T = TypeVar("T")
+
+_NOT_SAVED = (
+    "a file of a plan knows nothing of compiled stages, so a plan with compile= can be neither saved nor loaded; plan "
+    "without compile=, or plan anew in each process"
+)
 
 
 class Setting(Generic[T]):
@@ -96,14 +104,18 @@ class Checkpointable(Transparent):
         on_oom: what follows an out-of-memory error of the device in a stage. "raise" lets it pass. "replan" undoes what
             was under way and runs it again by a plan that needs less, up to three times in a step, with the numbers of
             plain training.
+        compile: have Inductor compile the stages: True, a mode of `torch.compile`, or a dict of Inductor's options.
+            Each kind of stage is compiled once and measured beside the plain one, and the plan takes what is better for
+            its limit. A step then has the numbers of compiled training, whatever is recomputed.
 
     With `level` or `every_n_layers` nothing is solved: the strategy takes whatever memory it needs. If `mem_limit` is
     given as well, a strategy that needs more is refused.
 
     UnsupportedModelError for a model that cannot be trained from a plan, TypeError for an optimizer that is none,
-    ValueError for a limit that is none, for less than one forward in flight, for an order of backwards that is none, or
-    for arguments that exclude each other; with `plan`, PlanMismatchError for another model; with `custom_input` and a
-    limit, InfeasibleError if no plan fits.
+    ValueError for a limit that is none, for less than one forward in flight, for an order of backwards that is none,
+    for a `compile` that `torch.compile` does not know or that records CUDA graphs, or for arguments that exclude each
+    other; with `plan`, PlanMismatchError for another model; with `custom_input` and a limit, InfeasibleError if no plan
+    fits.
     """
 
     _planner: Planner
@@ -142,6 +154,7 @@ class Checkpointable(Transparent):
         every_n_layers: int | None = None,
         max_checkpoints: int | None = None,
         on_oom: Literal["raise", "replan"] = "raise",
+        compile: Compile = False,
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
@@ -164,6 +177,7 @@ class Checkpointable(Transparent):
             by_hand=ByHand.asked_for(level, every_n_layers, max_checkpoints),
             watch=watch,
             on_oom=on_oom,
+            compile=compile,
         )
         super().__init__(model)
         self.__dict__["_planner"] = Planner(model, core_of(model), settings)
@@ -172,24 +186,38 @@ class Checkpointable(Transparent):
         if plan is not None:
             if settings.by_hand is not None:
                 raise ValueError(f"a plan is given, and {settings.by_hand}; give one of them")
+            if settings.inductor is not None:
+                raise ValueError(_NOT_SAVED)
             self._planner.adopt(plan if isinstance(plan, Plan) else Plan.load(plan))
         elif custom_input is not None:
             self.measure(custom_input)
             if mem_limit is not None or settings.by_hand is not None:
                 self.compute_sequence()
 
-    # torch.compile(Checkpointable(model)) follows the plan, uncompiled.
+    # torch.compile(Checkpointable(model)) compiles the stages of the plan, and not this.
     @ModelsSignature
     @torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it so
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; in training mode, so that the backward follows the plan."""
         if not self.training or not torch.is_grad_enabled():
             return self.model.forward(*args, **kwargs)
+        if self._planner.may_compile and (compiler := inductor_around(self)) is not None:
+            self._planner.compile_by(compiler)
         if isinstance(self.model, DistributedDataParallel):
             # Its own forward prepares the reducer, and then calls the module inside: that is what follows the plan.
             with instead_of_forward(self._planner.model.core, self._planner.run):
                 return self.model.forward(*args, **kwargs)
         return self._planner.run(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Have the stages compiled from the next step on, as `torch.compile` around it does, with its arguments.
+
+        ValueError for another backend than Inductor, and for a mode that records CUDA graphs.
+        """
+        compiler = inductor_of(args, kwargs)
+        if compiler is None:
+            raise ValueError("stages are compiled by Inductor alone; leave backend= out")
+        self._planner.compile_by(compiler)
 
     def measure(self, custom_input: Any) -> None:
         """Measure every stage on `custom_input`: a tensor, a tuple of positional or a dict of keyword arguments.
@@ -230,8 +258,11 @@ class Checkpointable(Transparent):
     def plan(self) -> Plan:
         """The plan in use, for a file.
 
-        ValueError if nothing has been measured, or if the model was changed for another kind of step since.
+        ValueError if nothing has been measured, if the model was changed for another kind of step since, or if stages
+        are compiled.
         """
+        if self._planner.settings.inductor is not None:
+            raise ValueError(_NOT_SAVED)
         with in_training(self):
             return file_of(self._planner.solved(), self._planner.model)
 
@@ -310,6 +341,11 @@ class Checkpointable(Transparent):
     def names(self) -> list[str]:
         """The names of the stages."""
         return [] if (plan := self._plan_in_use) is None else plan.names
+
+    @property
+    def compiled(self) -> list[str]:
+        """The names of the stages that run compiled."""
+        return [name for name, function in zip(self.names, self.functions, strict=False) if is_compiled(function)]
 
     @property
     def functions(self) -> list[nn.Module]:

@@ -157,8 +157,8 @@ def core_of(model: nn.Module) -> nn.Module:
         return core_of(model.module)
     if isinstance(model, OptimizedModule):
         _log.warning(
-            "torch.compile around the whole model has no part in a planned step; to compile, call compile() on its "
-            "layers before it is planned"
+            "torch.compile around the whole model has no part in a planned step; to compile what is planned, write "
+            "Checkpointable(model, compile=True)"
         )
         return core_of(model._orig_mod)
     return model

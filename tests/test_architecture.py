@@ -19,7 +19,7 @@ FLOORS = (
     {"checkpointable", "backend"},
     {"plan"},
     {"capture", "by_hand", "report", "partition"},
-    {"execute", "measure"},
+    {"execute", "measure", "compiled"},
     {"stage", "distributed"},
     {"errors", "units", "transparent", "models"},
 )

@@ -73,6 +73,7 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 @click.option(
     "--verify", is_flag=True, help="Train one step, and compare peak, time and gradients with the plain step."
 )
+@click.option("--compile", is_flag=True, help="Have Inductor compile the stages, where that makes the plan faster.")
 @click.option(
     "--json", "json_file", metavar="FILE", shell_complete=files, help="Write the report as JSON; - is stdout."
 )

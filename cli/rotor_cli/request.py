@@ -45,6 +45,7 @@ class Request:
     microbatches: int | None = None
     schedule: str = "1f1b"
     virtual_stages: int | None = None
+    compile: bool = False
     quiet: bool = False
 
     @property
@@ -69,6 +70,8 @@ class Request:
             _refuse_unwritable(path)
         if self.mem_limit is not None and self.overhead is not None:
             raise usage("--mem-limit and --max-overhead both say how to plan; give one of them")
+        if self.compile and self.plan_file is not None:
+            raise usage("--save writes no compiled stages; leave out --compile or --save")
         if self.plot_file is not None:
             self._refuse_plot(self.plot_file)
         self._refuse_pipeline()
@@ -103,6 +106,7 @@ class Request:
             "--save": self.plan_file,
             "--trace": self.trace_file,
             "--html": self.html_file,
+            "--compile": self.compile,
         }
         for name, value in alone.items():
             if value:

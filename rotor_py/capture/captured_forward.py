@@ -16,11 +16,11 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from rotor_profiling import tensors_in
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.compiled_models import CompiledForward, TracedGraph, compile_forward, handing_graphs_to
-from rotor_py.capture.cumulative_batch_norm import batch_norms_in_graphs
 from rotor_py.capture.data_questions import NOW, Answers, Asking, OtherAnswerError
 from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.run_graph import raise_own_error
-from rotor_py.capture.library_masks import masks_asked_about
+from rotor_py.capture.replaced.cumulative_batch_norm import batch_norms_in_graphs
+from rotor_py.capture.replaced.library_masks import masks_asked_about
 from rotor_py.capture.tracing import keep_image_sizes, keep_known_sizes, tracing
 from rotor_py.distributed.shard_groups import groups_of
 from rotor_py.errors import UnsupportedModelError

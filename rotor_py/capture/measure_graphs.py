@@ -22,6 +22,8 @@ from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs
 from rotor_py.capture.saved_outside import SavedOutside
+from rotor_py.capture.variants import compiled_variants
+from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.shard_groups import Sharding, sharding_of
 from rotor_py.distributed.whole_parameters import as_left
@@ -47,9 +49,12 @@ def measure_graphs(
     device: torch.device,
     *,
     loss: Callable[[Any], torch.Tensor] | None,
+    compiler: StageCompiler | None = None,
     **options: Any,
 ) -> MeasuredGraphs:
     """Capture and measure all graphs of a model, and the loss; `options` are those of `measure.stages.measure`.
+
+    With a `compiler`, the main graph is measured with its stages compiled, too.
 
     The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
     if operators outside all graphs keep more than a hundredth of what the graphs keep, and UnusableLossError if the
@@ -87,6 +92,9 @@ def measure_graphs(
                 f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
                 "TORCH_LOGS=graph_breaks says why"
             )
+        if compiler is not None:
+            found.variants = compiled_variants(found.main, compiler, options["progress"])
+            state.restore()
         if loss is not None:
             found.measure_loss(loss, device)
     return found

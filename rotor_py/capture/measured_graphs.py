@@ -64,11 +64,15 @@ class MeasuredGraphs:
     """What autograd keeps for operators outside all graphs."""
     loss: LossCost | None = None
     """What the loss costs, if one was given."""
+    variants: list[MeasuredGraph] = field(default_factory=list)
+    """The main graph with stages compiled, the best guess first; none if nothing is to be compiled, or can be."""
 
     def measure_loss(self, loss: Callable[[Any], torch.Tensor], device: torch.device) -> None:
         """Measure the loss on what the model returned, and what its gradients change in the main graph."""
         self.loss = measure_loss(loss, self.output, device=device, output_bytes=_trained_bytes(self.output))
-        self.main.settle_layouts(tensors_in(self.output), loss_layouts(loss, self.output, device))
+        layouts = loss_layouts(loss, self.output, device)
+        for each in (self.main, *self.variants):
+            each.settle_layouts(tensors_in(self.output), layouts)
 
     @property
     def main(self) -> MeasuredGraph:

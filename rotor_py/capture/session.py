@@ -22,6 +22,7 @@ from rotor_py.capture.measure_graphs import measure_graphs
 from rotor_py.capture.measured_graphs import MeasuredGraphs
 from rotor_py.capture.tracing import MOST_GRAPHS
 from rotor_py.capture.whole_step import whole_step
+from rotor_py.compiled.compiled_stage import CompiledStage
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.measurement import Measurement
@@ -30,6 +31,13 @@ from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.surroundings import recall_moving, remember_moving
 
 _log = logging.getLogger("rotor_py")
+
+
+class MeasuredCut(NamedTuple):
+    """A way to run the stages of a model, and what the whole step costs then."""
+
+    cut: Cut
+    measurement: Measurement
 
 
 class _MainGraph(NamedTuple):
@@ -88,10 +96,12 @@ class CaptureSession:
         kwargs: dict[str, Any],
         device: torch.device,
         **options: Any,
-    ) -> tuple[Cut, Measurement, tuple[Any, ...]]:
+    ) -> tuple[list[MeasuredCut], tuple[Any, ...]]:
         """Capture and measure all graphs; nothing of the model is changed.
 
-        Returns the main graph's stages, the measurement of the whole step, and the values that all stages share.
+        Returns the main graph's stages with the measurement of the whole step, and the values that all stages share. If
+        stages have been compiled, there are several ways to run them. The first is followed unless told otherwise; the
+        last one is plain, and the one before it has all stages compiled that can be.
         Raises UnsupportedModelError if no graph has a gradient, or if too much is kept outside all graphs, and
         UnusableLossError if the loss cannot be trained with.
         """
@@ -99,11 +109,18 @@ class CaptureSession:
         main = found.main
         # Not all that was found: the shared values may be as large as an input, and the session outlives the step.
         self._main = _MainGraph(main.graph, main.cut)
-        self._planned = {main.graph: main.cut}
         # Where a graph breaks, the first one asks, and it need not be the main one.
         self.answers = next((each.graph.answers for each in found.graphs if each.graph.answers), ())
         self._unplanned = {each.graph for each in found.graphs if each is not main}
-        return main.cut, whole_step(found), main.shared
+        ways = [MeasuredCut(each.cut, whole_step(found, each.measurement)) for each in (*found.variants, main)]
+        self.follow(ways[0].cut)
+        return ways, main.shared
+
+    def follow(self, cut: Cut) -> None:
+        """Run the stages of the main graph in this way from the next forward on."""
+        assert self._main is not None
+        self._main = _MainGraph(self._main.graph, cut)
+        self._planned = {self._main.graph: cut}  # the same graph for other shapes is cut again
 
     def same_graph(self, other: CaptureSession) -> bool:
         """Whether both have measured the same graph, if for other sizes."""
@@ -173,7 +190,12 @@ def _cut_like(main: _MainGraph, graph: CapturedGraph) -> Cut:
         pieces = [f"{len(each.layers)} pieces" for each in (main.graph, graph)]
         raise PlanMismatchError("the captured graph", pieces[0], f"{pieces[1]}, or others")
     found = dict(graph.layers)
-    stages = tuple(joined([(name, found[name]) for name in group]) for group in main.cut.groups())
+    plain = [joined([(name, found[name]) for name in group]) for group in main.cut.groups()]
+    pairs = zip(plain, main.cut.stages, strict=True)
+    stages = tuple(
+        (name, measured.like(stage) if isinstance(measured, CompiledStage) else stage)
+        for (name, stage), (_, measured) in pairs
+    )
     for (name, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
         # What measuring found out about a stage also holds for the same stage with other shapes.
         remember_effects(stage, recall_effects(measured))

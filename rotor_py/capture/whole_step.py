@@ -19,9 +19,8 @@ _FRAMES_HOLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
 """Whether a frame that resumes after a graph break holds on to its inputs: seen in torch 2.5, not in 2.11 and 2.13."""
 
 
-def whole_step(found: MeasuredGraphs) -> Measurement:
-    """The measurement of the main graph, with what other graphs, operators outside all graphs and the loss need."""
-    main = found.main.measurement
+def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
+    """The measurement of the `main` graph, with what other graphs, operators outside all graphs and the loss need."""
     seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes + found.outside_bytes
     output_bytes = main.stages[-1].activation_bytes
     if found.after and _FRAMES_HOLD:

@@ -7,6 +7,7 @@ the whole step does not fit. Of stages of one kind, the first is measured and st
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,17 @@ class StageMeasurer:
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
         self._input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(self._input))
         self._layouts = GradientLayouts(len(cut.stages))
+        self._begin()
+
+    def of(self, cut: Cut) -> StageMeasurer:
+        """A measurer of the same chain on the same input, where `cut` runs its stages in another way."""
+        other = copy(self)  # with what is known of kinds of stages
+        other.take(cut)
+        return other
+
+    def take(self, cut: Cut) -> None:
+        """Begin anew, with `cut` as the cut of the same chain."""
+        self._cut, self._stages, self._layouts = cut, cut.stages, GradientLayouts(len(cut.stages))
         self._begin()
 
     def walk(self, progress: Progress | None = None) -> Any:

@@ -81,6 +81,12 @@ def agreed_sequence(
     return sequence
 
 
+def slowest(seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:
+    """The most that any process of `group` says. All have to call this."""
+    found: float = max(_gathered(seconds, group, device))
+    return found
+
+
 def _gathered(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     with _sending_from(device):

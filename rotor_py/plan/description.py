@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rotor_py.compiled.compiled_stage import is_compiled
 from rotor_py.plan.out_of_memory.guarded_budget import unguarded
 from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.saved.plan_costs import PlanCosts
-from rotor_py.plan.step_plan import StepPlan
-from rotor_py.plan.step_spec import ModelState
+from rotor_py.plan.steps.step_plan import StepPlan
+from rotor_py.plan.steps.step_spec import ModelState
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report import Report
 from rotor_py.stage.graph_effects import recall_effects
@@ -74,6 +75,7 @@ def report_of(plan: StepPlan, model: TrainedModel) -> Report:
         budget=plan.budget,
         measurement=plan.measurement,
         sequence=sequence,
+        compiled=[name for name, function in zip(plan.names, plan.functions, strict=False) if is_compiled(function)],
     )
 
 
@@ -84,11 +86,13 @@ def summary_of(plan: StepPlan, model: TrainedModel) -> str:
     plain, planned = budget.makespan(stored), budget.makespan(sequence)
     overhead = planned / plain - 1 if plain else 0.0
     unlimited = plan.unlimited(model.settings)
+    compiled = sum(map(is_compiled, plan.functions))
     limit = "no limit" if unlimited else f"limit {format_bytes(_limit_bytes(plan, model))}"
     return (
         f"{limit}; {budget.split()}; least possible "
         f"{format_bytes(budget.least_bytes())}; predicted peak {format_bytes(budget.peak_bytes(sequence))}, "
         f"{overhead:.1%} more time than storing all ({format_bytes(budget.peak_bytes(stored))})"
+        + (f"; {compiled} of {len(plan.names)} stages compiled" if compiled else "")
     )
 
 

@@ -21,10 +21,11 @@ from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import agree, make_room_for_optimizer
 from rotor_py.plan.sources import source_of
-from rotor_py.plan.step_plan import StepPlan
-from rotor_py.plan.step_plans import StepPlans
-from rotor_py.plan.step_spec import ModelState, StepSpec
+from rotor_py.plan.steps.step_plan import StepPlan
+from rotor_py.plan.steps.step_plans import StepPlans
+from rotor_py.plan.steps.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.plan.ways import fastest_stored
 from rotor_py.report.progress import progress_bar
 from rotor_solver import InfeasibleError
 
@@ -39,12 +40,16 @@ class PlanMaker:
     def __init__(self, model: TrainedModel, settings: Settings) -> None:
         self.settings = settings
         self.model = model
-        self.plans = StepPlans()
-        self.blank = source_of(model.core, settings.granularity)
-        """a source of stages that are for no input yet"""
+        self.begin_anew()
         self._refusals = Refusals()
         self._grown = 0
         """how often a plan was made for an input that no plan covered"""
+
+    def begin_anew(self) -> None:
+        """Give up all plans: what the settings say of compiling has changed."""
+        self.plans = StepPlans()
+        self.blank = source_of(self.model.core, self.settings.granularity, self.settings.inductor)
+        """a source of stages that are for no input yet"""
 
     def wait_for_optimizers(self) -> None:
         """Have the optimizers noticed that train the model, unless the user has named one."""
@@ -85,12 +90,15 @@ class PlanMaker:
         spec = replace(spec, model=ModelState.of(self.model.core), answers=source.answers)
         plan = StepPlan(
             source,
-            measured.measurement,
+            measured.ways[0].measurement,
             budget,
             spec=spec,
-            cut=measured.cut,
+            cut=measured.ways[0].cut,
+            ways=() if self.settings.inductor is None else tuple(measured.ways),
             fresh_gradients=self.settings.fresh_grads,
         )
+        if plan.ways:
+            plan.turn_to(fastest_stored(plan.ways))
         self.plans.take_up(guarded(plan) if self.settings.replans else plan, spec.model)
 
     def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:

@@ -48,6 +48,8 @@
 #     (`on_oom="replan"`). The plan gets a sequence within a smaller limit, by which what was under way runs again. That
 #     limit counts for steps of this kind until the user sets one. → solved
 # 11. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
+# 12. A forward is called by `torch.compile` around the model. Plans are given up, since they are for other stages than
+#     those that are compiled. → unmeasured
 #
 # The model is in training mode in events 1 and 5, and when a file is made of a plan: the caller sees to it. In all
 # threads of a process, one planner at a time measures or solves (`planning_lock`).
@@ -63,6 +65,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import UnknownOptimizerError, optimizer_cost
+from rotor_py.compiled.options import without_cuda_graphs
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.out_of_memory.guarded_budget import guarded
 from rotor_py.plan.plan_maker import PlanMaker
@@ -71,8 +74,8 @@ from rotor_py.plan.saved.fingerprint import model_fingerprint
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import count_optimizer_beside_file, solve
-from rotor_py.plan.step_plan import PlanState, StepPlan
-from rotor_py.plan.step_plans import StepPlans
+from rotor_py.plan.steps.step_plan import PlanState, StepPlan
+from rotor_py.plan.steps.step_plans import StepPlans
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import Algorithm, Sequence
 
@@ -87,6 +90,7 @@ class Planner:
         self.model = TrainedModel(whole, core, settings)
         self._maker = PlanMaker(self.model, settings)
         self._planned = PlannedForwards(self._maker)
+        self._asked_to_compile = False
         self.wait_for_optimizers()
 
     def wait_for_optimizers(self) -> None:
@@ -165,6 +169,31 @@ class Planner:
                 count_optimizer_beside_file(self.in_use, self.model, optimizer_cost(self.settings.optimizer))
             except UnknownOptimizerError as error:
                 _log.warning("%s", error)
+
+    def compile_by(self, compiler: torch._TorchCompileInductorWrapper) -> None:
+        """Event 12: plan anew with compiled stages, by this backend of a `torch.compile` around the model.
+
+        ValueError if it asks for CUDA graphs. A warning says so where stages cannot be compiled.
+        """
+        self._asked_to_compile = True
+        obstacles = {
+            "its plan is from a file": self.plans.in_use is not None and self.plans.in_use.file is not None,
+            "on_oom='replan' is set": self.settings.replans,
+            "fully_shard was applied to it": self.model.sharded,
+        }
+        for reason, holds in obstacles.items():
+            if holds:
+                _log.warning("torch.compile around the model compiles nothing, since %s; the step is planned", reason)
+                return
+        self.settings.inductor = without_cuda_graphs(compiler.config, "torch.compile around the model")
+        if compiler.dynamic:
+            _log.warning("dynamic=True has no part in a planned step: stages are compiled for one shape at a time")
+        self._maker.begin_anew()
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether nobody has said yet that stages are to be compiled."""
+        return self.settings.inductor is None and not self._asked_to_compile
 
     def copied(self) -> Planner:
         """Event 11: a planner for a copy of the model. It refers to this model until that is copied along with it."""

@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass
 
 from rotor_py.plan.sources import Source
-from rotor_py.plan.step_spec import StepSpec
+from rotor_py.plan.steps.step_spec import StepSpec
 from rotor_solver import InfeasibleError
 
 _MOST = 16

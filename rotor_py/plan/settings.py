@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from rotor_py.by_hand.strategy import ByHand
+from rotor_py.compiled.options import Compile, config_of
+from rotor_py.compiled.stage_code import Config
 from rotor_solver.in_flight import ORDERS
 from rotor_solver.progress import Progress
 
@@ -37,12 +39,15 @@ class Settings:
     backward_order: str | None = None
     watch: bool | None = None
     on_oom: str = "raise"
+    compile: Compile = False
+    inductor: Config | None = field(init=False, default=None)
+    """what Inductor is told; None where nothing is to be compiled"""
 
     def __post_init__(self) -> None:
         """TypeError if `optimizer` is no optimizer: its class, for example.
 
-        ValueError if `forwards_in_flight` is not a whole number, one at least, if `backward_order` is none, or if
-        `on_oom` cannot be done.
+        ValueError if `forwards_in_flight` is not a whole number, one at least, if `backward_order` is none, if `on_oom`
+        cannot be done, or if `compile` is nothing that `torch.compile` takes.
         """
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
@@ -55,6 +60,12 @@ class Settings:
                 f"optimizer is {what_it_is(given)}; pass the optimizer that will step, made of the model's parameters"
             )
         self._refuse_on_oom()
+        self.inductor = config_of(self.compile)
+        if self.inductor is not None and self.replans:
+            raise ValueError(
+                "on_oom='replan' undoes a part of a step and runs it again by another plan, in which other stages may "
+                "be compiled, with other last digits; leave out compile= or on_oom="
+            )
 
     def _refuse_on_oom(self) -> None:
         if self.on_oom not in ("raise", "replan"):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from rotor_profiling import OptimizerCost
 from rotor_py.distributed.processes import size_of
+from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.agreement import agreed_sequence, refuse_other_plans
 from rotor_py.plan.description import summary_of
-from rotor_py.plan.step_plan import StepPlan
-from rotor_py.plan.step_plans import StepPlans
+from rotor_py.plan.steps.step_plan import StepPlan
+from rotor_py.plan.steps.step_plans import StepPlans
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.plan.ways import fastest_way
 from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, InfeasibleError, Persistent, Sequence
 
@@ -40,16 +43,17 @@ def solve(
         if algorithm is None and settings.by_hand is not None:
             # Not set, the limit does not exist here; to a solver, it is what the device can give.
             most = None if given is None else limit_bytes(given, device)
-            sequence = settings.by_hand.sequence(model.core, plan.budget, most)
+            sequence = fastest_way(plan, partial(settings.by_hand.sequence, model.core, mem_limit=most), group, device)
         else:
             algorithm = algorithm or Persistent(slots=settings.mem_slots if slots is None else slots)
             most = limit_bytes(given, device)
             if limit is None and plan.reduced is not None and plan.reduced[0] == given:
                 most = min(most, max(plan.reduced[1], plan.budget.least_bytes()))
             if group is not None and size_of(group) > 1:
-                sequence = agreed_sequence(plan.budget, most, algorithm, group, device)
+                found = partial(agreed_sequence, mem_limit=most, algorithm=algorithm, group=group, device=device)
             else:
-                sequence = plan.budget.solve(most, algorithm)
+                found = partial(Budget.solve, mem_limit=most, algorithm=algorithm)
+            sequence = fastest_way(plan, found, group, device)
     plan.sequence, plan.agreed = sequence, sequence if size_of(group) > 1 else None
     plan.found = sequence
     settings.mem_limit = given  # only now: one that does not work is not to count

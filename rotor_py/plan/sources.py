@@ -11,15 +11,17 @@ import torch
 from torch import nn
 
 from rotor_py.capture.graph.graph_stage import in_context
-from rotor_py.capture.session import CaptureSession
+from rotor_py.capture.session import CaptureSession, MeasuredCut
+from rotor_py.compiled.stage_code import Config
+from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import as_entered, is_sharded
+from rotor_py.errors import UnsupportedModelError
 from rotor_py.execute import regions
 from rotor_py.execute.guarded_tape import GuardedTape, SmallerPlans
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import Cut, cut, is_chain
-from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stages import measure
 from rotor_py.plan.inputs.input_spec import covers, describe, reaches, spec_of
 from rotor_py.plan.saved.plan import Plan
@@ -34,10 +36,12 @@ _MOST_READ = 8
 
 
 class Measured(NamedTuple):
-    """What measuring a step found out; `sample` is all that the caller passes in, and holds during the step."""
+    """What measuring a step found out; `sample` is all that the caller passes in, and holds during the step.
 
-    cut: Cut
-    measurement: Measurement
+    `ways` are those to run the stages, the first of which is followed until another one is chosen.
+    """
+
+    ways: list[MeasuredCut]
     sample: Any
 
 
@@ -67,6 +71,9 @@ class Source(Protocol):
 
     def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
         """Cut the model into stages and measure them on `value`. UnsupportedModelError if it cannot be cut."""
+
+    def follow(self, cut: Cut) -> None:
+        """Run the stages as `cut` has them: one of the ways that were measured."""
 
     def same_graph(self, other: Source) -> bool:
         """Whether the stages of both are the same but for sizes."""
@@ -122,7 +129,10 @@ class LayerSource:
         found = cut(self._model, value, device)
         options = _options(self._model, settings)
         measurement = measure(found, value, device, loss=settings.loss, progress=progress, **options)
-        return Measured(found, measurement, value)
+        return Measured([MeasuredCut(found, measurement)], value)
+
+    def follow(self, cut: Cut) -> None:
+        """There is one way, and `run` is given it."""
 
     def same_graph(self, other: Source) -> bool:
         return True
@@ -151,9 +161,10 @@ class GraphSource:
 
     captured = True
 
-    def __init__(self, model: nn.Module, granularity: int) -> None:
+    def __init__(self, model: nn.Module, granularity: int, compiler: StageCompiler | None = None) -> None:
         self._model = model
         self._granularity = granularity
+        self._compiler = compiler
         self._session = CaptureSession(model, self._run_stages, granularity)
         self._replay = _Replay(model)
         self._following: tuple[Sequence, bool, SmallerPlans | None] | None = None
@@ -163,7 +174,7 @@ class GraphSource:
         return self._session.answers
 
     def renewed(self) -> GraphSource:
-        return GraphSource(self._model, self._granularity)
+        return GraphSource(self._model, self._granularity, self._compiler)
 
     def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return as_entered(self._model, (arguments, keywords))
@@ -175,11 +186,25 @@ class GraphSource:
         return reaches(planned, value)
 
     def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
+        if self._compiler is not None and is_sharded(self._model):
+            raise UnsupportedModelError(
+                "compile= compiles stages, and fully_shard gathers parameters inside of them, which compiled code "
+                "would not see; leave compile= out, or train with DistributedDataParallel"
+            )
         arguments, keywords = value
-        found, measurement, shared = self._session.measure(
-            arguments, keywords, device, loss=settings.loss, progress=progress, **_options(self._model, settings)
+        ways, shared = self._session.measure(
+            arguments,
+            keywords,
+            device,
+            loss=settings.loss,
+            progress=progress,
+            compiler=self._compiler,
+            **_options(self._model, settings),
         )
-        return Measured(found, measurement, (arguments, keywords, shared))
+        return Measured(ways, (arguments, keywords, shared))
+
+    def follow(self, cut: Cut) -> None:
+        self._session.follow(cut)
 
     def same_graph(self, other: Source) -> bool:
         return isinstance(other, GraphSource) and self._session.same_graph(other._session)
@@ -212,8 +237,14 @@ class GraphSource:
         return self._replay(runners, sequence, value, smaller)
 
 
-def source_of(model: nn.Module, granularity: int) -> Source:
-    """Layers where the model is a chain of them: they need no capturing, and have names that a user knows."""
+def source_of(model: nn.Module, granularity: int, compile: Config | None = None) -> Source:
+    """Layers where the model is a chain of them: they need no capturing, and have names that a user knows.
+
+    Stages to `compile` with these options of Inductor are captured in any case. A layer is code that may do anything
+    beside computing its output, and compiled it would do that once; TorchDynamo sees to it that it is done.
+    """
+    if compile is not None:
+        return GraphSource(model, granularity, StageCompiler(compile))
     return LayerSource(model) if is_chain(model) else GraphSource(model, granularity)
 
 

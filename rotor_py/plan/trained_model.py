@@ -22,7 +22,7 @@ from rotor_py.measure.measurement import Measurement
 from rotor_py.plan.inputs.input_spec import TensorSpec, spec_of
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.sources import Measured
-from rotor_py.plan.step_spec import ModelState, StepSpec
+from rotor_py.plan.steps.step_spec import ModelState, StepSpec
 
 
 class TrainedModel:
@@ -80,14 +80,14 @@ class TrainedModel:
             budget = make_budget(
                 self.core,
                 measured.sample,
-                measured.measurement,
+                measured.ways[0].measurement,
                 device,
                 fresh_gradients=self.settings.fresh_grads,
                 optimizer=noticed if given is None else optimizer_cost(given),
                 communication=communication_bytes(self.whole) if several else 0,
                 buckets=around(self.whole) is not None,
             )
-        budget = self.with_forwards(budget, measured.measurement, device, self.settings.forwards_in_flight)
+        budget = self.with_forwards(budget, measured.ways[0].measurement, device, self.settings.forwards_in_flight)
         return budget.with_backward_order(self.settings.backward_order or "any")
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:

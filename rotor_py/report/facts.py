@@ -5,6 +5,7 @@ Nothing here imports a renderer, or the function that finds a sweep.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rotor_py.measure.budget import Budget
@@ -29,6 +30,8 @@ class ReportFacts:
     sequence: Sequence
     sweep: Sweep | None = None
     """What all limits cost, where that is known."""
+    compiled: Iterable[str] = ()
+    """The names of the stages that run compiled."""
 
     @property
     def fits(self) -> bool:
@@ -62,6 +65,12 @@ class ReportFacts:
             f"{format_bytes(self.peak_bytes)} there, {format_bytes(running)} in forward and backward. No other plan "
             "needs less there."
         )
+
+    def remarks(self) -> tuple[str, ...]:
+        """What there is to say beside the verdict, in whole sentences."""
+        names = tuple(self.compiled)
+        compiled = f"{len(names)} of {len(self.chain)} stages run compiled." if names else None
+        return tuple(each for each in (self.peak_reason(), self.which_forward(), compiled) if each is not None)
 
     @property
     def chain(self) -> Chain:

@@ -7,7 +7,7 @@ that this file is the whole list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,10 @@ class StageOffers:
 
     carried: Mapping[str, int] = MappingProxyType({})
     """The tensors of the output that are handed on beside the chain: name, and position among the output's tensors."""
+
+    wiring: Hashable = None
+    """Which values of its input the stage reads and which it hands on, by position. Stages of one kind (`stage_kind`)
+    cost the same whichever values they read, but code that was compiled for one reads what that one does."""
 
     def gather_begun(self) -> None:
         """Gather the sharded parameters of modules that have begun before this stage.
@@ -54,6 +58,7 @@ class _Joined(StageOffers):
         self._parts = list(parts)
         if self._parts:
             self.carried = self._parts[-1].carried  # the output is that of the last one
+        self.wiring = tuple(part.wiring for part in self._parts)
 
     def gather_begun(self) -> None:
         for part in self._parts:

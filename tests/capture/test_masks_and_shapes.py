@@ -14,7 +14,7 @@ from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.plan.inputs.input_spec import spec_of
 from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.sources import GraphSource
-from rotor_py.plan.step_spec import ModelState, StepSpec
+from rotor_py.plan.steps.step_spec import ModelState, StepSpec
 from tests.capture.test_masks import assert_same_gradients, attentions, llama, words
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it

@@ -57,6 +57,7 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
             forwards_in_flight=request.forwards_in_flight,
             backward_order=request.backward_order,
             progress=shown.doing("measuring"),
+            compile=request.compile,
         )
         network.measure(found.sample)
     return network
@@ -84,8 +85,10 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
                 if forwards > 1 and request.backward_order != "any"
                 else ()
             ),
+            *(("compile=True",) if request.compile else ()),
         ),
         limited=request.limited,
+        compiled=network.compiled,
     )
 
 
@@ -105,12 +108,17 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
         return replace(facts, mem_limit=point.mem_limit, sequence=point.sequence)
     assert limit is not None
     try:
-        return replace(facts, mem_limit=limit, sequence=network.compute_sequence())
+        sequence = network.compute_sequence()
     except InfeasibleError as error:
         if not request.quiet:
             # What each stage takes says where to cut. Not on stdout, where a script expects a plan.
             console(stderr=True).print(StageTable(facts, costs_alone=True), "", sep="\n")
         raise Failure(str(error), INFEASIBLE) from error
+    # Which stages run compiled is decided for a limit, and costs follow from that.
+    assert network.budget is not None
+    assert network.inspection_values is not None
+    found = replace(facts, budget=network.budget, measurement=network.inspection_values, compiled=network.compiled)
+    return replace(found, mem_limit=limit, sequence=sequence)
 
 
 def _verify(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, shown: Activities) -> Facts:

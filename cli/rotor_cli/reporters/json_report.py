@@ -32,6 +32,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "forwards_in_flight": facts.budget.forwards,
             "backward_order": facts.budget.backward_order,
             "sequences": [str(each) for each in facts.sequence.of_forwards(facts.budget.forwards)],
+            **({"compiled": list(facts.compiled)} if facts.compiled else {}),
         },
         "stages": _stages(facts),
     }
@@ -80,6 +81,7 @@ def _verify(found: Verification) -> dict[str, Any]:
         "measured_peak_bytes": found.measured_peak_bytes,
         "measured_step_seconds": found.measured_step_seconds,
         "max_grad_difference": found.max_grad_difference,
+        **({} if found.eager_difference is None else {"eager_difference": found.eager_difference}),
         "plain_peak_bytes": found.plain_peak_bytes,
         "plain_step_seconds": found.plain_step_seconds,
     }

@@ -36,10 +36,14 @@ def verified(facts: Facts) -> Text:
         said += "; the plain step does not fit into this device, so nothing could be compared with it"
     else:
         overhead = found.measured_step_seconds / found.plain_step_seconds - 1
+        other, beside = "plain", ""
+        if found.eager_difference is not None:
+            other = "compiled, storing everything"
+            beside = f", and those of the model uncompiled by {found.eager_difference:g}"
         said += (
-            f", {overhead:+.1%} over plain ({facts.overhead - 1:+.1%} predicted); plain step "
+            f", {overhead:+.1%} over {other} ({facts.overhead - 1:+.1%} predicted); that step "
             f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; gradients and "
-            f"buffers differ by at most {found.max_grad_difference:g}"
+            f"buffers differ by at most {found.max_grad_difference:g}{beside}"
         )
     text = Text.assemble(("verified  ", "bold"), said)
     if found.loss is not None and not math.isfinite(found.loss):

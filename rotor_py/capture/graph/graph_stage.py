@@ -57,6 +57,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self.reads = reads
         self.shared = shared
         self.last = last
+        self.wiring = (reads, shared, last)
         self.carried = carried
         self._signature = signature
         self._sizes = sizes

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from rotor_profiling import tensors_in
 from rotor_py.execute.graph_task import goes_through, retains_graph
 from rotor_py.measure.budget import Budget
-from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import format_bytes
 from rotor_solver import Chain, InfeasibleError, Persistent, Sequence

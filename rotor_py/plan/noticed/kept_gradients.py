@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import format_bytes
 from rotor_solver import InfeasibleError

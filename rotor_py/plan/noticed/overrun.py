@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from rotor_profiling import LossCost, Phase
 from rotor_py.plan.solving import solve
-from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import format_bytes
 from rotor_solver import InfeasibleError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from rotor_py.plan.solving import solve
-from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import InfeasibleError
 

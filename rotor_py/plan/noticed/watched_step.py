@@ -9,7 +9,7 @@ import torch
 
 from rotor_profiling import Phase, StepWatch
 from rotor_py.plan.noticed.overrun import account_for, tell_of_several_plans
-from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 
 _MOST_FORWARDS = 256

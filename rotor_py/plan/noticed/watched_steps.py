@@ -18,7 +18,7 @@ import torch
 from rotor_profiling import StepWatch, storage_bytes, tensors_in, watch_step
 from rotor_profiling.storage import local
 from rotor_py.plan.noticed.watched_step import WatchedStep
-from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 
 _MOST_OVERRUNS = 1

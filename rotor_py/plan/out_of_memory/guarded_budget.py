@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rotor_py.measure.budget import Budget, in_nodes
-from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.stage.undo import undo_bytes
 from rotor_solver import Chain
 

@@ -17,7 +17,7 @@ from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import allocated_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.out_of_memory.guarded_budget import forward_and_backward, rest_of_backward
-from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.activity import add_note
 from rotor_py.stage.out_of_memory import asked_bytes, is_out_of_memory

@@ -27,13 +27,12 @@ def page(facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = ()) -> str
         lstrip_blocks=True,
     )
     begin, rest = facts.verdict()
-    reasons = tuple(text for text in (facts.peak_reason(), facts.which_forward()) if text is not None)
     return environment.get_template("report.html").render(
         title=facts.title,
         fits=facts.fits,
         begin=begin,
         rest=rest,
-        remarks=(*reasons, *remarks),
+        remarks=(*facts.remarks(), *remarks),
         amounts=_amounts(facts),
         parts=facts.budget.parts() or "nothing",
         curve=curve.curve_picture(facts, sweep),

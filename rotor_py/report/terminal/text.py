@@ -31,8 +31,8 @@ def plain_text(facts: ReportFacts, width: int | None = None) -> str:
 
 def parts(facts: ReportFacts) -> list[RenderableType]:
     """The whole report, part by part."""
-    remarks = [Prose(text) for text in (facts.peak_reason(), facts.which_forward()) if text is not None]
     sequences = [sequence(each, name) for name, each in facts.by_forwards().items()]
+    remarks = map(Prose, facts.remarks())
     return [Prose(verdict(facts)), *remarks, "", amounts(facts), "", StageTable(facts), "", *sequences]
 
 

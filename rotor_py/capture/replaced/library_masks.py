@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rotor_py.capture.data_questions import holds
-from rotor_py.capture.replacement import Replaced, Replacement
+from rotor_py.capture.replaced.replacement import Replaced, Replacement
 
 _LIBRARY = "transformers.masking_utils"
 Function = Callable[..., Any]

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from rotor_profiling import OptimizerCost
 from rotor_py.plan.sources import Source
-from rotor_py.plan.step_plan import StepPlan
-from rotor_py.plan.step_spec import ModelState, StepSpec
+from rotor_py.plan.steps.step_plan import StepPlan
+from rotor_py.plan.steps.step_spec import ModelState, StepSpec
 
 _MOST_WAITING = 8
 """Step plans that wait beside the one in use; the one that has waited longest goes first. A guess: a GAN has two or

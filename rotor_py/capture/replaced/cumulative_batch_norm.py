@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rotor_py.capture.replacement import Replaced, Replacement
+from rotor_py.capture.replaced.replacement import Replaced, Replacement
 
 
 def batch_norm_over_all(

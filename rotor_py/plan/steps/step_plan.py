@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from torch import nn
 
 from rotor_profiling import OptimizerCost
+from rotor_py.capture.session import MeasuredCut
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
@@ -17,7 +18,7 @@ from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.sources import Source
-from rotor_py.plan.step_spec import StepSpec
+from rotor_py.plan.steps.step_spec import StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.graph_effects import GraphEffects, recall_effects, remember_effects
 from rotor_solver import Sequence
@@ -67,6 +68,8 @@ class StepPlan:
     """how many steps were found to take more than the limit"""
     reduced: tuple[float | str | None, int] | None = None
     """the limit that was set when the device ran out of memory, and the bytes that are left of it since"""
+    ways: tuple[MeasuredCut, ...] = ()
+    """the ways to run its stages, if there is a choice: some compiled, all compiled, all plain; `cut` is one of them"""
     guard_bytes: int | None = None
     """bytes of the budget for undoing what runs out of memory; None where nothing is undone"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
@@ -150,6 +153,24 @@ class StepPlan:
     def count_optimizer(self, cost: OptimizerCost) -> None:
         """Count an optimizer that nothing was known about."""
         self.budget = self.budget.with_optimizer(cost)
+
+    def budget_of(self, way: MeasuredCut) -> Budget:
+        """The budget of the step with its stages run in this way."""
+        found = self._measurement_of(way)
+        budget = self.budget.with_found(found, 0, fresh_gradients=self.fresh_gradients)
+        return replace(budget, snapshot_bytes=found.snapshot_bytes)
+
+    def turn_to(self, way: MeasuredCut) -> None:
+        """Run the stages in this way from the next forward on."""
+        if self.cut is way.cut:
+            return
+        self.budget, self.measurement, self.cut = self.budget_of(way), self._measurement_of(way), way.cut
+        self.source.follow(way.cut)
+        self._effects = tuple(recall_effects(function) for function in self.functions)
+
+    def _measurement_of(self, way: MeasuredCut) -> Measurement:
+        """What was measured, with what steps have shown of the loss since."""
+        return replace(way.measurement, loss=self.measurement.loss)
 
     def solve_again(self) -> None:
         """Give the sequence up, but go on with it if no other is found."""

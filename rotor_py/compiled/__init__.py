@@ -1,0 +1,1 @@
+"""Stages of captured models, compiled by Inductor."""

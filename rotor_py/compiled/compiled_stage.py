@@ -1,0 +1,81 @@
+"""A stage that runs compiled code, with everything else of the plain stage that it stands for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rotor_profiling import tensors_in
+from rotor_profiling.stage.kind import HasKind, stage_kind
+from rotor_py.compiled.stage_code import StageCode
+from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.stage.protocol import StageOffers, offers_of
+
+_log = logging.getLogger("rotor_py")
+
+MOST_SHAPES = 8
+"""For how many shapes of its input a stage is compiled: as many as TorchDynamo compiles a function by default."""
+
+
+def is_compiled(stage: object) -> bool:
+    """Whether a stage of a plan runs compiled."""
+    return isinstance(stage, CompiledStage)
+
+
+class CompiledStage(nn.Module, StageOffers, HasKind):
+    """`plain`, compiled at its first run, and again for an input of another shape.
+
+    It offers no other ways to run: there is one forward of each kind, see the Note in `stage_code.py`. Where it cannot
+    be compiled, it runs as `plain`. Which inputs need a gradient is seen in the first run, or is that of `like`, the
+    same stage for other shapes.
+    """
+
+    def __init__(self, plain: nn.Module, name: str, compiler: StageCompiler, like: CompiledStage | None = None) -> None:
+        super().__init__()
+        self.plain = plain
+        self._name = name
+        self._compiler = compiler
+        self._codes: dict[Hashable, StageCode | None] = {}
+        self._needs_gradient: list[bool] | None = None if like is None else like._needs_gradient
+        self.carried, self.wiring = offers_of(plain).carried, offers_of(plain).wiring
+
+    @property
+    def compiled(self) -> bool:
+        """Whether there is code for the first shape that came."""
+        return next(iter(self._codes.values()), None) is not None
+
+    def like(self, other: nn.Module) -> CompiledStage:
+        """This stage for other shapes: `other` is the same piece of the model, plain."""
+        return CompiledStage(other, self._name, self._compiler, self)
+
+    def forward(self, value: Any) -> Any:
+        code = self._code(value)
+        return self.plain(value) if code is None else code.run(self.plain, value)
+
+    def kind(self, value: Any) -> Hashable:
+        return stage_kind(self.plain, value)
+
+    def _code(self, value: Any) -> StageCode | None:
+        shapes = tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in tree_leaves(value)
+        )
+        if shapes not in self._codes:
+            if self._needs_gradient is None:
+                # Seen once: in a later run without a graph, tensors may have forgotten it.
+                self._needs_gradient = [tensor.requires_grad for tensor in tensors_in(value)]
+            if len(self._codes) < MOST_SHAPES:
+                self._codes[shapes] = self._compiler.code(self.plain, self._name, value, self._needs_gradient)
+            else:
+                _log.warning(
+                    "stage %s has been compiled for %d shapes, and runs as it is for another one",
+                    self._name,
+                    MOST_SHAPES,
+                )
+                self._codes[shapes] = None
+        return self._codes[shapes]

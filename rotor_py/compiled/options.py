@@ -1,0 +1,44 @@
+"""What `compile=` may be: options of Inductor, as `torch.compile` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rotor_py.compiled.stage_code import Config
+
+Compile = bool | str | Mapping[str, Any]
+"""True, a mode of `torch.compile`, or options of Inductor by name."""
+
+
+def config_of(given: Compile) -> Config | None:
+    """The options of Inductor that `compile=` stands for; None where nothing is to be compiled.
+
+    ValueError for a mode or an option that does not exist, or that records CUDA graphs; TypeError for anything else.
+    """
+    if given is False:
+        return None
+    if not (given is True or isinstance(given, str | Mapping)):
+        raise TypeError(
+            f"compile is {given!r}; it can be True, a mode of torch.compile, or a dict of Inductor's options"
+        )
+    mode = given if isinstance(given, str) else None
+    options = dict(given) if isinstance(given, Mapping) else None
+    try:
+        # What torch.compile itself makes of a mode and of options, with its checks.
+        found: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, options, dynamic=False).config
+    except RuntimeError as error:
+        raise ValueError(f"compile={given!r}: {error}") from error
+    return without_cuda_graphs(found, f"compile={given!r}")
+
+
+def without_cuda_graphs(options: Mapping[str, Any], what: str) -> Config:
+    """These options of Inductor. ValueError if they ask for CUDA graphs; `what` says who gave them."""
+    if options.get("triton.cudagraphs"):
+        raise ValueError(
+            f"{what} records CUDA graphs, which keep their memory for good, while a plan frees it and uses it again; "
+            'take the mode "max-autotune-no-cudagraphs", or the default'
+        )
+    return tuple(sorted(options.items()))

@@ -1,0 +1,217 @@
+"""The compiled code of one kind of stage: one forward and one backward, made by AOTAutograd and Inductor.
+
+# Note [The numbers of compiled stages]
+#
+# Inductor fuses operators, and fused operators round otherwise than those of eager mode. A planned step promises the
+# numbers of the same step with everything stored, so all runs of a stage have to round alike: the first forward, the
+# forward that is run again, and the backward of either. Hence
+#
+#  1. A stage is compiled or plain for a whole plan. Which of them it is belongs to the cut (`Cut`), beside the stage's
+#     name. It is no option of a single run, as storing in part is.
+#  2. A kind of stage has one forward and one backward: those of AOTAutograd's partitioner, which stores what is
+#     expensive to make and no more. A run without a graph is the same forward, on inputs that need no gradient. Another
+#     partition (all stored, a smaller budget) would be another forward, with other kernels and other last digits.
+#  3. What a run depends on beside its inputs is restored as for any stage (`stage.surroundings`). Generated kernels
+#     draw their seed from PyTorch's generator, so the same random state gives the same numbers, and the seed goes to
+#     the backward as a saved tensor. Buffers are inputs of the code, which writes into those that it is given: a later
+#     run is given copies.
+#  4. The backward gives none of its memory away (`donated_buffer`): a graph that is retained goes backward twice.
+#  5. Outputs have the strides that eager mode gives them (`keep_output_stride`, Inductor's default), so that a stage
+#     and its neighbours fit together, whichever of them are compiled.
+#
+# The numbers therefore depend on which stages are compiled, and that may differ from plan to plan. They do not depend
+# on what is stored.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from rotor_profiling.isolate import Slot, buffer_slots, substituted
+
+Config = tuple[tuple[str, Any], ...]
+"""Options of Inductor, by name."""
+
+
+class NotCompilableError(Exception):
+    """The stage cannot be compiled; the text says why."""
+
+
+class _Output(NamedTuple):
+    """Where a leaf of a stage's output comes from: made by the code, given to it, each by position, or a constant."""
+
+    source: Literal["made", "given", "constant"]
+    value: Any
+
+
+class StageCode:
+    """Compiled code for stages of one kind, whose parameters and buffers are its first inputs."""
+
+    def __init__(self, call: Callable[..., Any], outputs: Sequence[_Output], spec: TreeSpec) -> None:
+        self._call = call
+        self._outputs = outputs
+        self._spec = spec
+
+    def run(self, stage: nn.Module, value: Any) -> Any:
+        """Run `stage`, which has to be of the kind that was compiled, on `value`."""
+        arguments = [
+            *owned_tensors(stage),
+            *(leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)),
+        ]
+        del value
+        if torch.is_grad_enabled():
+            made = self._call(*arguments)
+        else:  # AOTAutograd would make a graph all the same
+            made = [each.detach() for each in self._call(*(tensor.detach() for tensor in arguments))]
+        sources: dict[str, Any] = {"made": made, "given": arguments}
+        leaves = [
+            each.value if each.source == "constant" else sources[each.source][each.value] for each in self._outputs
+        ]
+        return tree_unflatten(leaves, self._spec)
+
+
+def owned_slots(stage: nn.Module) -> list[Slot]:
+    """Every place where `stage` keeps a parameter, trained or not, or a buffer."""
+    tables = [module._parameters for module in stage.modules()]
+    parameters = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
+    return [*parameters, *buffer_slots(stage)]
+
+
+def owned_tensors(stage: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of `stage`, each once."""
+    return list({id(tensor): tensor for _, _, tensor in owned_slots(stage)}.values())
+
+
+def compile_code(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], config: Config) -> StageCode:
+    """Compile `stage` for the shapes, strides and dtypes of `value`, and for the autocast that is on.
+
+    `needs_gradient` says so of every tensor in `value`. Nothing of the stage is changed. NotCompilableError, or
+    whatever AOTAutograd and Inductor raise, if it cannot be compiled.
+    """
+    owned = owned_tensors(stage)
+    leaves, spec = tree_flatten(value)
+    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    _refuse_other_tensors([*owned, *given])
+    flags = [*(tensor.requires_grad for tensor in owned), *needs_gradient]
+    function = _TensorFunction(stage, leaves, spec)
+    call = _compile(function, [*owned, *given], flags, config)
+    assert function.spec is not None
+    return StageCode(call, function.outputs, function.spec)
+
+
+def _refuse_other_tensors(tensors: list[torch.Tensor]) -> None:
+    """NotCompilableError for tensors that are more than their memory."""
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            raise NotCompilableError(f"it uses a {type(tensor).__name__} of layout {tensor.layout}")
+
+
+class _TensorFunction(nn.Module):
+    """A stage as a function from tensors to tensors, which returns what the stage makes.
+
+    Its first inputs are the stage's parameters and buffers. Where everything else that the stage returns comes from is
+    noted in `outputs` and `spec`, once, by `note_outputs`.
+    """
+
+    def __init__(self, stage: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:
+        super().__init__()
+        self._stage = (stage,)  # in a tuple, where nobody finds its parameters: they are inputs
+        self._slots = owned_slots(stage)
+        self._owned = [id(tensor) for tensor in owned_tensors(stage)]
+        # Without the tensors: this object lives as long as the code.
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._given = spec
+        self._made: list[int] = []
+        self.outputs: list[_Output] = []
+        self.spec: TreeSpec | None = None
+
+    def note_outputs(self, *tensors: torch.Tensor) -> None:
+        """Run the stage, and note what it returns. NotCompilableError if it makes no tensor."""
+        # Not whenever it is traced: AOTAutograd passes on other objects than it was given, so a tensor that the stage
+        # hands on would not be known again.
+        returned, self.spec = tree_flatten(self._returned(tensors))
+        for position, leaf in enumerate(returned):
+            given = next((i for i, tensor in enumerate(tensors) if tensor is leaf), None)
+            if given is not None:
+                self.outputs.append(_Output("given", given))
+            elif isinstance(leaf, torch.Tensor):
+                self.outputs.append(_Output("made", len(self._made)))
+                self._made.append(position)
+            else:
+                self.outputs.append(_Output("constant", leaf))
+        if not self._made:
+            raise NotCompilableError("it makes no tensor")
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        returned, _ = tree_flatten(self._returned(tensors))
+        return tuple(returned[position] for position in self._made)
+
+    def as_graph(self) -> fx.GraphModule:
+        """A graph that calls this function: Inductor takes graphs, and traces into it."""
+        graph = fx.Graph()
+        inputs = [graph.placeholder(f"tensor_{i}") for i in range(len(self._owned) + len(self._positions))]
+        made = graph.call_module("stage", tuple(inputs))
+        graph.output(tuple(graph.call_function(operator.getitem, (made, i)) for i in range(len(self._made))))
+        return fx.GraphModule({"stage": self}, graph)
+
+    def _returned(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        leaves = list(self._leaves)
+        count = len(self._owned)
+        for position, tensor in zip(self._positions, tensors[count:], strict=True):
+            leaves[position] = tensor
+        with substituted(self._slots, dict(zip(self._owned, tensors[:count], strict=True))):
+            return self._stage[0](tree_unflatten(leaves, self._given))
+
+
+def _compile(
+    function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
+) -> Callable[..., Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about parts of itself
+        return _compile_quietly(function, examples, flags, config)
+
+
+def _compile_quietly(
+    function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
+) -> Callable[..., Any]:
+    # Here, and not at the top: Inductor takes a second to import, and most plans do without it.
+    from torch._functorch import config as functorch_config
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    # Fake tensors in a mode with shapes: without that, Inductor does not look into its cache on disk.
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    fake = [
+        mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(flag)
+        for tensor, flag in zip(examples, flags, strict=True)
+    ]
+    with torch.no_grad(), _disable_current_modes(), mode:
+        function.note_outputs(*fake)
+    context = TracingContext(mode)
+    with (
+        _disable_current_modes(),  # whoever watches the first run of a stage would see its tracing
+        tracing(context),
+        torch.enable_grad(),
+        # Rule 4. The backward at once, since a first backward is not to take the time. AOTAutograd's own cache goes by
+        # the graph that it is given, in which all stages are one call: it would take one stage for another. Inductor's
+        # goes by the operators that were traced.
+        functorch_config.patch(
+            donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
+        ),
+    ):
+        call = compile_fx(function.as_graph(), fake, config_patches=dict(config))
+    # PyTorch takes None, which stands for "nobody looked", for "some", and would refuse a graph that is retained.
+    if context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+    return cast(Callable[..., Any], call)

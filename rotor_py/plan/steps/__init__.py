@@ -1,0 +1,1 @@
+"""What is known about each kind of step, and which steps are of one kind."""

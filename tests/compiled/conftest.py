@@ -1,0 +1,21 @@
+"""Inductor needs a C++ compiler for the CPU. Without one, stages run as they are, and there is nothing to test."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import pytest
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiler() -> None:
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        pytest.skip("no C++ compiler")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # where a test calls torch.compile itself, torch warns of its own parts
+        importlib.import_module("torch._inductor.compile_fx")

@@ -1,0 +1,91 @@
+"""A small network with all that makes numbers hard to keep, and few kinds of stages: kinds are what is compiled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable
+from rotor_py.compiled.options import Compile
+from rotor_solver import Sequence
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """A residual block with a norm that moves buffers, an activation in place, and dropout."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+        self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.shared.weight = weight  # the same in all blocks
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.relu(self.inner(self.norm(value)), inplace=True)
+        return value + self.outer(nn.functional.dropout(inner, 0.3, self.training)) + self.shared(value)
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        weight = nn.Parameter(0.1 * torch.randn(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(Block(weight) for _ in range(blocks))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+def batch(rows: int = 64) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def network(compile: Compile = True, blocks: int = 4) -> Checkpointable:
+    """A `Net` whose stages run compiled, all that can be, whatever was measured."""
+    torch.manual_seed(0)
+    found = Checkpointable(
+        Net(blocks), batch(), "1GB", compile=compile, loss=loss, fresh_grads=True, granularity=blocks
+    )
+    run_compiled(found)
+    return found
+
+
+def run_compiled(found: Checkpointable) -> None:
+    """Have all stages run compiled that can be: which are faster so is a matter of times."""
+    plan = found._planner.in_use
+    plan.turn_to(plan.ways[-2])
+    assert found.compiled
+
+
+def results(found: Checkpointable, sequence: Sequence, value: torch.Tensor, passes: int = 1) -> list[torch.Tensor]:
+    """The output, gradients and buffers of a step by `sequence`, which is otherwise always the same."""
+    model = found.model
+    before = copy.deepcopy(model.state_dict())
+    model.zero_grad()
+    found.sequence = sequence
+    torch.manual_seed(2)
+    output = found(value)
+    for last in [False] * (passes - 1) + [True]:
+        loss(output).backward(retain_graph=not last)
+    made = [output.detach(), *gradients(model), *(each.clone() for each in model.buffers())]
+    model.load_state_dict(before)
+    return made
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def same(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,157 @@
+"""The ways to ask for compiled stages: torch.compile around the model, the backend, and the command."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from rotor_cli.main import main
+from rotor_py import Checkpointable
+from rotor_py.backend import GraphPlanner
+from rotor_py.capture import variants
+from tests.compiled.network import Net, batch, gradients, loss
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many kinds of stages were compiled, each time that a graph was measured."""
+    found: list[int] = []
+    compiled = variants.compiled_variants
+
+    def watched(plain: Any, compiler: Any, *rest: Any) -> Any:
+        result = compiled(plain, compiler, *rest)
+        found.append(compiler.kinds)
+        return result
+
+    monkeypatch.setattr("rotor_py.capture.measure_graphs.compiled_variants", watched)
+    monkeypatch.setattr("rotor_py.backend.compiled_variants", watched)
+    return found
+
+
+def planned() -> Checkpointable:
+    torch.manual_seed(0)
+    return Checkpointable(Net(), mem_limit="1GB", loss=loss, fresh_grads=True, granularity=4)
+
+
+def test_torch_compile_around_the_model_compiles_its_stages(seen: list[int]) -> None:
+    found = planned()
+    found.measure(batch())  # plain: nothing has been said of compiling
+    around = torch.compile(found, options={"fallback_random": True})
+    loss(around(batch())).backward()
+    assert len(seen) == 1
+    assert seen[0] > 0
+    assert found._planner.settings.inductor == (("fallback_random", True),)
+    loss(around(batch())).backward()
+    assert len(seen) == 1
+
+
+def test_looking_for_it_holds_nothing_of_the_caller() -> None:
+    found = planned()
+    found.measure(batch())
+    value = batch()
+    alive = weakref.ref(value.untyped_storage())
+    loss(found(value)).backward()
+    del value
+    assert alive() is None
+
+
+def test_so_does_its_own_method(seen: list[int]) -> None:
+    found = planned()
+    found.compile()
+    loss(found(batch())).backward()
+    assert seen[0] > 0
+
+
+def test_a_chain_is_captured_to_be_compiled(seen: list[int]) -> None:
+    chain = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
+    found = torch.compile(Checkpointable(chain, mem_limit="1GB", loss=loss, granularity=3))
+    loss(found(batch())).backward()
+    assert seen[0] > 0
+    made = gradients(chain)
+    chain.zero_grad()
+    loss(chain(batch())).backward()
+    torch.testing.assert_close(made, gradients(chain))
+
+
+def test_another_backend_compiles_nothing(seen: list[int]) -> None:
+    found = planned()
+    loss(torch.compile(found, backend="aot_eager")(batch())).backward()
+    assert seen == []
+
+
+def test_cuda_graphs_are_refused_in_the_first_forward() -> None:
+    around = torch.compile(planned(), mode="reduce-overhead")
+    with pytest.raises(ValueError, match="CUDA graphs"):
+        around(batch())
+
+
+def test_a_plan_from_a_file_is_followed_uncompiled(
+    tmp_path: Path, seen: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = planned()
+    found.measure(batch())
+    found.save_plan(tmp_path / "plan.json")
+    around = torch.compile(Checkpointable(Net(), plan=tmp_path / "plan.json", granularity=4))
+    for _ in range(2):
+        loss(around(batch())).backward()
+    assert seen == []
+    assert caplog.text.count("compiles nothing, since its plan is from a file") == 1
+
+
+def test_the_backend_compiles_if_it_is_told_to(seen: list[int]) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(value: torch.Tensor) -> torch.Tensor:
+        for layer in model:
+            value = torch.tanh(layer(value))
+        return value
+
+    options = {"mem_limit": "1GB", "granularity": 3, "compile": True}
+    loss(torch.compile(forward, backend="rotor", options=options)(batch())).backward()
+    assert seen[0] > 0
+    made = gradients(model)
+    model.zero_grad()
+    loss(forward(batch())).backward()
+    torch.testing.assert_close(made, gradients(model))
+
+
+def test_the_backend_refuses_what_torch_compile_refuses() -> None:
+    with pytest.raises(ValueError, match="CUDA graphs"):
+        GraphPlanner(None, {"compile": "reduce-overhead"})  # type: ignore[arg-type]
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3)))
+
+sample = torch.randn(64, 32)
+"""
+
+
+def test_the_command_compiles_and_verifies(tmp_path: Path, seen: list[int]) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(MODEL, encoding="utf-8")
+    result = CliRunner().invoke(main, [str(file), "--mem-limit", "1GB", "--compile", "--verify", "--json", "-"])
+    assert result.exit_code == 0, result.output
+    assert seen[0] > 0
+    report = json.loads(result.stdout)
+    if "compiled" in report["plan"]:
+        assert report["verify"]["max_grad_difference"] == 0
+
+
+def test_the_command_saves_no_compiled_plan(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["net.py", "--compile", "--save", str(tmp_path / "plan.json")])
+    assert result.exit_code == 2
+    assert "--compile" in result.stderr

@@ -1,0 +1,171 @@
+"""Which stages are compiled: those of one kind once, those that can be, and none where that makes the plan worse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.compiled import stage_compiler
+from rotor_py.compiled.stage_code import NotCompilableError
+from rotor_py.plan.ways import fastest
+from rotor_solver import InfeasibleError, Persistent, Sequence, simulate, store_all
+from tests.compiled.network import Net, batch, gradients, loss, network, same
+
+
+class Compilations:
+    """Counts what is compiled, and lets it fail for the stages whose number is in `failing`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: range = range(0)) -> None:
+        self.count = 0
+        self._failing = failing
+        self._compile = stage_compiler.compile_code
+        monkeypatch.setattr(stage_compiler, "compile_code", self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.count += 1
+        if self.count - 1 in self._failing:
+            raise NotCompilableError("this machine has no compiler\nand more about that")
+        return self._compile(*arguments)
+
+
+def test_stages_of_one_kind_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilations = Compilations(monkeypatch)
+    found = network(blocks=8)
+    assert len(found.names) >= 8
+    assert compilations.count <= 4
+    found.measure(batch())
+    assert compilations.count <= 4
+
+
+def test_what_is_compiled_is_told() -> None:
+    told: list[str] = []
+    found = Checkpointable(
+        Net(), batch(), compile=True, granularity=4, progress=lambda done, total, name: told.append(name)
+    )
+    assert {f"{name}, compiled" for name in found.names} <= set(told)
+
+
+def test_no_plan_is_slower_than_the_plain_one() -> None:
+    found = network()
+    ways = found._planner.in_use.ways
+    plain = found._planner.in_use.budget_of(ways[-1])
+    least, most = plain.least_bytes(), plain.peak_bytes(store_all(plain.chain))
+    for limit in (least, (least + most) // 2, most):
+        found.compute_sequence(limit)
+        assert found.budget is not None
+        assert found.sequence is not None
+        assert found.budget.peak_bytes(found.sequence) <= limit
+        seconds = simulate(plain.chain, plain.solve(limit, Persistent())).makespan
+        assert simulate(found.budget.chain, found.sequence).makespan <= seconds
+
+
+def test_without_a_limit_it_is_the_way_that_is_fastest_with_everything_stored() -> None:
+    found = Checkpointable(Net(), compile=True, loss=loss, fresh_grads=True, granularity=4)
+    found.measure(batch())
+    plan = found._planner.in_use
+    seconds = [simulate(each.chain, store_all(each.chain)).makespan for each in map(plan.budget_of, plan.ways)]
+    assert plan.cut is plan.ways[seconds.index(min(seconds))].cut
+
+
+class Costs:
+    """A budget of which only the least limit and the time are looked at."""
+
+    def __init__(self, least: int, seconds: float) -> None:
+        self.least, self.seconds = least, seconds
+
+    def solve(self, limit: int) -> Sequence:
+        if limit < self.least:
+            raise InfeasibleError("too little", min_bytes=self.least, mem_limit=limit)
+        return Sequence([])
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(100, "fast"), (50, "plain")])
+def test_the_fastest_way_that_fits_is_taken(limit: int, expected: str) -> None:
+    ways: dict[str, Any] = {"fast": Costs(80, 1.0), "slow": Costs(10, 3.0), "plain": Costs(40, 2.0)}
+    seconds: Any = lambda budget, _: budget.seconds  # noqa: E731 - two lines would say no more
+    way, _ = fastest(ways, ways.__getitem__, lambda budget: budget.solve(limit), seconds)  # type: ignore[attr-defined]
+    assert way == expected
+
+
+def test_where_no_way_fits_the_error_names_the_least_limit_of_all() -> None:
+    ways: dict[str, Any] = {"fast": Costs(80, 1.0), "plain": Costs(40, 2.0)}
+    with pytest.raises(InfeasibleError) as caught:
+        fastest(ways, ways.__getitem__, lambda budget: budget.solve(5), lambda *_: 0.0)  # type: ignore[attr-defined]
+    assert caught.value.min_bytes == 40
+
+
+def test_a_stage_that_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Compilations(monkeypatch, failing=range(100))
+    torch.manual_seed(0)
+    found = Checkpointable(Net(), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
+    assert found.compiled == []
+    lines = [each.getMessage() for each in caplog.records if "is not compiled" in each.getMessage()]
+    assert lines
+    assert all(each.endswith("and runs as it is: this machine has no compiler") for each in lines)
+    assert len(lines) <= 4  # one for each kind
+    assert any(name in lines[0] for name in found.names)
+
+    def step(model: torch.nn.Module) -> list[torch.Tensor]:
+        found.model.zero_grad()
+        torch.manual_seed(1)
+        loss(model(batch())).backward()
+        return gradients(found.model)
+
+    made = step(found)
+    assert same(made, step(found.model))
+
+
+def test_the_others_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    Compilations(monkeypatch, failing=range(1))
+    found = network()
+    assert 0 < len(found.compiled) < len(found.names)
+
+
+@pytest.mark.parametrize(
+    ("compile", "error", "words"),
+    [
+        ("reduce-overhead", ValueError, "CUDA graphs"),
+        ({"triton.cudagraphs": True}, ValueError, "CUDA graphs"),
+        ("fastest", ValueError, "fastest"),
+        ({"no_such_option": 1}, ValueError, "no_such_option"),
+        (3, TypeError, "compile is 3"),
+    ],
+)
+def test_what_cannot_be_compiled_by_is_refused(compile: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Checkpointable(Net(1), compile=compile)
+
+
+def test_modes_and_options_are_those_of_torch_compile() -> None:
+    def inductor(compile: Any) -> dict[str, Any] | None:
+        found = Checkpointable(Net(1), compile=compile)._planner.settings.inductor
+        return None if found is None else dict(found)
+
+    assert inductor(False) is None
+    assert inductor(True) == {}
+    assert inductor("default") == {}
+    assert inductor({"fallback_random": True}) == {"fallback_random": True}
+    assert inductor("max-autotune-no-cudagraphs") == {"max_autotune": True, "coordinate_descent_tuning": True}
+
+
+def test_plans_that_are_undone_or_saved_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="on_oom"):
+        Checkpointable(Net(1), compile=True, on_oom="replan")
+    plain = Checkpointable(Net(1), batch(), "1GB", loss=loss)
+    plain.save_plan(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="neither saved nor loaded"):
+        Checkpointable(Net(1), plan=tmp_path / "plan.json", compile=True)
+    with pytest.raises(ValueError, match="neither saved nor loaded"):
+        Checkpointable(Net(1), compile=True).save_plan(tmp_path / "other.json")
+
+
+def test_sharded_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotor_py.plan.sources.is_sharded", lambda model: True)
+    with pytest.raises(UnsupportedModelError, match="fully_shard"):
+        Checkpointable(Net(1), batch(), compile=True)
