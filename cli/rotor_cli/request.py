@@ -83,7 +83,8 @@ class Request:
             from rotor_py.units import parse_bytes  # `--help` needs nothing of it
 
             try:
-                parse_bytes(self.mem_limit, device_bytes=_SOME_DEVICE)
+                for limit in self.mem_limit.split(",") if self.pipeline else [self.mem_limit]:  # one for each rank
+                    parse_bytes(limit, device_bytes=_SOME_DEVICE)
             except ValueError as error:
                 raise usage(f"--mem-limit: {error}") from error
         if self.device is not None and not _DEVICE.fullmatch(self.device):

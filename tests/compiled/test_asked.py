@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from torch import nn
+from torch import fx, nn
 
 from rotor_cli.main import main
 from rotor_py import Checkpointable
-from rotor_py.backend import GraphPlanner
+from rotor_py.backend import rotor
 from rotor_py.capture import variants
 from tests.compiled.network import Net, batch, gradients, loss
 
@@ -125,7 +125,7 @@ def test_the_backend_compiles_if_it_is_told_to(seen: list[int]) -> None:
 
 def test_the_backend_refuses_what_torch_compile_refuses() -> None:
     with pytest.raises(ValueError, match="CUDA graphs"):
-        GraphPlanner(None, {"compile": "reduce-overhead"})  # type: ignore[arg-type]
+        rotor(fx.GraphModule(nn.Module(), fx.Graph()), [], options={"compile": "reduce-overhead"})
 
 
 MODEL = """
@@ -152,6 +152,7 @@ def test_the_command_compiles_and_verifies(tmp_path: Path, seen: list[int]) -> N
 
 
 def test_the_command_saves_no_compiled_plan(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["net.py", "--compile", "--save", str(tmp_path / "plan.json")])
+    (tmp_path / "net.py").write_text(MODEL)
+    result = CliRunner().invoke(main, [str(tmp_path / "net.py"), "--compile", "--save", str(tmp_path / "plan.json")])
     assert result.exit_code == 2
     assert "--compile" in result.stderr

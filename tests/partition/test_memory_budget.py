@@ -20,7 +20,6 @@ from rotor_py.partition.partitioner import BudgetPartitioner
 from tests.partition.compiled_steps import Loss, take_step
 
 WIDTH = 16
-PLAIN = torch.compile
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +55,11 @@ def test_the_budget_goes_with_the_model_and_models_outside_keep_what_they_have()
     before, inside = chain(), chain()
     compiled_before = torch.compile(before, backend="aot_eager")
     stored = peak_of(before, compiled_before)
+    plain = torch.compile
     with memory_budget(budget):
         run = torch.compile(inside, backend="aot_eager")
         assert peak_of(before, compiled_before) == stored
-    assert torch.compile is PLAIN
+    assert torch.compile is plain
     assert peak_of(inside, run) <= budget < stored
     after = chain()
     assert peak_of(after, torch.compile(after, backend="aot_eager")) == stored
