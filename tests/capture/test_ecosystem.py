@@ -17,7 +17,7 @@ ecosystem = pytest.importorskip("ecosystem")
 pytest.importorskip("transformers")
 
 
-SLOW = ("GPT-2", "Mixtral", "ResNet", "Swin", "T5", "Whisper")
+SLOW = ("BERT", "GPT-2", "Mixtral", "ResNet", "Swin", "T5", "Whisper")
 """What else they have to show, others show in less time: a decoder, convolutions, a vision transformer, an encoder."""
 
 

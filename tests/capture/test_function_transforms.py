@@ -114,7 +114,8 @@ def state_space_model(name: str) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["Mamba", pytest.param("Jamba", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Mamba", "Jamba"])
 def test_state_space_models_train_inside_the_limit(name: str) -> None:
     """Traced, they scan with vmap; eagerly they go token by token, so that the last digits differ."""
     torch.manual_seed(0)

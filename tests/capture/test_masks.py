@@ -100,7 +100,7 @@ def test_a_decoder_whose_batch_masks_nothing_keeps_the_fast_attention(kind: str,
     assert_same_gradients(planned, model, batch)
 
 
-@pytest.mark.parametrize("make", [*(pytest.param(make, marks=pytest.mark.slow) for make in (gpt2, bert)), bart, llama])
+@pytest.mark.parametrize("make", [*(pytest.param(make, marks=pytest.mark.slow) for make in (gpt2, bert, bart)), llama])
 @pytest.mark.parametrize("batch", [words(), words(mask=True), words(padded=True)], ids=["no", "whole", "padded"])
 def test_gradients_are_those_of_the_model_run_eagerly(make: Callable[[], nn.Module], batch: Batch) -> None:
     planned = Checkpointable(model := make(), batch)
@@ -147,6 +147,7 @@ def test_padded_batches_have_a_plan_of_their_own_that_waits_for_the_next(caplog:
     assert "planning for batches that are masked otherwise (with or without padding)" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder_are_masked_each_by_its_own_batch() -> None:
     model = bart(layers=1)
     planned = Checkpointable(model, words(), mem_limit="1GB")

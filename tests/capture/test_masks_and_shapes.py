@@ -61,6 +61,7 @@ class Short(nn.Module):
         return output
 
 
+@pytest.mark.slow
 def test_every_way_by_mask_and_shape_is_planned_for_once(caplog: Any) -> None:
     model = Short()
     planned = Checkpointable(model, words(mask=True), mem_limit="1GB")

@@ -10,11 +10,11 @@ from tests.distributed import fsdp_captured
 from tests.distributed.processes import Processes
 
 CASES = [
-    pytest.param("llama", "plain", 1, 0.4, marks=pytest.mark.slow),  # as the tied one, which has more to go wrong
-    ("tied llama", "mixed", 2, 0.4),
+    pytest.param("llama", "plain", 1, 0.4, marks=pytest.mark.slow),
+    pytest.param("tied llama", "mixed", 2, 0.4, marks=pytest.mark.slow),
     ("skips", "kept", 1, 0.5),
     ("skips in parts", "plain", 1, 0.5),
-    pytest.param("skips together", "mixed, full out", 2, 0.3, marks=pytest.mark.slow),  # as the other skips
+    pytest.param("skips together", "mixed, full out", 2, 0.3, marks=pytest.mark.slow),
     ("heavy skips", "plain", 2, 0.1),
     ("twice", "plain", 1, 0.5),
 ]

@@ -67,6 +67,7 @@ def test_bytes_to_send_and_receive_are_known_beforehand(processes: Processes, na
         assert said[1] - said[0] == pytest.approx(found[1] - found[0], abs=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLIT)
 def test_both_backwards_at_once_hold_less(processes: Processes, name: str) -> None:
     split, whole = (processes.run(pipelines.peak, name, "chain", SHARE, each) for each in (False, True))

@@ -11,10 +11,7 @@ LARGEST = pytest.param("llama, sequence", 0.3, marks=pytest.mark.slow)
 """It repeats what "sequence" and "llama" show."""
 ALONE = [("chain", 0.2), ("sequence", 0.1), ("all shared", 0.4), ("uneven", 0.2), ("llama", 0.3), LARGEST]
 """Model, and the limit between the least and storing everything."""
-WITH_FSDP = [
-    ("chain", 0.2),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [("llama", 0.3), ("llama, sequence", 0.5)]),
-]
+WITH_FSDP = [("chain", 0.2), ("llama", 0.3), ("llama, sequence", 0.5)]
 
 
 @pytest.mark.parametrize(("kind", "share"), ALONE)
@@ -27,6 +24,7 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(processes: Process
         assert measured <= predicted <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "share"), WITH_FSDP)
 def test_with_fully_shard_on_a_mesh_of_two_dimensions(four_processes: Processes, kind: str, share: float) -> None:
     found = four_processes.run(tensor_parallel.same_as_plain, kind, "both", share)

@@ -33,8 +33,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
 }
 
 
-SLOW = ("inception_v3", "resnet50")
-"""Inception has branches inside a stage, as DenseNet has, and takes longer; ResNet-50 is ResNet-18, deeper."""
+SLOW = ("densenet121", "inception_v3", "resnet50")
+"""They are as ResNet-18 and VGG are, deeper and with more branches inside a stage."""
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NETWORKS]
 
 

@@ -24,6 +24,7 @@ def ratio_peak(ratio: float, value: torch.Tensor) -> int:
         return compiled_step(blocks, value).peak
 
 
+@pytest.mark.slow
 def test_with_a_ratio_less_budget_takes_more_memory_and_with_bytes_it_never_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -45,6 +46,7 @@ def test_one_of_torchs_solvers_exceeds_its_own_capacity() -> None:
     assert len(dp_knapsack_sliding_hirschberg(sizes, seconds, unit)[1]) == 2, "torch has mended it"
 
 
+@pytest.mark.slow
 def test_the_budget_is_kept_whichever_solver_is_set() -> None:
     value = torch.randn(SHAPE)
     with torch._functorch.config.patch(

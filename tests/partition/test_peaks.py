@@ -41,7 +41,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "llama" else name for name in MODELS]
+)
 def test_peaks_are_within_ten_budgets_fall_with_them_and_numbers_stay(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,12 +269,20 @@ class CapturedSteps(Steps):
     made_by = Tower
 
 
-@pytest.mark.parametrize("machine", [Steps, CapturedSteps])
-def test_any_step_is_that_of_plain_training_inside_the_limit(machine: type[Steps]) -> None:
+@pytest.mark.parametrize(
+    ("machine", "examples"),
+    [
+        (Steps, 12),
+        (CapturedSteps, 4),
+        *(pytest.param(each, 100, marks=pytest.mark.slow) for each in (Steps, CapturedSteps)),
+    ],
+)
+def test_any_step_is_that_of_plain_training_inside_the_limit(machine: type[Steps], examples: int) -> None:
+    """Without room for the second forward in flight, a hundred examples find a step over its limit; twelve do not."""
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=12 if machine is Steps else 4,
+            max_examples=examples,
             stateful_step_count=30,
             deadline=None,
             phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking takes minutes
