@@ -108,6 +108,8 @@ class World:
 
     def break_forward(self, size: int) -> None:
         breaking = [each for each in self.network.modules() if isinstance(each, Breaking)]
+        if not breaking:
+            return  # it would be one more forward in flight
         for each in breaking:
             each.fails = True
         with suppress(_StopError):
