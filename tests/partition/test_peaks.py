@@ -82,6 +82,7 @@ def test_any_model_stays_within_any_budget_that_it_can(layers: list[str], place:
     assert step.equals(stored)
 
 
+@pytest.mark.slow
 def test_predicted_peaks_are_the_measured_ones_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     made, shape = MODELS["llama"]
     value = torch.randn(shape)
