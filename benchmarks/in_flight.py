@@ -1,6 +1,6 @@
 """Plans for several forwards in flight: one sequence for all, different ones, and those for backwards in reverse.
 
-    python benchmarks/in_flight.py            # prints the table of docs/solver.md; a minute
+    python benchmarks/in_flight.py            # prints the table of docs/solver.md; two to three minutes
     python benchmarks/in_flight.py --write    # writes benchmarks/results and docs/solver.md, too
 
 Chains are random. Times are those of all forwards together, as a share more than storing everything takes.
