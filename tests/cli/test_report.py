@@ -179,3 +179,12 @@ def test_a_loss_that_is_no_number_is_named_and_the_measured_overhead_stands_besi
         shown = plan(model_file(text.format(factor)), "--mem-limit", "1GB", "--verify").stdout.replace("\n", " ")
         assert ("the loss is nan, so equal gradients say little" in shown) == named
         assert re.search(r"[+-]\d+\.\d% over plain +\(\+0\.0% predicted\)", shown)
+
+
+def test_the_order_of_backwards_is_planned_for_and_shown(plan, model_file):
+    arguments = ["--mem-limit", "1GB", "--forwards-in-flight", "2", "--backward-order", "reverse"]
+    found = json.loads(plan(model_file(), *arguments, "--json", "-").stdout)["plan"]
+    assert (found["forwards_in_flight"], found["backward_order"]) == (2, "reverse")
+    assert len(found["sequences"]) == 2
+    shown = "".join(plan(model_file(), *arguments).stdout.split())
+    assert "forwards_in_flight=2,backward_order='reverse'" in shown
