@@ -15,7 +15,6 @@ from rotor_profiling.devices import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import in_context
 from rotor_py.capture.measured_graphs import MeasuredGraph
-from rotor_py.capture.session import MeasuredCut
 from rotor_py.capture.variants import compiled_variants
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import around
@@ -24,7 +23,7 @@ from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
 from rotor_py.measure.stage_measurer import StageMeasurer
-from rotor_py.measure.stages import unmeasured_loss
+from rotor_py.measure.stages import MeasuredCut, unmeasured_loss
 from rotor_py.plan.inputs.input_spec import reaches, spec_of
 from rotor_py.plan.noticed.forwards import Forwards
 from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards

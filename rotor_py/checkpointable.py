@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
@@ -194,9 +195,10 @@ class Checkpointable(Transparent):
             if mem_limit is not None or settings.by_hand is not None:
                 self.compute_sequence()
 
-    # torch.compile(Checkpointable(model)) compiles the stages of the plan, and not this.
+    # torch.compile(Checkpointable(model)) compiles the stages of the plan, and not this. `torch.compiler.disable` would
+    # import TorchDynamo here; torch has this one for itself, which imports it when it is first called.
     @ModelsSignature
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it so
+    @_disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; in training mode, so that the backward follows the plan."""
         if not self.training or not torch.is_grad_enabled():

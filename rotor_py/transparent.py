@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
+
+from rotor_profiling.torch_classes import is_optimized
 
 _log = logging.getLogger("rotor_py")
 # Read from an empty module, because torch has added tables from one release to the next.
@@ -155,7 +156,7 @@ def core_of(model: nn.Module) -> nn.Module:
     """The model inside wrappers that distribute or compile it: what can be cut into stages."""
     if isinstance(model, DistributedDataParallel):
         return core_of(model.module)
-    if isinstance(model, OptimizedModule):
+    if is_optimized(model):
         _log.warning(
             "torch.compile around the whole model has no part in a planned step; to compile what is planned, write "
             "Checkpointable(model, compile=True)"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import rotor_py
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_each_public_name_is_where_type_checkers_find_it() -> None:
@@ -24,6 +29,17 @@ def test_each_public_name_is_where_type_checkers_find_it() -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Checkpointabel'"):
         rotor_py.Checkpointabel  # noqa: B018 # the access itself is what is tested
+
+
+def test_importing_the_wrapper_leaves_out_what_only_some_models_need() -> None:
+    """`import torch` leaves these out, too. Each takes as long as half of torch, or longer than all of ours."""
+    code = "import sys; from rotor_py import Checkpointable; print(*sys.modules)"
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "solver", "profiling", "cli"))
+    environment = {**os.environ, "PYTHONPATH": path}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    needless = {"torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "numba", "sympy", "rich"}
+    assert not {*needless, "networkx", "rotor_py.capture"} & {*found.stdout.split()}
+    assert "torch" in found.stdout.split()
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

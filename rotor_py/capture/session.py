@@ -25,19 +25,12 @@ from rotor_py.capture.whole_step import whole_step
 from rotor_py.compiled.compiled_stage import CompiledStage
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, joined
-from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.stages import MeasuredCut
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.surroundings import recall_moving, remember_moving
 
 _log = logging.getLogger("rotor_py")
-
-
-class MeasuredCut(NamedTuple):
-    """A way to run the stages of a model, and what the whole step costs then."""
-
-    cut: Cut
-    measurement: Measurement
 
 
 class _MainGraph(NamedTuple):

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
-_CALLERS = (torch._dynamo.eval_frame.__file__, nn.modules.module.__file__)
-"""The files in which a module is called."""
+from rotor_profiling.torch_classes import is_optimized
+
 _FRAMES = 40
 """How far up the stack is looked. torch 2.13 has eight frames in between, and DistributedDataParallel ten more."""
 
@@ -21,13 +20,17 @@ def inductor_around(module: nn.Module) -> torch._TorchCompileInductorWrapper | N
 
     None if there is none, or if it has another backend than Inductor.
     """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:  # nobody has compiled anything
+        return None
+    callers = dynamo.__file__, nn.modules.module.__file__  # the files in which a module is called
     # `torch.compile` leaves no trace in the module that it is given, and hands nothing over when it calls it.
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
         # Of torch's own frames alone: a frame that was asked for its locals holds them until it ends, even those that
         # are deleted, and a training loop does not end.
-        caller = frame.f_locals.get("self") if frame.f_code.co_filename in _CALLERS else None
-        if isinstance(caller, OptimizedModule) and _is_around(caller._orig_mod, module):
+        caller = frame.f_locals.get("self") if frame.f_code.co_filename in callers else None
+        if is_optimized(caller) and _is_around(caller._orig_mod, module):
             return _inductor(caller.dynamo_ctx)
         if frame.f_back is None:
             break

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_profiling import bytes_like
+from rotor_profiling.torch_classes import is_dtensor
 from rotor_py.distributed.joined_groups import joined
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.distributed.sharded_bytes import gathered_bytes
@@ -49,7 +49,7 @@ def _sharing_parameters(model: nn.Module) -> list[dist.ProcessGroup]:
     if not dist.is_initialized():
         return []
     with at_rest(model):
-        meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+        meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if is_dtensor(p))
     return [group for mesh in meshes for group in mesh.get_all_groups()]
 
 

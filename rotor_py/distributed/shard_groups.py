@@ -9,24 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.storage import local
+from rotor_profiling.torch_classes import is_dtensor, is_fsdp_module
 
-try:
-    from torch.distributed.fsdp import FSDPModule
-except ImportError:  # before torch 2.6
-    from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[attr-defined] # not in newer ones
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
-    "FSDPModule",
     "ShardGroup",
     "ShardedParameter",
     "Sharding",
@@ -67,8 +63,10 @@ class ShardedParameter:
 
         All processes have to call this together.
         """
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
         sharded = self.sharded.detach()
-        assert isinstance(sharded, DTensor)
+        assert is_dtensor(sharded)
         if self.layout is None:
             return sharded.full_tensor().to(self.dtype)
         stride = torch.empty(self.size, device="meta").stride()
@@ -83,6 +81,8 @@ class ShardedParameter:
         """The gathered parameter, in this memory."""
         if self.layout is None:
             return memory
+        from torch.distributed.tensor import DTensor
+
         meta, layout = self.layout.tensor_meta, self.layout
         return DTensor.from_local(
             memory, layout.mesh, layout.placements, run_check=False, shape=meta.shape, stride=meta.stride
@@ -215,7 +215,7 @@ def groups_of(model: nn.Module) -> list[ShardGroup]:
     # `fully_shard` needs processes, so without them there is nothing to look for.
     if not dist.is_initialized():
         return []
-    states = {id(state): state for state in (_state(m) for m in model.modules() if isinstance(m, FSDPModule))}
+    states = {id(state): state for state in (_state(m) for m in model.modules() if is_fsdp_module(m))}
     return [ShardGroup(state) for state in states.values()]
 
 

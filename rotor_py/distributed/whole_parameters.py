@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from rotor_py.distributed.shard_groups import FSDPModule, ShardGroup, Sharding, cast, groups_of
+from rotor_profiling.torch_classes import is_fsdp_module
+from rotor_py.distributed.shard_groups import ShardGroup, Sharding, cast, groups_of
 
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to any module of the model."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    return any(is_fsdp_module(module) for module in model.modules())
 
 
 def keeps_gradients(model: nn.Module) -> bool:
@@ -49,7 +50,7 @@ def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
         (getattr(module, name), dict(getattr(module, name)))
         for module in modules
         for name in _TABLES
-        if isinstance(module, FSDPModule)
+        if is_fsdp_module(module)
     ]
     whole: dict[int, nn.Parameter] = {}  # by id of the sharded one, so that a shared parameter is gathered once
     slots = [(module._parameters, name, p) for module in modules for name, p in module._parameters.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,13 @@ from rotor_solver.progress import Progress
 _SCALARS = {"cpu": 16, "cuda": 1024}
 """Bytes of a loss that nobody has measured, and of the gradient that its backward starts with: two numbers of at most
 eight bytes, each in a block of its own on CUDA (512 bytes)."""
+
+
+class MeasuredCut(NamedTuple):
+    """A way to run the stages of a model, and what the whole step costs then."""
+
+    cut: Cut
+    measurement: Measurement
 
 
 def measure(

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from rotor_py.capture.graph.graph_stage import in_context
-from rotor_py.capture.session import CaptureSession, MeasuredCut
 from rotor_py.compiled.stage_code import Config
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import meeting_in_stages
@@ -22,7 +20,7 @@ from rotor_py.execute.guarded_tape import GuardedTape, SmallerPlans
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import Cut, cut, is_chain
-from rotor_py.measure.stages import measure
+from rotor_py.measure.stages import MeasuredCut, measure
 from rotor_py.plan.inputs.input_spec import covers, describe, reaches, spec_of
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
@@ -162,6 +160,9 @@ class GraphSource:
     captured = True
 
     def __init__(self, model: nn.Module, granularity: int, compiler: StageCompiler | None = None) -> None:
+        # Not at the top: it imports TorchDynamo, which takes as long as importing the rest of torch.
+        from rotor_py.capture.session import CaptureSession
+
         self._model = model
         self._granularity = granularity
         self._compiler = compiler
@@ -229,6 +230,8 @@ class GraphSource:
 
     def _run_stages(self, cut: Cut, value: Any) -> Any:
         """Run the stages of the main graph, for the shapes that TorchDynamo found this time: `cut` is theirs."""
+        from rotor_py.capture.graph.graph_stage import in_context
+
         assert self._following is not None
         sequence, preserve_rng_state, smaller = self._following
         for _, layer in cut.prefix:

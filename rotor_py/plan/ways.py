@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from rotor_py.capture.session import MeasuredCut
 from rotor_py.distributed.processes import anywhere, size_of
 from rotor_py.measure.budget import Budget
+from rotor_py.measure.stages import MeasuredCut
 from rotor_py.plan.agreement import slowest
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_solver import InfeasibleError, Sequence

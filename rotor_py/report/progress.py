@@ -77,7 +77,8 @@ class Activities:
             if not self.shown:
                 return
             left, now = in_words(self._left.update(verb, done, total)), self._clock()
-            other, self._line = self._line[0] != verb, (verb, name, done, total)
+            other = (verb, total) != (self._line[0], self._line[3])
+            self._line = (verb, name, done, total)
             if self._timer is None:
                 self._begin = now
                 # Nobody calls while the first part of the work runs, and it may be long: only a timer can draw then.

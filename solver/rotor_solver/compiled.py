@@ -1,7 +1,7 @@
 """How the solver's kernels are compiled: one decorator for all of them, and Numba's threads.
 
-Importing this module imports Numba, which takes long. So files with kernels are imported inside the functions that call
-them, and `import rotor_solver` stays fast.
+Compiling takes long, and so does importing Numba. Files with kernels are imported by `pace` alone, which has small work
+done by the same functions as plain Python: `import rotor_solver` and the first plan of a small model stay fast.
 
 Numba's cache on disk is keyed on the file of a kernel, not on the files of what it calls, of the constants that it
 uses, or of this decorator. Hence one rule for all files with kernels: a kernel calls only kernels of its own file, and
@@ -11,14 +11,17 @@ uses only constants of its own file. Where that takes a small function twice, it
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache
+from importlib.util import find_spec, module_from_spec
 from threading import Thread
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
-import numba
-from numba.core import options
-
 F = TypeVar("F", bound=Callable[..., Any])
+
+_plain: ContextVar[bool] = ContextVar("plain", default=False)
+"""Whether the file that is being imported is to stay plain Python."""
 
 
 def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F], F]:
@@ -32,12 +35,42 @@ def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F]
     references to arrays: a count is an atomic operation on a number that all cores share, and there were several for
     every pair of rows. They took longer than some of the sums.
     """
+    if _plain.get():
+        return lambda function: function
+    import numba
+    from numba.core import options
+
     if parallel:
         start_threads()
     # `_nrt` is a private option. A Numba without it counts references, which is slower and just as right.
     uncounted = hasattr(getattr(options, "DefaultOptions", None), "_nrt")
     more: dict[str, Any] = {"_nrt": parallel or makes_arrays} if uncounted else {}
     return cast(Callable[[F], F], numba.njit(cache=True, parallel=parallel, nogil=True, **more))
+
+
+def __getattr__(name: str) -> Any:
+    """`prange`: that of Numba, or `range` where a file stays plain Python."""
+    if name != "prange":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _plain.get():
+        return range
+    from numba import prange
+
+    return prange
+
+
+@cache
+def plain_python(name: str) -> ModuleType:
+    """The file with kernels that is imported as `name`, as a module of plain Python functions: without Numba."""
+    spec = find_spec(name)
+    assert spec is not None
+    assert spec.loader is not None
+    module, token = module_from_spec(spec), _plain.set(True)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _plain.reset(token)
+    return module
 
 
 @cache
@@ -48,6 +81,8 @@ def start_threads() -> None:
     among that: from the first plan on, they would cut their sums into other parts, and the last digits of a model in
     training would change.
     """
+    import numba
+
     starter = Thread(target=numba.get_num_threads)
     starter.start()
     starter.join()

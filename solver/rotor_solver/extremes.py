@@ -6,6 +6,7 @@ from functools import partial
 
 from rotor_solver.arrays.choices import operations_of
 from rotor_solver.arrays.costs import Costs, Ints, costs_of
+from rotor_solver.arrays.least import least_choice, least_memory
 from rotor_solver.chain import Chain
 from rotor_solver.limits import InfeasibleError
 from rotor_solver.segments import fastest_forwards, recompute_segments
@@ -24,25 +25,19 @@ def store_all(chain: Chain) -> Sequence:
 
 def recompute_all(chain: Chain) -> Sequence:
     """A sequence with the least peak of all memory-persistent ones."""
-    from rotor_solver.arrays import least_memory
-
     costs = costs_of(chain)
-    return least_sequence(chain, costs, least_memory.least_memory(costs))
+    return least_sequence(chain, costs, least_memory(costs))
 
 
 def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
     """`recompute_all(chain)`, if `costs` and the table [2, L+1, L+1] of `least_memory` are already known."""
-    from rotor_solver.arrays import least_memory
-
-    choose = partial(least_memory.least_choice, costs, least)
+    choose = partial(least_choice, costs, least)
     return Sequence(operations_of(len(chain), choose), "recompute-all")
 
 
 def min_bytes(chain: Chain) -> int:
     """The least limit in bytes for which there is a memory-persistent sequence, a_0 counted. It is exact."""
-    from rotor_solver.arrays import least_memory
-
-    return chain.input_bytes + int(least_memory.least_memory(costs_of(chain))[0, 0, len(chain)])
+    return chain.input_bytes + int(least_memory(costs_of(chain))[0, 0, len(chain)])
 
 
 class StoreAll:

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 
 from rotor_solver import Persistent, frontier, watched
+from rotor_solver.arrays import pace
+from rotor_solver.arrays.pace import PREPARING
 from rotor_solver.persistent import table, work
 from rotor_solver.persistent.problem import Problem
 from rotor_solver.persistent.table import Table
+from rotor_solver.progress import Progress
+from tests.solver.pace import always_compiled
 from tests.solver.persistent.test_scale import limit_between, repeated_chain
 from tests.solver.persistent.test_table import rich_chain
 from tests.solver.strategies import unit_chain
@@ -16,11 +20,26 @@ from tests.solver.strategies import unit_chain
 Told = list[tuple[int, int, str]]
 
 
+@pytest.fixture(autouse=True)
+def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_compiled(monkeypatch)
+
+
+def telling(told: Told) -> Progress:
+    """A watcher that writes down what it is told, but for what is told once on a machine."""
+
+    def tell(done: int, total: int, what: str) -> None:
+        if what != PREPARING:
+            told.append((done, total, what))
+
+    return tell
+
+
 def filled(chain, watch: bool, told: Told) -> Table:
     room = limit_between(chain, 0.4) - chain.input_bytes
     made = Table.of(Problem.of(chain), room, max(1, room // 200), 1e3, np.zeros(len(chain) + 1))
     if watch:
-        with watched(lambda *state: told.append(state)):
+        with watched(telling(told)):
             made.fill()
     else:
         made.fill()
@@ -55,12 +74,25 @@ def test_portions_are_of_about_the_same_work() -> None:
 
 def test_a_frontier_tells_its_limits_after_its_tables() -> None:
     told: Told = []
-    with watched(lambda *state: told.append(state)):
+    with watched(telling(told)):
         found = frontier(unit_chain(30), slots=40)
     limits = [state for state in told if state[2] == "limits"]
     assert [state[0] for state in limits] == list(range(limits[0][1]))
     assert len(limits) >= len(found)
     assert told[0][2].endswith("slots")
+
+
+def test_compiling_is_told_of_before_anything_is_counted(monkeypatch) -> None:
+    monkeypatch.setattr(pace, "_compiled", set())
+    monkeypatch.setattr(pace, "_kept", lambda kernel: False)
+    told: Told = []
+    with watched(lambda *state: told.append(state)):
+        Persistent().solve(unit_chain(30), 12)
+    states = [what.endswith("slots") for _, _, what in told]
+    assert told[0] == (0, 0, PREPARING)
+    assert states.index(True) > 0
+    finished = next(number for number, (done, total, _) in enumerate(told) if 0 < total == done)
+    assert told[finished + 1] == (0, 0, PREPARING)  # reading the sequence off: the line does not stand at 100 %
 
 
 def test_nobody_is_told_after_the_block() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from rotor_profiling.torch_classes import is_dtensor
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.cut import is_chain, layers
@@ -73,7 +73,7 @@ def _differences(path: str, planned: Any, found: Any) -> Iterator[tuple[str, obj
 
 def _spread(tensor: torch.Tensor) -> str:
     """How processes share a parameter: with others beside it, a process has a part of another size."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ""
     return f" {' '.join(map(str, tensor.placements))} of {list(tensor.device_mesh.shape)}"
 

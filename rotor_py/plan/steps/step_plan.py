@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from rotor_profiling import OptimizerCost
-from rotor_py.capture.session import MeasuredCut
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.stages import MeasuredCut
 from rotor_py.plan.noticed.backward_order import BackwardOrder
 from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.plan.saved.plan import Plan

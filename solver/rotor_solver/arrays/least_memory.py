@@ -11,15 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from rotor_solver.compiled import compiled
+from rotor_solver.compiled import compiled, prange
 
 INFINITE = np.int64(2**62)
 """More than any need, and small enough that a size can be added to it."""
-MANY = 300
-"""Stages from which all cores are used; a guess. Another reason for one core is Numba's own threading layer, the
-only one that is always there, ends the process if two threads use it at once."""
 
 
 @compiled(makes_arrays=True)
@@ -29,28 +25,38 @@ def least_memory(costs: Any) -> np.ndarray:
     The recurrence is that of `persistent.kernels.fill`, with "least m" for "least time". O(L³) time, O(L²) memory.
     """
     length = len(costs.activation) - 1
-    least = np.full((2, length + 1, length + 1), INFINITE, np.int64)
-    # [L+1, L+1] |a_j| + least[0, j, l], by (l, j): the need of what follows a checkpoint. Transposed, so that the loop
-    # over j in `least_of_checkpoints` reads both of its operands from consecutive addresses.
-    kept = np.full((length + 1, length + 1), INFINITE, np.int64)
-    least[:, length, length] = costs.loss_need
-    kept[length, length] = costs.loss_need + costs.activation[length]
-    if length < MANY:
-        for distance in range(length + 1):
-            for i in range(min(length, length + 1 - distance)):
-                least_of_interval(costs, least, kept, i, i + distance)
-    else:
-        for distance in range(length + 1):
-            least_of_distance(costs, least, kept, distance)
+    least, kept = begun(costs)
+    for distance in range(length + 1):
+        for i in range(min(length, length + 1 - distance)):
+            least_of_interval(costs, least, kept, i, i + distance)
     return least
 
 
 @compiled(parallel=True)
-def least_of_distance(costs: Any, least: np.ndarray, kept: np.ndarray, distance: int) -> None:
-    """Complete the intervals [i, i + distance], on all cores: none of them needs another one."""
+def least_memory_in_parallel(costs: Any) -> np.ndarray:
+    """What `least_memory` does, on all cores: intervals of one length do not need each other."""
     length = len(costs.activation) - 1
-    for i in prange(min(length, length + 1 - distance)):
-        least_of_interval(costs, least, kept, i, i + distance)
+    least, kept = begun(costs)
+    for distance in range(length + 1):
+        for i in prange(min(length, length + 1 - distance)):
+            least_of_interval(costs, least, kept, i, i + distance)
+    return least
+
+
+@compiled(makes_arrays=True)
+def begun(costs: Any) -> tuple[np.ndarray, np.ndarray]:
+    """`least` and `kept`, in which nothing is known but the loss.
+
+    `kept` is [L+1, L+1], |a_j| + least[0, j, l] by (l, j): the need of what follows a checkpoint. Transposed, so that
+    the loop over j in `least_of_checkpoints` reads both of its operands from consecutive addresses.
+    """
+    length = len(costs.activation) - 1
+    least = np.full((2, length + 1, length + 1), INFINITE, np.int64)
+    kept = np.full((length + 1, length + 1), INFINITE, np.int64)
+    for state in range(2):
+        least[state, length, length] = costs.loss_need
+    kept[length, length] = costs.loss_need + costs.activation[length]
+    return least, kept
 
 
 @compiled()
@@ -92,21 +98,3 @@ def least_of_checkpoints(
         need = left if left > need else need
         best = need if need < best else best
     return int(best)
-
-
-@compiled()
-def least_choice(costs: Any, least: np.ndarray, state: int, i: int, last: int) -> int:
-    """A choice that attains `least[state, i, last]`, i < L."""
-    length = len(costs.activation) - 1
-    row = 0 if last == length else 1
-    for k in range(costs.first[i], costs.first[i + 1]):
-        need = max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
-        if last > i:
-            need = max(need, costs.taken[state, k] + least[1, i + 1, last])
-        if need <= least[state, i, last]:
-            return int(k - costs.first[i])
-    for j in range(i + 1, last + 1):
-        need = max(costs.base[last] + costs.check_need[i, j], costs.activation[j] + least[0, j, last])
-        if max(need, least[state, i, j - 1]) <= least[state, i, last]:
-            return -j
-    return 0

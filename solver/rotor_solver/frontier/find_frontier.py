@@ -78,7 +78,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
         return max(read, *(other for above, other in proven.items() if above >= limit), 0.0)
 
     if limits is None:
-        most = min(_SINGLE, int(_PAIRS / max(1, sum(table.pairs for table in tables))))
+        most = min(_SINGLE, int(_PAIRS / max(1, sum(table.guess for table in tables))))
         found = _closer(chain, _steepest(chain, [each for _, each in found]), slots, most, bound, proven)
     bounds = [bound(limit) for limit, _ in found]
     if found and found[0][0] == least:
@@ -110,7 +110,7 @@ _FAR = 0.02
 _SINGLE = 40
 """Plans for single limits, at most; a guess."""
 _PAIRS = 5e5
-"""Plans for single limits times pairs of slots that the tables looked at, at most; a guess. If the tables are large, so
+"""Plans for single limits times pairs of slots that the tables look at, at most; a guess. If the tables are large, so
 are those of the single plans."""
 _CLOSER = 4
 """Times as many rows as in the first table of a solve; a guess. There a finer table follows, here none does."""

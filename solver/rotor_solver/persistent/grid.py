@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rotor_solver.arrays.costs import Costs, Floats, Ints
+from rotor_solver.compiled import plain_python
 from rotor_solver.persistent.spacing import Spacing, stops_of
 
 ANYTHING = 2**62
@@ -210,7 +211,6 @@ def extents(begin: Ints, high: Ints) -> tuple[Ints, Ints]:
 
     They are whole chunks, and BEYOND more, into which kernels may run (Rule 3 of the Note in `kernels`).
     """
-    from rotor_solver.persistent.kernels import BEYOND, CHUNK
-
-    first = begin // CHUNK * CHUNK
-    return first, np.maximum(0, -(-high // CHUNK) * CHUNK - first) + BEYOND
+    kernels = plain_python("rotor_solver.persistent.kernels")
+    first = begin // kernels.CHUNK * kernels.CHUNK
+    return first, np.maximum(0, -(-high // kernels.CHUNK) * kernels.CHUNK - first) + kernels.BEYOND

@@ -69,9 +69,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from rotor_solver.compiled import compiled
+from rotor_solver.compiled import compiled, prange
 
 BLOCK = 24
 """Stages of a tile. Seconds of one core, for 500 different stages a tenth of the way from the least limit to storing

@@ -7,17 +7,21 @@ between 0 and 1, and one `_CUT` serves all tables.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from rotor_solver.arrays.choices import operations_of
 from rotor_solver.arrays.costs import Costs, Floats, Ints
+from rotor_solver.arrays.pace import compiling_pays, kernels_for, prepare
 from rotor_solver.persistent.grid import ANYTHING, Grid, Rows, Windows, grid_of, nodes_of, rows_of
+from rotor_solver.persistent.plain import fill as plain
+from rotor_solver.persistent.plain.windows import plain_windows
 from rotor_solver.persistent.problem import Problem
 from rotor_solver.persistent.repeats import fitting_unit, owners
 from rotor_solver.persistent.spacing import Spacing
-from rotor_solver.persistent.work import count_pairs, portions
+from rotor_solver.persistent.work import count_checkpoints, count_pairs, portions
 from rotor_solver.sequence import Sequence
 
 _CUT = 1.001
@@ -30,6 +34,7 @@ _SERIAL = 2e7
 other, and long if other programs keep them busy."""
 _BLENDS = (0.5, 0.0, 1.0)
 """Ways to read between slots (`descend.estimate`) when looking for a sequence, the best on average first; a guess."""
+_WINDOWS = "rotor_solver.persistent.windows"
 _FEW = 0.25
 """Rows are shared if at most this part of them differ; a guess. Shared rows are filled without tiles, on one core."""
 _LOOKED_AT = 0.25
@@ -81,8 +86,6 @@ class Table:
         Stages from i on are known to take at least later[i] seconds longer than stored. `spacing` says which intervals
         have rows; without it, all have. `windows` come from a table of plans that take as long, or longer.
         """
-        from rotor_solver.persistent import layout
-
         costs, kinds = problem.costs, problem.kinds
         # So that the rows of a period have the slots of the period before, and can be shared.
         if problem.period and not exact:
@@ -97,6 +100,8 @@ class Table:
         shared = different <= _FEW
         windowed, everywhere = windows is not None, Windows.everything(len(grid.place), len(kinds))
         windows = (windows or everywhere)._replace(outside=(windows or everywhere).outside / scale)
+        # Measured: as plain Python, an interval takes 10 microseconds.
+        layout = kernels_for("rotor_solver.persistent.layout", 5e-6 * grid.row.size)
         bounds = layout.bounds(problem.least, problem.full, scaled, grid, later / scale, windows, _CUT)
         rows, size = rows_of(bounds, owner if shared else everyone, grid.width)
         guess = _LOOKED_AT * count_pairs(grid, rows) * (different if shared else 1.0)
@@ -104,25 +109,35 @@ class Table:
 
     def fill(self) -> None:
         """Compute all numbers, on all cores if they are many and no rows are shared."""
+        double = self.size * len(self.grid.band) <= _DOUBLE
+        if double and not compiling_pays("rotor_solver.persistent.kernels", self._plain_seconds()):
+            self.values = np.empty(self.size, np.float64)
+            steps = portions(self.grid, self.rows, self.owner, 1)
+            self.pairs = plain.fill(self.values, self.rows, self.costs, self.grid, self.owner, steps)
+            return
         from rotor_solver.persistent import kernels
 
-        double = self.size * len(self.grid.band) <= _DOUBLE
         self.values = np.empty(self.size, np.float64 if double else np.float32)
         marks = np.empty(self.size // kernels.CHUNK, self.values.dtype)
         self.rows = self.rows._replace(final=self.rows.final.astype(self.values.dtype), marks=marks)
-        arguments = (self.values, self.rows, self.costs, self.grid)
+        arguments: tuple[Any, ...] = (self.values, self.rows, self.costs, self.grid)
+        serial, given, block = self.guess < _SERIAL, arguments, kernels.BLOCK
+        fill: Any = kernels.fill if serial else kernels.fill_in_parallel
+        fill_tails = kernels.fill_tails if serial else kernels.fill_tails_in_parallel
+        if self.owner is not None:
+            fill, given, block = kernels.fill_shared, (*arguments, self.owner), 1
+        prepare(fill, *given, 0, 0)
+        prepare(fill_tails, *arguments)
         self.pairs = 0
-        for begin, end in portions(self.grid, self.rows, self.owner, kernels.BLOCK if self.owner is None else 1):
-            if self.owner is not None:
-                self.pairs += int(kernels.fill_shared(*arguments, self.owner, begin, end))
-            elif self.guess < _SERIAL:
-                self.pairs += int(kernels.fill(*arguments, begin, end))
-            else:
-                self.pairs += int(kernels.fill_in_parallel(*arguments, begin, end))
-        if self.guess < _SERIAL:
-            kernels.fill_tails(*arguments)
-        else:
-            kernels.fill_tails_in_parallel(*arguments)
+        for begin, end in portions(self.grid, self.rows, self.owner, block):
+            self.pairs += int(fill(*given, begin, end))
+        fill_tails(*arguments)
+
+    def _plain_seconds(self) -> float:
+        """How long `plain.fill` would take, about."""
+        part = 1.0 if self.owner is None else len(np.unique(self.owner)) / len(self.owner)
+        checkpoints = part * count_checkpoints(self.grid, self.rows)
+        return plain.seconds_for(part * len(self.grid.last), checkpoints, self.guess)
 
     def lower_bound(self, room: int) -> float:
         """Seconds, at most `scale`, by which every persistent plan within `room` bytes is slower than storing all."""
@@ -133,12 +148,11 @@ class Table:
         return np.array([self._read(node, self.grid.width - 1) for node in self.grid.node[0].tolist()])
 
     def _read(self, node: int, slot: int) -> float:
-        from rotor_solver.persistent import descend
-
         row = self.grid.tail + node
         if slot < self.rows.begin[row]:
             return self.scale
-        found = float(descend.value_of(self.values, self.rows, row, slot))
+        last = self.rows.final[row] if slot >= self.rows.high[row] else self.values[self.rows.position[row] + slot]
+        found = float(last)
         # Sums in another order differ in their last digits; the bound has to hold for all of them.
         epsilon = 2.0**-52 if self.values.dtype == np.float64 else 2.0**-23
         length = len(self.grid.band)
@@ -146,26 +160,26 @@ class Table:
 
     def windows(self, overhead: float) -> Windows:
         """The windows of plans that take up to `overhead` seconds longer than storing everything."""
-        from rotor_solver.persistent.windows import spread, windows_of
-
         grid = self.grid
+        plainly = self.values.dtype == np.float64 and not compiling_pays(_WINDOWS, self._plain_seconds())
+        kernels = plain_windows() if plainly else import_module(_WINDOWS)
         owner = np.arange(len(self.rows.begin)) if self.owner is None else self.owner
         cut = _CUT * min(1.0, overhead / self.scale)
-        low, high, outside = windows_of(self.values, self.rows, owner, self.costs, grid, cut)
+        low, high, outside = kernels.windows_of(self.values, self.rows, owner, self.costs, grid, cut)
         whole = (high > self.rows.high) & np.isfinite(outside)
         offset = grid.offset[nodes_of(grid)]
         # A slot stands for all memory above that of the slot before: what is there was rounded up to it.
         least = np.maximum(0, (low - 1) * grid.unit + offset + 1)
         most = np.where(whole, ANYTHING, (high - 1) * grid.unit + offset)
-        return Windows(*spread(grid, least, most, outside * self.scale))
+        return Windows(*kernels.spread(grid, least, most, outside * self.scale))
 
     def sequence(self, room: int, enough: float) -> tuple[Sequence | None, float]:
         """A good sequence within `room` bytes, and the seconds by which it takes longer than storing everything.
 
         None and `enough` if that is not less than `enough` seconds. `room` has to be at least `problem.needed`.
         """
-        from rotor_solver.persistent import descend
-
+        # Measured: plain Python takes 2.5 microseconds times the square of the stages.
+        descend = kernels_for("rotor_solver.persistent.descend", 2.5e-6 * len(self.grid.band) ** 2)
         best, found = enough / self.scale, None
         tables = (self.values, self.rows, self.problem.least, self.problem.full, self.costs, self.grid)
         for blend in _BLENDS:

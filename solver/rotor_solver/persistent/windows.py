@@ -81,18 +81,11 @@ def hand_down(
     begin, end, at = rows.begin[row], rows.high[row], rows.position[row]
     if begin >= grid.width:
         return
-    low, high = end, end
-    whole = end < grid.width and rows.final[row] == 0 and out[at + end] <= cut
-    for m in range(end - 1, begin - 1, -1):
-        # Memory that an interval "has at least": with m + 1 slots it also has m.
-        out[at + m] = min(out[at + m], out[at + m + 1])
-        if out[at + m] + flat[at + m] <= cut:
-            if low == end and not whole:
-                high = m + 1
-            low = m
-    if low == end and not whole:
+    low, high = slots_of_use(flat, out, at, begin, end, cut)
+    if end < grid.width and rows.final[row] == 0 and out[at + end] <= cut:
+        high = end + 1  # the first slot in which all is stored also stands for less memory, in which it is not
+    elif low == end:
         return
-    high += whole  # the first slot in which all is stored also stands for less memory, in which it is not
     lows[row], highs[row], outside[row] = low, high, out[at + low]
     for k in range(costs.first[i], costs.first[i + 1] if last > i else costs.first[i]):
         node = grid.node[1, i + 1]
@@ -103,9 +96,7 @@ def hand_down(
             first = max(first, shift + rows.begin[part])
             stop = max(first, min(high, rows.high[part] + shift))
             need_row(out, rows, needed, owner[part])
-            for m in range(first, stop):
-                there = rows.position[part] + m - shift
-                out[there] = min(out[there], out[at + m] + costs.extra[k])
+            hand_on_alone(out, at + first, rows.position[part] + first - shift, stop - first, costs.extra[k])
             if stop < high:
                 there = rows.position[part] + rows.high[part]
                 out[there] = min(out[there], out[at + stop] + costs.extra[k])
@@ -121,6 +112,20 @@ def hand_down(
             first = max(first, slot_of(grid.base[last] + costs.check_need[i, j], grid.unit, grid.offset[s]))
             seconds = flat.dtype.type(costs.split[j] - costs.run[i])
             hand_to_both(flat, out, rows, owner, needed, at, left, right, shift, first, high, seconds, cut)
+
+
+@compiled()
+def slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: int, cut: float) -> tuple[int, int]:
+    """Complete a row of `out`; the slots low … high-1 of begin … end-1 that are of use, or `end` twice."""
+    low, high = end, end
+    for m in range(end - 1, begin - 1, -1):
+        # Memory that an interval "has at least": with m + 1 slots it also has m.
+        out[at + m] = min(out[at + m], out[at + m + 1])
+        if out[at + m] + flat[at + m] <= cut:
+            if low == end:
+                high = m + 1
+            low = m
+    return low, high
 
 
 @compiled()

@@ -16,9 +16,19 @@ _PORTIONS = 32
 
 def count_pairs(grid: Grid, rows: Rows) -> float:
     """Pairs of slots that there are if every checkpoint is of use to every row."""
+    return float(np.sum(np.maximum(0, rows.high - rows.begin) * _checkpoints(grid, rows)))
+
+
+def count_checkpoints(grid: Grid, rows: Rows) -> float:
+    """Checkpoints of all rows that have slots."""
+    return float(np.sum((rows.high > rows.begin) * _checkpoints(grid, rows)))
+
+
+def _checkpoints(grid: Grid, rows: Rows) -> Ints:
+    """[rows] the checkpoints of every row whose parts are of use."""
     useful = np.cumsum((grid.row >= 0) & (rows.begin[grid.row] < grid.width), axis=1)
-    numbers, checkpoints = np.maximum(0, rows.high - rows.begin), useful[nodes_of(grid), grid.last] - 1
-    return float(np.sum(numbers * checkpoints))
+    found: Ints = useful[nodes_of(grid), grid.last] - 1
+    return found
 
 
 def portions(grid: Grid, rows: Rows, owner: Ints | None, block: int) -> Iterator[tuple[int, int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rotor_solver.arrays.choices import operations_of
 from rotor_solver.arrays.costs import Costs, Ints, costs_of
+from rotor_solver.arrays.least import least_choice, least_memory
 from rotor_solver.chain import Chain
 from rotor_solver.pipeline.sequences.microbatch import bytes_in_flight
 from rotor_solver.sequence import Sequence
@@ -26,10 +27,8 @@ class Least:
 
 def least_in_flight(chain: Chain, count: int) -> Least:
     """The least limit for which there is a memory-persistent sequence with (count - 1) · kept + peak bytes."""
-    from rotor_solver.arrays import least_memory
-
     costs = costs_of(chain)
-    least = least_memory.least_memory(costs)
+    least = least_memory(costs)
     start, length = chain.input_bytes, len(chain)
 
     def total(label: _Label) -> int:
@@ -40,7 +39,7 @@ def least_in_flight(chain: Chain, count: int) -> Least:
     choices = _by_stage(best)
 
     def choose(state: int, i: int, last: int) -> int:
-        return choices[i] if last == length else int(least_memory.least_choice(costs, least, state, i, last))
+        return choices[i] if last == length else least_choice(costs, least, state, i, last)
 
     return Least(total(best), Sequence(operations_of(length, choose), "recompute-all"))
 
