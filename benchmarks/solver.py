@@ -36,6 +36,7 @@ from published import published_plan, table_bytes
 from solver_report import Row
 
 from rotor_solver import Chain, Sequence, simulate, solve
+from rotor_solver.arrays.pace import compile_at_once
 from rotor_solver.persistent.problem import Problem
 from rotor_solver.persistent.spacing import Spacing
 from rotor_solver.persistent.table import Table
@@ -207,6 +208,7 @@ def main() -> None:
     if options.quick and options.write:
         parser.error("--write records the full run; leave --quick out")
     extent = QUICK if options.quick else Extent()
+    compile_at_once()
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY:
         print(f"The machine is busy (load {os.getloadavg()[0]:.1f}): times will be too long.", file=sys.stderr)
     print(", ".join(f"{key} {value}" if key != "device" else value for key, value in report.versions().items()))

@@ -21,6 +21,7 @@ from rotor_cli.main import main
 from rotor_py.report import progress
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.time_left import TimeLeft, in_words
+from rotor_solver.arrays.pace import PREPARING
 
 SLOW = """
 import time
@@ -170,6 +171,25 @@ def test_a_line_says_what_is_done_how_much_of_it_and_how_long_it_takes(terminal:
     before = terminal.read()
     tell(4, 8, "late")
     assert terminal.read() == before
+
+
+def test_work_that_tells_nothing_more_is_shown_at_once(terminal: Terminal) -> None:
+    """The solver's kernels are compiled right after a table is full: the line must not stand at 100 %."""
+    terminal.on()
+    clock = Clock()
+    shown = Activities(True, clock)
+    tell = shown.doing("solving")
+    tell(0, 480_000, "100 stages, 500 slots")
+    clock.now += 30
+    tell(480_000, 480_000, "100 stages, 500 slots")
+    assert "100 %" in terminal.text
+    before = len(terminal.text)
+    tell(0, 0, PREPARING)
+    drawn = terminal.text[before:]
+    assert "solving (preparing the solver, once on this machine)" in drawn
+    assert "%" not in drawn
+    assert "left" not in drawn
+    shown.stop()
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80])

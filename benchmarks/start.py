@@ -1,0 +1,84 @@
+"""What it takes to begin: the first run on a machine and the next one, imports, and wrong usage, in processor time.
+
+    python benchmarks/start.py                      # two minutes; the table
+    python benchmarks/start.py --beside CHECKOUT    # beside another version of this project
+    python benchmarks/start.py --write              # also docs/solver.md and benchmarks/results/start-cpu.json
+
+Processor time is that of a process and all its children, user and system: other programs hardly disturb it. Each line is
+the least of several new processes, in turns. *First run* has an empty Numba cache, *next run* the one that the first
+run has left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from report import ROOT, write
+
+PAGE = ROOT / "docs" / "solver.md"
+_RUN = (sys.executable, "-m", "rotor_cli", "examples/resnet18.py", "--mem-limit", "300MB", "--fresh-grads", "--quiet")
+FIRST, NEXT = "`rotor-plan examples/resnet18.py`, first run on a machine", "the next run"
+COMMANDS = {
+    FIRST: _RUN,
+    NEXT: _RUN,
+    "`import torch`": (sys.executable, "-c", "import torch"),
+    "`import rotor_py`": (sys.executable, "-c", "import rotor_py"),
+    "`from rotor_py import Checkpointable`, torch included": (
+        sys.executable, "-c", "from rotor_py import Checkpointable",
+    ),
+    "wrong usage: `rotor-plan` of a file that is not there": (
+        sys.executable, "-m", "rotor_cli", "resnet81.py", "--mem-limit", "300MB",
+    ),
+}  # fmt: skip
+
+
+def seconds(command: tuple[str, ...], project: Path, cache: Path) -> float:
+    """Processor time of a command, in a process of its own that imports the packages of `project`."""
+    packages = os.pathsep.join(str(project / folder) for folder in (".", "solver", "profiling", "cli"))
+    environment = {**os.environ, "PYTHONPATH": packages, "NUMBA_CACHE_DIR": str(cache)}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # 2 is what wrong usage ends with; whatever else goes wrong has no time.
+    assert done.returncode in (0, 2), done.stderr
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def least_of(project: Path, caches: Path) -> dict[str, float]:
+    """Seconds of every command, once; the first run gets a cache of its own, and leaves it to the next."""
+    with tempfile.TemporaryDirectory(dir=caches) as cache:
+        return {name: seconds(command, project, Path(cache)) for name, command in COMMANDS.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", type=Path, help="another checkout")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    projects = {"before": options.beside.resolve()} if options.beside else {}
+    projects["now"] = ROOT
+    found: dict[str, dict[str, float]] = {name: dict.fromkeys(COMMANDS, float("inf")) for name in projects}
+    with tempfile.TemporaryDirectory() as caches:
+        for _ in range(options.repeats):
+            for name, project in projects.items():
+                for line, took in least_of(project, Path(caches)).items():
+                    found[name][line] = min(found[name][line], took)
+    lines = [f"| processor time | {' | '.join(projects)} |", "| --- |" + " --- |" * len(projects)]
+    lines += [f"| {line} | {' | '.join(f'{found[name][line]:.2f} s' for name in projects)} |" for line in COMMANDS]
+    text = "\n".join(lines)
+    print(text)  # a script
+    if options.write:
+        rows = [{"command": line, **{name: found[name][line] for name in projects}} for line in COMMANDS]
+        write("start", text, rows, torch.device("cpu"), PAGE)
+
+
+if __name__ == "__main__":
+    main()
