@@ -4,8 +4,8 @@
     python benchmarks/start.py --beside CHECKOUT    # beside another version of this project
     python benchmarks/start.py --write              # also docs/solver.md and benchmarks/results/start-cpu.json
 
-Processor time is that of a process and all its children, user and system: other programs hardly disturb it. Each line is
-the least of several new processes, in turns. *First run* has an empty Numba cache, *next run* the one that the first
+Processor time is that of a process and all its children, user and system: other programs hardly disturb it. Each line
+is the least of several new processes, in turns. *First run* has an empty Numba cache, *next run* the one that the first
 run has left.
 """
 

@@ -5,8 +5,8 @@ than half a second, once in a process. Plain Python and NumPy plan a chain of tw
 a process will have to solve is not known, so this is the question whether to rent or to buy: work is done plainly until
 all of it together has taken about as long as the kernels would take to be there. So at most twice the time is spent.
 
-It is decided by estimates of seconds, not by clocks, so that all processes that train together decide alike. Both ways
-compute the same numbers, to the last bit.
+Both ways compute the same numbers, to the last bit: processes that train together need not decide alike. Still it is
+decided by estimates of seconds, not by clocks, so that a run does today what it did yesterday.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMPILING = {"rotor_solver.persistent.kernels": 6.0}
 """Seconds that it takes to compile a file, where they are many."""
 _COMPILING_OTHERS = 1.5
 
-_spent: dict[str, float] = defaultdict(float)
+_spent: defaultdict[str, float] = defaultdict(float)
 """Seconds of plain work so far, by file."""
 _compiled: set[str] = set()
 """The files whose kernels are used from now on."""
