@@ -9,15 +9,17 @@ import pytest
 from rotor_solver.arrays import pace
 
 
+def fresh_process(monkeypatch: pytest.MonkeyPatch, spent: float = 0.0) -> None:
+    """The solver as it begins, but for so many seconds of plain work."""
+    monkeypatch.setattr(pace._Pace, "compiled", set())
+    monkeypatch.setattr(pace._Pace, "spent", spent)
+
+
 def always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, whatever there are kernels for is done by them."""
-    for name in ("_IMPORTING", "_COMPILING_OTHERS"):
-        monkeypatch.setattr(pace, name, -1.0)
-    monkeypatch.setattr(pace, "_COMPILING", {})
-    monkeypatch.setattr(pace, "_compiled", set(pace._compiled))
+    fresh_process(monkeypatch, spent=math.inf)
 
 
 def never_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, everything is done by plain Python and NumPy, except for tables in single precision."""
-    monkeypatch.setattr(pace, "_IMPORTING", math.inf)
-    monkeypatch.setattr(pace, "_compiled", set())
+    fresh_process(monkeypatch, spent=-math.inf)

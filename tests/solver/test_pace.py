@@ -9,15 +9,15 @@ from types import ModuleType
 import pytest
 
 from rotor_solver.arrays import pace
+from tests.solver.pace import fresh_process
 from tests.solver.test_solve import run
 
 LAYOUT = "rotor_solver.persistent.layout"
 
 
 @pytest.fixture(autouse=True)
-def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_spent", dict.fromkeys([LAYOUT], 0.0))
-    monkeypatch.setattr(pace, "_compiled", set())
+def begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_process(monkeypatch)
 
 
 def test_a_small_chain_is_planned_without_numba() -> None:
@@ -31,7 +31,7 @@ def test_a_small_chain_is_planned_without_numba() -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_plain_work_is_done_until_compiling_would_have_taken_as_long(kept: bool, monkeypatch) -> None:
     monkeypatch.setattr(pace, "on_disk", lambda module: kept)
-    worth = pace._IMPORTING if kept else pace._COMPILING_OTHERS
+    worth = pace._IMPORTING if kept else pace._COMPILING
     steps = [pace.compiling_pays(LAYOUT, worth / 10) for _ in range(12)]
     assert steps.index(True) in (9, 10)  # sums of tenths
     assert all(steps[steps.index(True) :])
@@ -39,7 +39,7 @@ def test_plain_work_is_done_until_compiling_would_have_taken_as_long(kept: bool,
 
 def test_work_that_takes_longer_than_compiling_is_never_begun_plainly(monkeypatch) -> None:
     monkeypatch.setattr(pace, "on_disk", lambda module: False)
-    assert pace.compiling_pays(LAYOUT, 2 * pace._COMPILING_OTHERS)
+    assert pace.compiling_pays(LAYOUT, 2 * pace._COMPILING)
 
 
 def test_what_is_kept_of_a_file_is_found_until_the_file_changes(tmp_path: Path) -> None:

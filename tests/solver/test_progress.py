@@ -83,7 +83,6 @@ def test_a_frontier_tells_its_limits_after_its_tables() -> None:
 
 
 def test_compiling_is_told_of_before_anything_is_counted(monkeypatch) -> None:
-    monkeypatch.setattr(pace, "_compiled", set())
     monkeypatch.setattr(pace, "_kept", lambda kernel: False)
     told: Told = []
     with watched(lambda *state: told.append(state)):

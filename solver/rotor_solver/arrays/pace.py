@@ -12,11 +12,10 @@ decided by estimates of seconds, not by clocks, so that a run does today what it
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from rotor_solver.compiled import plain_python
 from rotor_solver.progress import watcher
@@ -25,15 +24,19 @@ PREPARING = "(preparing the solver, once on this machine)"
 """What somebody who watches is told while kernels are compiled."""
 
 _IMPORTING = 0.3
-"""Seconds of plain work, for each file, while Numba is not even imported; a guess."""
-_COMPILING = {"rotor_solver.persistent.kernels": 6.0}
-"""Seconds that it takes to compile a file, where they are many."""
-_COMPILING_OTHERS = 1.5
+"""Seconds of plain work while Numba is not even imported; a guess."""
+_COMPILING = 4.0
+"""Seconds of plain work while kernels would have to be compiled. That takes longer, 10 to 20 seconds; but
+who has solved so much is likely to go on. A guess."""
 
-_spent: defaultdict[str, float] = defaultdict(float)
-"""Seconds of plain work so far, by file."""
-_compiled: set[str] = set()
-"""The files whose kernels are used from now on."""
+
+class _Pace:
+    """What this process has done so far."""
+
+    spent = 0.0
+    """Seconds of plain work."""
+    compiled: ClassVar[set[str]] = set()
+    """The files whose kernels are used from now on."""
 
 
 def kernels_for(name: str, seconds: float) -> ModuleType:
@@ -43,16 +46,21 @@ def kernels_for(name: str, seconds: float) -> ModuleType:
 
 def compiling_pays(name: str, seconds: float) -> bool:
     """Whether to use the compiled kernels of the file `name`. If not, `seconds` count as work done plainly."""
-    if name in _compiled:
+    if name in _Pace.compiled:
         return True
-    spent = _spent[name] + seconds
-    if spent <= _IMPORTING or (spent <= _COMPILING.get(name, _COMPILING_OTHERS) and not on_disk(import_module(name))):
-        _spent[name] = spent
+    spent = _Pace.spent + seconds
+    if spent <= _IMPORTING or (spent <= _COMPILING and not on_disk(import_module(name))):
+        _Pace.spent = spent
         return False
-    _compiled.add(name)
+    _Pace.compiled.add(name)
     if not on_disk(import_module(name)):
         _tell()
     return True
+
+
+def compile_at_once() -> None:
+    """From now on, whatever there are kernels for is done by them: for measuring how fast they are."""
+    _Pace.spent = math.inf
 
 
 def prepare(kernel: Any, *arguments: Any) -> None:
@@ -72,12 +80,6 @@ def _tell() -> None:
     progress = watcher()
     if progress is not None:
         progress(0, 0, PREPARING)
-
-
-def compile_at_once() -> None:
-    """From now on, whatever there are kernels for is done by them: for measuring how fast they are."""
-    _spent.clear()
-    _spent.default_factory = lambda: math.inf
 
 
 def on_disk(module: ModuleType) -> bool:
