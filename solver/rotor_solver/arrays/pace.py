@@ -64,8 +64,8 @@ def compile_at_once() -> None:
 
 
 def prepare(kernel: Any, *arguments: Any) -> None:
-    """Compile a kernel for such arguments, or read it from Numba's cache, before anyone is told how far its work is."""
-    if not hasattr(kernel, "overloads"):  # NUMBA_DISABLE_JIT
+    """Where somebody watches, compile a kernel for such arguments before they are told how far its work is."""
+    if watcher() is None or not hasattr(kernel, "overloads"):  # none with NUMBA_DISABLE_JIT
         return
     from numba import typeof
 

@@ -21,7 +21,7 @@ from rotor_solver.persistent.plain.windows import plain_windows
 from rotor_solver.persistent.problem import Problem
 from rotor_solver.persistent.repeats import fitting_unit, owners
 from rotor_solver.persistent.spacing import Spacing
-from rotor_solver.persistent.work import count_checkpoints, count_pairs, portions
+from rotor_solver.persistent.work import count_work, portions
 from rotor_solver.sequence import Sequence
 
 _CUT = 1.001
@@ -60,6 +60,8 @@ class Table:
     """[rows] the row whose numbers a row shares; None if every row has its own."""
     guess: float
     """Pairs of slots that will be looked at, roughly."""
+    plain_seconds: float
+    """How long it takes, about, to fill it without compiled kernels."""
     windowed: bool = False
     """Whether only windows of it were filled: it then says less about the parts of the chain."""
     values: Any = None
@@ -104,13 +106,16 @@ class Table:
         layout = kernels_for("rotor_solver.persistent.layout", 5e-6 * grid.row.size)
         bounds = layout.bounds(problem.least, problem.full, scaled, grid, later / scale, windows, _CUT)
         rows, size = rows_of(bounds, owner if shared else everyone, grid.width)
-        guess = _LOOKED_AT * count_pairs(grid, rows) * (different if shared else 1.0)
-        return cls(problem, room, scale, scaled, grid, rows, size, owner if shared else None, guess, windowed)
+        part = different if shared else 1.0
+        checkpoints, pairs = count_work(grid, rows)
+        guess = _LOOKED_AT * pairs * part
+        seconds = plain.seconds_for(part * len(grid.last), part * checkpoints, guess)
+        return cls(problem, room, scale, scaled, grid, rows, size, owner if shared else None, guess, seconds, windowed)
 
     def fill(self) -> None:
         """Compute all numbers, on all cores if they are many and no rows are shared."""
         double = self.size * len(self.grid.band) <= _DOUBLE
-        if double and not compiling_pays("rotor_solver.persistent.kernels", self._plain_seconds()):
+        if double and not compiling_pays("rotor_solver.persistent.kernels", self.plain_seconds):
             self.values = np.empty(self.size, np.float64)
             steps = portions(self.grid, self.rows, self.owner, 1)
             self.pairs = plain.fill(self.values, self.rows, self.costs, self.grid, self.owner, steps)
@@ -132,12 +137,6 @@ class Table:
         for begin, end in portions(self.grid, self.rows, self.owner, block):
             self.pairs += int(fill(*given, begin, end))
         fill_tails(*arguments)
-
-    def _plain_seconds(self) -> float:
-        """How long `plain.fill` would take, about."""
-        part = 1.0 if self.owner is None else len(np.unique(self.owner)) / len(self.owner)
-        checkpoints = part * count_checkpoints(self.grid, self.rows)
-        return plain.seconds_for(part * len(self.grid.last), checkpoints, self.guess)
 
     def lower_bound(self, room: int) -> float:
         """Seconds, at most `scale`, by which every persistent plan within `room` bytes is slower than storing all."""
@@ -161,7 +160,7 @@ class Table:
     def windows(self, overhead: float) -> Windows:
         """The windows of plans that take up to `overhead` seconds longer than storing everything."""
         grid = self.grid
-        plainly = self.values.dtype == np.float64 and not compiling_pays(_WINDOWS, self._plain_seconds())
+        plainly = self.values.dtype == np.float64 and not compiling_pays(_WINDOWS, self.plain_seconds)
         kernels = plain_windows() if plainly else import_module(_WINDOWS)
         owner = np.arange(len(self.rows.begin)) if self.owner is None else self.owner
         cut = _CUT * min(1.0, overhead / self.scale)

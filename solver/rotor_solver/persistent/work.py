@@ -14,21 +14,11 @@ _PORTIONS = 32
 """Portions into which the work is divided for somebody who watches; a guess."""
 
 
-def count_pairs(grid: Grid, rows: Rows) -> float:
-    """Pairs of slots that there are if every checkpoint is of use to every row."""
-    return float(np.sum(np.maximum(0, rows.high - rows.begin) * _checkpoints(grid, rows)))
-
-
-def count_checkpoints(grid: Grid, rows: Rows) -> float:
-    """Checkpoints of all rows that have slots."""
-    return float(np.sum((rows.high > rows.begin) * _checkpoints(grid, rows)))
-
-
-def _checkpoints(grid: Grid, rows: Rows) -> Ints:
-    """[rows] the checkpoints of every row whose parts are of use."""
+def count_work(grid: Grid, rows: Rows) -> tuple[float, float]:
+    """Checkpoints of all rows that have slots, and pairs of slots, if every checkpoint is of use to every row."""
     useful = np.cumsum((grid.row >= 0) & (rows.begin[grid.row] < grid.width), axis=1)
-    found: Ints = useful[nodes_of(grid), grid.last] - 1
-    return found
+    numbers, checkpoints = np.maximum(0, rows.high - rows.begin), useful[nodes_of(grid), grid.last] - 1
+    return float(np.sum(checkpoints[numbers > 0])), float(np.sum(numbers * checkpoints))
 
 
 def portions(grid: Grid, rows: Rows, owner: Ints | None, block: int) -> Iterator[tuple[int, int]]:
