@@ -1,0 +1,159 @@
+"""Batches of a model, measured when they are asked for, each for itself; and a real step of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_profiling import bytes_like, tensors_in
+from rotor_py.batch.agreed_costs import agreed_costs, agreed_number
+from rotor_py.batch.optimizer_seconds import optimizer_seconds
+from rotor_py.batch.step_costs import StepCosts
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.distributed.processes import processes
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.measure.device import available_bytes, limit_bytes
+from rotor_py.trials.default_loss import default_loss
+from rotor_py.trials.restore import left_alone
+from rotor_py.trials.step import TrainingStep
+from rotor_solver.progress import Progress
+
+
+class MeasuredBatches:
+    """The costs of steps of `model` by batch, as all processes see them that train it together.
+
+    `sample_of(batch)` gives a sample of so many rows. `options` are those of `Checkpointable`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample_of: Callable[[int], Any],
+        mem_limit: float | str | None,
+        *,
+        loss: Callable[[Any], torch.Tensor] | None,
+        optimizer: torch.optim.Optimizer | None,
+        fresh_grads: bool,
+        progress: Progress | None,
+        **options: Any,
+    ) -> None:
+        self.costs: dict[int, StepCosts] = {}
+        self._model, self._sample_of, self._limit = model, sample_of, mem_limit
+        self._loss, self._optimizer, self._fresh_grads = loss or default_loss, optimizer, fresh_grads
+        self._progress, self._options = progress, options
+        self._networks: dict[int, Checkpointable] = {}
+        self._sample_bytes: dict[int, int] = {}
+
+    def of(self, batch: int) -> StepCosts:
+        """The measured costs of a batch. UnsupportedModelError where they do not grow with it, as batches do."""
+        if batch not in self.costs:
+            network = self._network(batch)
+            sample = self._sample_of(batch)
+            self._refuse_other_rows(batch, sample)
+            network.measure(sample)
+            measurement, budget = network.inspection_values, network.budget
+            assert measurement is not None
+            assert budget is not None
+            prefix = measurement.prefix
+            costs = agreed_costs(StepCosts(budget, prefix.seconds if prefix else 0.0), self._group, network.device)
+            self._refuse_equal_bytes(batch, costs)
+            self.costs[batch], self._networks[batch] = costs, network
+        return self.costs[batch]
+
+    def network(self, batch: int) -> Checkpointable:
+        """The model, measured on this batch."""
+        self.of(batch)
+        return self._networks[batch]
+
+    @property
+    def mem_limit(self) -> int:
+        """The least limit of any process, in bytes. At least one batch is measured."""
+        device = self._any.device
+        return -int(agreed_number(-limit_bytes(self._limit, device), self._group, device))
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Seconds of the optimizer's step. At least one batch is measured."""
+        found = optimizer_seconds(self._any, self._optimizer, fresh_grads=self._fresh_grads)
+        return agreed_number(found, self._group, self._any.device)
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether sizes are those of CUDA's allocator, which rounds them. At least one batch is measured."""
+        return self._any.device.type == "cuda"
+
+    def step_peak(self, batch: int) -> int | None:
+        """The measured peak of a real step of a batch by its plan, in bytes, the largest of all processes.
+
+        None if the machine has no room for such a step now. InfeasibleError if it has no plan.
+        """
+        network = self.network(batch)
+        sequence = network.compute_sequence()
+        assert network.budget is not None
+        lacking = network.budget.peak_bytes(sequence) - available_bytes(network.device)
+        if agreed_number(lacking, self._group, network.device) > 0:
+            return None
+        step = TrainingStep(
+            network.model,
+            self._sample_of(batch),
+            self._loss,
+            self._optimizer,
+            network.device,
+            fresh_grads=self._fresh_grads,
+            forwards=network.forwards_in_flight,
+        )
+        watch, network.watch = network.watch, False  # the plan is to stay what it is
+        try:
+            with left_alone(network, self._optimizer), step.taken(network) as peak:
+                pass
+        finally:
+            network.watch = watch
+        return int(agreed_number(peak, self._group, network.device))
+
+    @property
+    def _any(self) -> Checkpointable:
+        return next(iter(self._networks.values()))
+
+    @property
+    def _group(self) -> torch.distributed.ProcessGroup | None:
+        return self._options.get("process_group") or processes(self._model)
+
+    def _network(self, batch: int) -> Checkpointable:
+        progress = self._progress
+
+        def tell(done: int, total: int, name: str) -> None:
+            if progress is not None:
+                progress(done, total, f"{name}, batch {batch}")
+
+        # A limit that is none is told before anything is measured.
+        return Checkpointable(
+            self._model,
+            mem_limit=self._limit,
+            loss=self._loss,
+            optimizer=self._optimizer,
+            fresh_grads=self._fresh_grads,
+            progress=None if progress is None else tell,
+            **self._options,
+        )
+
+    def _refuse_other_rows(self, batch: int, sample: Any) -> None:
+        """UnsupportedModelError if samples of other batches have as many numbers."""
+        self._sample_bytes[batch] = bytes_like(tensors_in(sample))
+        for other, size in self._sample_bytes.items():
+            if (other < batch) != (size < self._sample_bytes[batch]) and other != batch:
+                raise UnsupportedModelError(
+                    f"a sample of {batch} rows has {self._sample_bytes[batch]} bytes, and one of {other} has {size}: "
+                    "`sample_of(batch)` has to give as many rows as it is asked for"
+                )
+
+    def _refuse_equal_bytes(self, batch: int, costs: StepCosts) -> None:
+        for other, theirs in self.costs.items():
+            far = max(other, batch) >= 2 * min(other, batch)  # neighbours may differ by less than an allocator rounds
+            if far and (other < batch) != (theirs.stored_bytes < costs.stored_bytes):
+                raise UnsupportedModelError(
+                    f"a step of {batch} samples that stores everything needs {costs.stored_bytes} bytes, and one of "
+                    f"{other} needs {theirs.stored_bytes}: no stage depends on the batch, so no batch is the largest"
+                )
