@@ -11,10 +11,9 @@ from typing import Any
 
 import click
 
-from rotor_cli.batch_option import BatchSize
 from rotor_cli.completion import files
 from rotor_cli.errors import DIFFERENT, INTERRUPTED, UNEXPECTED, Failure
-from rotor_cli.request import Request
+from rotor_cli.request import Request, batch_of
 from rotor_cli.synonyms import CommandWithSynonyms
 
 _EPILOG = """\b
@@ -51,7 +50,7 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 @click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. [default: cuda where there is one]")
 @click.option(
     "--batch",
-    type=BatchSize(),
+    callback=lambda context, option, text: batch_of(text),
     metavar="N|max|best",
     help="Samples in a batch; max: the most that fit, best: the most samples a second.",
 )

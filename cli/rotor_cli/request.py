@@ -18,6 +18,18 @@ _SOME_DEVICE = 10**12
 _DEVICE = re.compile(r"cpu(:0)?|cuda(:\d+)?")
 
 
+def batch_of(text: str | None) -> int | Literal["max", "best"] | None:
+    """What `--batch` says; Failure for anything but a number, `max` and `best`."""
+    try:
+        match text:
+            case None | "max" | "best":
+                return text
+            case _:
+                return int(text)
+    except ValueError:
+        raise usage(f"--batch {text!r} is no number of samples, and neither 'max' nor 'best'") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """The options, by their names on the command line."""
@@ -116,7 +128,8 @@ class Request:
             raise usage(f"--batch {aim} looks for a batch inside a limit; give --mem-limit instead of --max-overhead")
         if self.compile:
             raise usage(
-                f"--batch {aim} looks at plain stages; leave out --compile, and plan with it for the batch that is found"
+                f"--batch {aim} looks at plain stages; leave out --compile, and plan with it for the batch that it "
+                "finds"
             )
         if effective is None:
             return

@@ -1,9 +1,9 @@
 """The costs of a step for every batch, from those that were measured for some.
 
-Bytes and seconds of a stage are affine in the batch: a part that is there for any batch (weights that are read, launches),
-and one for every sample. That holds in parts. A peak is the largest of several sums, each affine, and another one may be
-the largest from some batch on; a library may choose another kernel. So every number lies on the line between the two
-measured batches around it.
+Bytes and seconds of a stage are affine in the batch: a part that is there for any batch (weights that are read,
+launches), and one for every sample. That holds in parts. A peak is the largest of several sums, each affine, and
+another one may be the largest from some batch on; a library may choose another kernel. So every number lies on the line
+between the two measured batches around it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class CostLaw:
             return self.measured[batch]
         place = bisect_left(self.batches, batch)
         around = self.batches[max(0, place - 1) : place + 1]
-        if len(around) == 2 and self._alike(*around):
-            return self._on_line(*around, batch)
+        if len(around) == 2 and self._alike(around[0], around[1]):
+            return self._on_line(around[0], around[1], batch)
         nearest = min(around, key=lambda each: abs(each - batch))
         alike = sorted((each for each in self.batches if self._alike(each, nearest)), key=lambda b: abs(b - batch))
-        return self._on_line(*sorted(alike[:2]), batch) if len(alike) > 1 else None
+        return self._on_line(min(alike[:2]), max(alike[:2]), batch) if len(alike) > 1 else None
 
     def knots(self, least: int, most: int) -> list[int]:
         """The ends of a range of batches, and the measured ones inside: between neighbours, costs are affine."""

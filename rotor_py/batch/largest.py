@@ -1,8 +1,8 @@
 """The largest batch that needs no more than a limit, exact to one sample, from few measurements.
 
 The bytes that a step needs are convex in the batch: a peak is the largest of sums that are affine. So two measured
-batches say something certain about all others. Outside of them, the line through both is a lower bound; between them, it is
-an upper bound. If that line says that the next batch does not fit, no measurement is needed to know it.
+batches say something certain about all others. Outside of them, the line through both is a lower bound; between them,
+it is an upper bound. If that line says that the next batch does not fit, no measurement is needed to know it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _GROWTH = 4
-"""By how much a batch that is measured may be larger than any before it. A guess: where the law breaks, and more memory is
-needed than the line says, that is to show while there is room."""
+"""By how much a batch that is measured may be larger than any before it. A guess: where the law breaks, and more memory
+is needed than the line says, that is to show while there is room."""
 _PATIENCE = 8
 """Measurements led by lines, before the range is halved each time: for sizes that are not convex. A guess."""
 
@@ -100,9 +100,9 @@ def at_least(known: dict[int, int], batch: int) -> int:
     above = sorted(each for each in known if each > batch)
     bounds = [known[each] for each in below[-1:]]
     if len(below) > 1:
-        bounds.append(_line(known, *below[-2:], batch))
+        bounds.append(_line(known, below[-2], below[-1], batch))
     if len(above) > 1:
-        bounds.append(_line(known, *above[:2], batch))
+        bounds.append(_line(known, above[0], above[1], batch))
     return max(bounds, default=0)
 
 

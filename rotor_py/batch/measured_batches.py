@@ -1,8 +1,9 @@
-"""Batches of a model, measured when they are asked for, each for itself; and a real step of one of them."""
+"""Batches of a model, measured when they are asked for, each for itself; and real steps of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from rotor_py.batch.step_costs import StepCosts
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.distributed.processes import processes
 from rotor_py.errors import UnsupportedModelError
-from rotor_py.measure.device import available_bytes, limit_bytes
+from rotor_py.measure.device import limit_bytes
 from rotor_py.trials.default_loss import default_loss
 from rotor_py.trials.restore import left_alone
 from rotor_py.trials.step import TrainingStep
@@ -71,31 +72,26 @@ class MeasuredBatches:
     @property
     def mem_limit(self) -> int:
         """The least limit of any process, in bytes. At least one batch is measured."""
-        device = self._any.device
-        return -int(agreed_number(-limit_bytes(self._limit, device), self._group, device))
+        return -int(self.agreed(-limit_bytes(self._limit, self._any.device)))
 
     @property
     def optimizer_seconds(self) -> float:
         """Seconds of the optimizer's step. At least one batch is measured."""
-        found = optimizer_seconds(self._any, self._optimizer, fresh_grads=self._fresh_grads)
-        return agreed_number(found, self._group, self._any.device)
+        return self.agreed(optimizer_seconds(self._any, self._optimizer, fresh_grads=self._fresh_grads))
 
     @property
     def on_cuda(self) -> bool:
         """Whether sizes are those of CUDA's allocator, which rounds them. At least one batch is measured."""
         return self._any.device.type == "cuda"
 
-    def step_peak(self, batch: int) -> int | None:
-        """The measured peak of a real step of a batch by its plan, in bytes, the largest of all processes.
+    def agreed(self, number: float) -> float:
+        """The most that any process says; all have to call this. At least one batch is measured."""
+        return agreed_number(number, self._group, self._any.device)
 
-        None if the machine has no room for such a step now. InfeasibleError if it has no plan.
-        """
+    @contextmanager
+    def stepping(self, batch: int) -> Iterator[TrainingStep]:
+        """For real steps of a batch, which leave no trace, and the plan as it is."""
         network = self.network(batch)
-        sequence = network.compute_sequence()
-        assert network.budget is not None
-        lacking = network.budget.peak_bytes(sequence) - available_bytes(network.device)
-        if agreed_number(lacking, self._group, network.device) > 0:
-            return None
         step = TrainingStep(
             network.model,
             self._sample_of(batch),
@@ -105,13 +101,12 @@ class MeasuredBatches:
             fresh_grads=self._fresh_grads,
             forwards=network.forwards_in_flight,
         )
-        watch, network.watch = network.watch, False  # the plan is to stay what it is
+        watch, network.watch = network.watch, False
         try:
-            with left_alone(network, self._optimizer), step.taken(network) as peak:
-                pass
+            with left_alone(network, self._optimizer):
+                yield step
         finally:
             network.watch = watch
-        return int(agreed_number(peak, self._group, network.device))
 
     @property
     def _any(self) -> Checkpointable:

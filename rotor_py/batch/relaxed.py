@@ -1,13 +1,14 @@
 """A step that costs no more than those of a whole range of batches: what bounds them all from below.
 
-In a range of batches, let `most` be the largest. A plan for any batch of the range holds at least what it would hold with
-the least bytes of the range, so it fits there too; and for each of its operations, seconds per sample are at least the
-least in the range. So it takes, per sample, at least
+In a range of batches, let `most` be the largest. A plan for any batch of the range holds at least what it would hold
+with the least bytes of the range, so it fits there too; and for each of its operations, seconds per sample are at least
+the least in the range. So it takes, per sample, at least
 
     T(least bytes, most · least seconds per sample) / most
 
-where T is the time of the fastest plan, or a lower bound for it. Between two measured batches costs are affine, a + b·n, and
-seconds per sample are a/n + b, which go one way. So the least of anything is at a measured batch, or at an end.
+where T is the time of the fastest plan, or a lower bound for it. Between two measured batches costs are affine, a +
+b·n, and seconds per sample are a/n + b, which go one way. So the least of anything is at a measured batch, or at an
+end.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from rotor_solver import Chain, Option, Stage
 def relaxed(chains: Sequence[Chain], batches: Sequence[int]) -> Chain | None:
     """The chain of least costs, in seconds of a step of the largest batch; None if no such chain is known.
 
-    `chains` are those of `batches`, which increase: both ends of a range, and between them all batches where costs bend.
-    What is held has to grow with the batch. Scratch memory need not.
+    `chains` are those of `batches`, which increase: both ends of a range, and between them all batches where costs
+    bend. What is held has to grow with the batch. Scratch memory need not.
     """
     if len({tuple(stage.name for stage in chain) for chain in chains}) > 1:
         return None
@@ -96,7 +97,8 @@ def _stage(same: Sequence[Stage], incoming: Sequence[int], scales: Sequence[floa
 
 
 def _option(ways: Sequence[Option], beside: Sequence[int], here: int, incoming: int, scales: Sequence[float]) -> Option:
-    """The least of one way to run a stage; `beside` are the bytes of input and output for each, and `here` of the first.
+    """The least of one way to run a stage; `beside` are the bytes of input and output for each, and `here` of the
+    first.
 
     Sizes are bounded so that they may be a stage's. One that is too large then is found by its sum.
     """

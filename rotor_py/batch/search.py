@@ -1,8 +1,8 @@
 """The batch with the least seconds for each sample inside a limit, by branch and bound over ranges of batches.
 
-Seconds for each sample have no simple shape: a larger batch shares what a step costs in any case (the optimizer, weights
-that are read) among more samples, and has to recompute more. So ranges are halved, the most promising first, until no
-range can hold a batch that is better by more than the tolerance: `relaxed` has the bound of a range.
+Seconds for each sample have no simple shape: a larger batch shares what a step costs in any case (the optimizer,
+weights that are read) among more samples, and has to recompute more. So ranges are halved, the most promising first,
+until no range can hold a batch that is better by more than the tolerance: `relaxed` has the bound of a range.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Search:
     def bound(self, least: int, most: int) -> float:
         """Seconds for each sample that no batch from `least` to `most` goes below; infinite if none of them fits."""
         knots = self.law.knots(least, most)
-        costs = [found for batch in knots if (found := self.law.of(batch)) is not None]
+        costs = [each for batch in knots if (each := self.law.of(batch)) is not None]
         if len(costs) < len(knots):
             return math.inf if least == most else 0.0
         chain = relaxed([each.chain for each in costs], knots)

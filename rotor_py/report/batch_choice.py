@@ -13,7 +13,8 @@ Aim = Literal["max", "best"]
 
 @dataclass(frozen=True, slots=True)
 class BatchPoint:
-    """What a batch is worth inside the limit: predicted samples a second, by the fastest plan and with everything stored.
+    """What a batch is worth inside the limit: predicted samples a second, by the fastest plan and with everything
+    stored.
 
     The optimizer's step is in their time. `stored_per_second` is None where storing everything does not fit.
     """
@@ -28,9 +29,9 @@ class BatchPoint:
 class BatchChoice:
     """The batch that was chosen for `mem_limit` bytes, what it costs, and what others would.
 
-    `step_seconds` are those of forward, loss and backward of one batch, `optimizer_seconds` those of the optimizer's step
-    and of clearing gradients; `overhead` is the ratio of the first to storing everything. All of them are predicted from
-    measured stages.
+    `step_seconds` are those of forward, loss and backward of one batch, `optimizer_seconds` those of the optimizer's
+    step and of clearing gradients; `overhead` is the ratio of the first to storing everything. All of them are
+    predicted from measured stages.
     """
 
     aim: Aim
@@ -46,7 +47,7 @@ class BatchChoice:
     """The largest batch that fits with everything stored; None if none does."""
     points: tuple[BatchPoint, ...]
     gap: float | None = None
-    """By how much more samples a second another batch may have, as a share, for these costs: certified. None for "max"."""
+    """The share of samples a second that another batch may have more, for these costs: certified. None for "max"."""
     beyond: int | None = None
     """The next batch after `largest`, which does not fit; None if none was to be looked at."""
     beyond_bytes: int = 0
@@ -56,6 +57,8 @@ class BatchChoice:
     """The samples in a step of the optimizer, if they were given."""
     measured_peak_bytes: int | None = None
     """The peak of a real step of the batch; None where no step was taken."""
+    measured_per_second: tuple[tuple[int, float], ...] = ()
+    """Batches and their samples a second in real steps, which took turns, the optimizer's share included."""
 
     @property
     def accumulation_steps(self) -> int:
@@ -108,7 +111,8 @@ class BatchChoice:
             stored = self.point(self.largest_stored).stored_per_second
             assert stored is not None
             found.append(
-                f"Without recomputation the largest is {self.largest_stored}, with {format_rate(stored)} samples a second."
+                f"Without recomputation the largest is {self.largest_stored}, with {format_rate(stored)} samples a "
+                "second."
             )
         return " ".join(found)
 
@@ -122,7 +126,11 @@ class BatchChoice:
     def _tried(self) -> str | None:
         if self.measured_peak_bytes is None:
             return "No step was taken: this machine has no room for it now."
-        return f"A real step of {self.batch} had a peak of {format_bytes(self.measured_peak_bytes)}."
+        tried = f"A real step of {self.batch} had a peak of {format_bytes(self.measured_peak_bytes)}."
+        if not self.measured_per_second:
+            return tried
+        rates = ", ".join(f"{format_rate(rate)} with {batch}" for batch, rate in self.measured_per_second)
+        return f"{tried} Samples a second in real steps, taken in turns: {rates}."
 
 
 def format_rate(per_second: float) -> str:

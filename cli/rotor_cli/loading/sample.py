@@ -46,8 +46,8 @@ def with_batch(sample: Any, batch: int) -> Any:
 def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
     """A function of a number of samples that makes a sample of so many.
 
-    It is `given`, if that is a function of the batch size. Otherwise `made` has its first dimension scaled, that of every
-    tensor; Failure, when it is called, where they have not one first dimension in common.
+    It is `given`, if that is a function of the batch size. Otherwise `made` has its first dimension scaled, that of
+    every tensor; Failure, when it is called, where they have not one first dimension in common.
     """
     if callable(given) and not isinstance(given, torch.Tensor) and inspect.signature(given).parameters:
         return partial(made_by, given)

@@ -120,6 +120,7 @@ def _batch(choice: BatchChoice) -> dict[str, Any]:
         "accumulation_steps": choice.accumulation_steps,
         "effective_batch": choice.effective_batch,
         "measured_peak_bytes": choice.measured_peak_bytes,
+        "measured_samples_per_second": {str(batch): rate for batch, rate in choice.measured_per_second},
         "largest": choice.largest,
         "largest_stored": choice.largest_stored,
         "beyond": None if choice.beyond is None else beyond,

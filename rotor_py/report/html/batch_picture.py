@@ -1,7 +1,7 @@
 """Samples a second over the batch, as shapes: a line for the fastest plans, one for storing everything, and the choice.
 
-Batches are drawn by their logarithm: from one to the next, what a step costs in any case is shared by as many times more
-samples.
+Batches are drawn by their logarithm: from one to the next, what a step costs in any case is shared by as many times
+more samples.
 """
 
 from __future__ import annotations
