@@ -56,7 +56,9 @@ def largest(
         following = candidates[place + 1]
         if following in known:
             return Largest(fits, known[fits], following, known[following], beyond_measured=True)
-        bound = at_least(known, following)
+        # Only by smaller batches: bytes may jump where a library takes another kernel, and the line through larger ones
+        # then says too much of those before the jump.
+        bound = at_least({batch: known[batch] for batch in known if batch < following}, following)
         if bound > mem_limit + slack:
             return Largest(fits, known[fits], following, bound)
         rounds += 1

@@ -49,7 +49,7 @@ class MeasuredBatches:
         self._sample_bytes: dict[int, int] = {}
 
     def of(self, batch: int) -> StepCosts:
-        """The measured costs of a batch. UnsupportedModelError where they do not grow with it, as batches do."""
+        """The measured costs of a batch. UnsupportedModelError if its sample does not grow with it."""
         if batch not in self.costs:
             network = self._network(batch)
             sample = self._sample_of(batch)
@@ -60,7 +60,6 @@ class MeasuredBatches:
             assert budget is not None
             prefix = measurement.prefix
             costs = agreed_costs(StepCosts(budget, prefix.seconds if prefix else 0.0), self._group, network.device)
-            self._refuse_equal_bytes(batch, costs)
             self.costs[batch], self._networks[batch] = costs, network
         return self.costs[batch]
 
@@ -142,13 +141,4 @@ class MeasuredBatches:
                 raise UnsupportedModelError(
                     f"a sample of {batch} rows has {self._sample_bytes[batch]} bytes, and one of {other} has {size}: "
                     "`sample_of(batch)` has to give as many rows as it is asked for"
-                )
-
-    def _refuse_equal_bytes(self, batch: int, costs: StepCosts) -> None:
-        for other, theirs in self.costs.items():
-            far = max(other, batch) >= 2 * min(other, batch)  # neighbours may differ by less than an allocator rounds
-            if far and (other < batch) != (theirs.stored_bytes < costs.stored_bytes):
-                raise UnsupportedModelError(
-                    f"a step of {batch} samples that stores everything needs {costs.stored_bytes} bytes, and one of "
-                    f"{other} needs {theirs.stored_bytes}: no stage depends on the batch, so no batch is the largest"
                 )

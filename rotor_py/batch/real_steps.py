@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable
 
 from rotor_py.batch.measured_batches import MeasuredBatches
 from rotor_py.measure.device import available_bytes
 
 _TURNS = 3
-"""Times that every batch has its turn: the fewest whose median one disturbed turn cannot spoil."""
+"""Times that every batch has its turn. A guess."""
 
 
 def step_peak(batches: MeasuredBatches, batch: int) -> int | None:
@@ -28,9 +27,10 @@ def step_peak(batches: MeasuredBatches, batch: int) -> int | None:
 
 
 def seconds_in_turns(batches: MeasuredBatches, among: Iterable[int]) -> dict[int, float]:
-    """The median seconds of forward, loss and backward, for each batch; of several processes, the slowest's.
+    """The seconds of forward, loss and backward, for each batch; of several processes, the slowest's.
 
-    They take turns, so that what disturbs the machine disturbs all of them. A step of each has been taken.
+    They take turns, so that what disturbs the machine disturbs all of them, and the best turn of each counts: to be
+    disturbed only takes longer. A step of each has been taken.
     """
     among = list(among)
     found: dict[int, list[float]] = {batch: [] for batch in among}
@@ -38,4 +38,4 @@ def seconds_in_turns(batches: MeasuredBatches, among: Iterable[int]) -> dict[int
         for batch in among:
             with batches.stepping(batch) as step:
                 found[batch].append(step.seconds(batches.network(batch)))
-    return {batch: batches.agreed(statistics.median(seconds)) for batch, seconds in found.items()}
+    return {batch: batches.agreed(min(seconds)) for batch, seconds in found.items()}

@@ -85,6 +85,8 @@ class BatchChoice:
         else:
             price = f"at {self.overhead - 1:+.1%} time compared with storing everything"
         if self.aim == "best":
+            real = dict(self.measured_per_second).get(self.batch)
+            rate = f"{rate} predicted" + (f", {format_rate(real)} in real steps" if real is not None else "")
             return f"A batch of {self.batch} has the most samples a second {inside}: {rate}, {price}."
         return f"A batch of {self.batch} is the largest {inside}: {rate}, {price}."
 
@@ -92,7 +94,7 @@ class BatchChoice:
         found = []
         if self.aim == "best":
             assert self.gap is not None
-            found.append(f"By these costs, no other batch has more than {self.gap:.1%} more.")
+            found.append(f"By what its stages cost, no batch has more than {self.gap:.1%} more.")
             if self.largest != self.batch:
                 rate = format_rate(self.point(self.largest).samples_per_second)
                 found.append(f"The largest that fits is {self.largest}, with {rate} samples a second.")
