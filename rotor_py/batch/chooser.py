@@ -45,8 +45,7 @@ class Chooser:
     def infeasible(self) -> InfeasibleError:
         """The error where not even the smallest candidate fits."""
         batch = self.candidates[0]
-        costs = CostLaw(self.batches.costs).of(batch)
-        assert costs is not None
+        costs = CostLaw(self.batches.costs).of(batch) or self.batches.of(batch)
         least = costs.least_bytes
         return InfeasibleError(
             f"not even a batch of {batch} fits: it needs at least {format_bytes(least)} ({least} bytes), of which "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from rotor_py.batch.step_costs import StepCosts
 
@@ -27,8 +27,9 @@ class CostLaw:
     def of(self, batch: int) -> StepCosts | None:
         """The costs of a step of `batch`; None where the measured batches around it say nothing about it.
 
-        Beyond the measured batches, the line through the last two goes on. Batches whose models are cut into other
-        stages are not on one line; the nearer one then decides which line is followed.
+        Beyond the measured batches, the line through the last two goes on for bytes, and seconds are in proportion to
+        the batch: lines through times that vary would soon be nowhere. Batches whose models are cut into other stages
+        are not on one line; the nearer one then decides which line is followed.
         """
         if batch in self.measured:
             return self.measured[batch]
@@ -47,32 +48,51 @@ class CostLaw:
     def _alike(self, one: int, other: int) -> bool:
         return self.measured[one].stages == self.measured[other].stages
 
-    def _on_line(self, low: int, high: int, batch: int) -> StepCosts:
-        return on_line(self.measured[low], self.measured[high], batch - low, high - low)
+    def _on_line(self, low: int, high: int, batch: int) -> StepCosts | None:
+        way = _Way(batch - low, high - low, batch / low if batch < low else batch / high if batch > high else 1.0)
+        try:
+            return on_line(self.measured[low], self.measured[high], way)
+        except ValueError:
+            # Between measured costs there are costs. Beyond them, lines may cross, and no chain has such numbers.
+            if low <= batch <= high:
+                raise
+            return None
 
 
-def on_line(low: Costs, high: Costs, part: int, whole: int) -> Costs:
-    """What lies `part` of the way from `low` to `high`, whose length is `whole`, number by number; sizes rounded up.
+class _Way(NamedTuple):
+    """How far along a line: `part` of its length, which is `whole`. Beyond it, seconds are those of its end, scaled."""
+
+    part: int
+    whole: int
+    scale: float
+
+
+def on_line(low: Costs, high: Costs, way: _Way) -> Costs:
+    """What lies so far on the way from `low` to `high`, number by number; sizes are rounded up.
 
     Numbers that are not below zero at both ends are not below zero anywhere. Of the ways to run a stage, those are left
     that both have.
     """
     found: Any
-    if low == high or low is None or isinstance(low, str | bool):
+    if low is None or isinstance(low, str | bool):
         found = low
     elif is_dataclass(low) and not isinstance(low, type):
         found = replace(
-            low, **{f.name: on_line(getattr(low, f.name), getattr(high, f.name), part, whole) for f in fields(low)}
+            low, **{each.name: on_line(getattr(low, each.name), getattr(high, each.name), way) for each in fields(low)}
         )
     elif isinstance(low, tuple):
-        found = tuple(on_line(*pair, part, whole) for pair in zip(low, cast(Any, high), strict=False))
+        found = tuple(on_line(one, other, way) for one, other in zip(low, cast(Any, high), strict=False))
     else:
-        found = _number(low, high, part, whole)
+        number: Any = _seconds if isinstance(low, float) else _bytes
+        found = number(low, high, way)
     return cast(Costs, found)
 
 
-def _number(low: Any, high: Any, part: int, whole: int) -> Any:
-    rise = (high - low) * part
+def _seconds(low: float, high: float, way: _Way) -> float:
+    return way.scale * (low + (high - low) * min(max(0, way.part), way.whole) / way.whole)
+
+
+def _bytes(low: int, high: int, way: _Way) -> int:
     # In whole numbers, because sizes are exact: an affine size comes out as it would be measured.
-    found = low - (-rise // whole) if isinstance(rise, int) else low + rise / whole
-    return max(type(found)(0), found) if low >= 0 and high >= 0 else found
+    found = low - (-(high - low) * way.part // way.whole)
+    return max(0, found) if low >= 0 and high >= 0 else found

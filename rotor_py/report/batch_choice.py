@@ -7,6 +7,8 @@ from typing import Literal
 
 from rotor_py.units import format_bytes
 
+_CLOSE = 0.05
+"""A gap that the batches left out, and times that vary a little, explain. A guess."""
 Aim = Literal["max", "best"]
 """The largest batch that fits, or the one with the most samples a second."""
 
@@ -94,7 +96,12 @@ class BatchChoice:
         found = []
         if self.aim == "best":
             assert self.gap is not None
-            found.append(f"By what its stages cost, no batch has more than {self.gap:.1%} more.")
+            more = f"{self.gap:.1%} more"
+            found.append(
+                f"By what its stages cost, no batch has more than {more}."
+                if self.gap <= _CLOSE
+                else f"By what its stages cost, another batch might have up to {more}: times vary here."
+            )
             if self.largest != self.batch:
                 rate = format_rate(self.point(self.largest).samples_per_second)
                 found.append(f"The largest that fits is {self.largest}, with {rate} samples a second.")
