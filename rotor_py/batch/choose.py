@@ -2,9 +2,10 @@
 
 # Note [Choosing a batch]
 #
-#  1. Two small batches are measured, stage by stage. The line through them leads to the next one to measure, until the
-#     largest batch is known that fits, and the largest that fits with everything stored (`largest`). No step is tried
-#     to see whether it runs out of memory: that would leave other processes waiting.
+#  1. Two small batches are measured, stage by stage: 2 and 4, or less where 4 might be too large for the device. The
+#     line through them leads to the next one to measure, until the largest batch is known that fits, and the largest
+#     that fits with everything stored (`largest`). No step is tried to see whether it runs out of memory: that would
+#     leave other processes waiting.
 #  2. The best batch is looked for between the measured ones, where costs are affine (`cost_law`, `search`). It is
 #     measured, which may bend the lines: then it is looked for again, a few times. The answer is always a batch that
 #     was measured.
@@ -36,9 +37,6 @@ from rotor_py.report.batch_choice import Aim, BatchChoice
 from rotor_solver.progress import Progress
 
 _log = logging.getLogger("rotor_py")
-_PROBES = (2, 4)
-"""The batches that are measured first. Not one: layers may refuse it (BatchNorm), and TorchDynamo takes it for a
-constant."""
 _ELSEWHERE = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input")
 """Options of `Checkpointable` that leave nothing to choose, or that are about one batch."""
 
@@ -137,8 +135,8 @@ def _choose(
         if options.pop(name, None) not in (None, False):
             raise ValueError(f"{name}= is not for choosing a batch; choose one without it, then plan for that batch")
     batches = MeasuredBatches(model, sample_of, mem_limit, **options)
-    for probe in _PROBES:
-        batches.of(probe)
+    if not _probe(batches) and among[0] == 1 and len(among) > 1:
+        among = among[1:]
     rate: Rate | None = None
     over: Largest | None = None  # whose step is over the limit, though it was predicted to fit
     while True:
@@ -164,6 +162,22 @@ def _choose(
         if batch == among[0]:
             raise chooser.infeasible()
         among = among[: among.index(batch)]
+
+
+def _probe(batches: MeasuredBatches) -> bool:
+    """Measure two small batches; whether the model trains on one sample, as far as that was tried."""
+    # Not one sample first: layers may refuse it (BatchNorm), and TorchDynamo takes it for a constant.
+    first = batches.of(2)
+    fixed, limit = first.budget.fixed.total, batches.mem_limit
+    for second in (4, 3):
+        # In proportion: a part that is there for any batch makes it less. A stage alone needs less than a step.
+        if fixed + (first.least_bytes - fixed) * second // 2 <= limit:
+            batches.of(second)
+            return True
+    if batches.trains_on(1):
+        return True
+    batches.of(3)
+    return False
 
 
 class _Trial:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,6 @@ from rotor_py.batch.search import TOLERANCE, Found, Rate, Search
 from rotor_py.errors import InfeasibleError
 from rotor_py.units import format_bytes, limit_text
 
-_log = logging.getLogger("rotor_py")
 _ROUNDS = 4
 """Batches that are measured because they may be best, at most. A guess: times vary from one to the next."""
 _ROUNDED = 4 * 512
@@ -69,17 +67,6 @@ class Chooser:
             # What is measured is preferred to what is no better than two plans may differ.
             if search.per_sample(measured) <= found.seconds_per_sample * (1 + TOLERANCE) or not left:
                 return replace(found, batch=measured, seconds_per_sample=search.per_sample(measured))
-            if not self._trains_on(found.batch):
+            if not self.batches.trains_on(found.batch):
                 candidates.remove(found.batch)
         raise AssertionError
-
-    def _trains_on(self, batch: int) -> bool:
-        """Measure a batch; False if it is one sample, and the model refuses that."""
-        try:
-            self.batches.of(batch)
-        except Exception:
-            if batch > 1:
-                raise
-            _log.info("the model does not train on one sample", exc_info=True)
-            return False
-        return True

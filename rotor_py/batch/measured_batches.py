@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ from rotor_py.trials.default_loss import default_loss
 from rotor_py.trials.restore import left_alone
 from rotor_py.trials.step import TrainingStep
 from rotor_solver.progress import Progress
+
+_log = logging.getLogger("rotor_py")
 
 
 class MeasuredBatches:
@@ -62,6 +65,17 @@ class MeasuredBatches:
             costs = agreed_costs(StepCosts(budget, prefix.seconds if prefix else 0.0), self._group, network.device)
             self.costs[batch], self._networks[batch] = costs, network
         return self.costs[batch]
+
+    def trains_on(self, batch: int) -> bool:
+        """Measure a batch; False if it is a single sample, and the model refuses that."""
+        try:
+            self.of(batch)
+        except Exception:  # any: it is the user's model that refuses
+            if batch > 1:
+                raise
+            _log.info("the model does not train on one sample", exc_info=True)
+            return False
+        return True
 
     def network(self, batch: int) -> Checkpointable:
         """The model, measured on this batch."""

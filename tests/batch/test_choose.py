@@ -154,6 +154,17 @@ def test_the_smallest_batch_that_does_not_fit_is_told_with_its_bytes():
         best_batch(model, images, least, multiple=8)
 
 
+def test_a_batch_of_one_is_chosen_where_two_do_not_fit_unless_the_model_refuses_it():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 196, 4), nn.ReLU())
+    limit = needs(model, images, 2)[0] - 1
+    found = largest_batch(model, images, limit)
+    assert (found.batch, found.beyond, found.beyond_measured) == (1, 2, True)
+
+    normed = nn.Sequential(model, nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(InfeasibleError, match="not even a batch of 2 fits"):
+        largest_batch(normed, images, needs(normed, images, 2)[0] - 1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
