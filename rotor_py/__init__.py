@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rotor_py.batch.choose import PlannedBatch, best_batch, largest_batch
     from rotor_py.by_hand.by_level import ByLevel
     from rotor_py.by_hand.checkpoint_config import CheckpointConfig
     from rotor_py.by_hand.checkpointer import ActivationCheckpointer
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from rotor_solver.kept_at_loss import PlanMemory, StageMemory
 
 _NAMES = {
+    "rotor_py.batch.choose": ("PlannedBatch", "best_batch", "largest_batch"),
     "rotor_py.by_hand.checkpointer": ("ActivationCheckpointer",),
     "rotor_py.by_hand.levels": ("ActivationCheckpointing",),
     "rotor_py.by_hand.level_assignment": ("AssignedLevel", "assign_levels"),
@@ -133,6 +135,7 @@ __all__ = [
     "Plan",
     "PlanMemory",
     "PlanMismatchError",
+    "PlannedBatch",
     "RecomputeAll",
     "Report",
     "Revolve",
@@ -145,10 +148,12 @@ __all__ = [
     "UnsupportedModelError",
     "Verification",
     "assign_levels",
+    "best_batch",
     "best_level",
     "compare",
     "format_bytes",
     "frontier",
+    "largest_batch",
     "limit_for",
     "memory_budget",
     "min_bytes",

@@ -13,13 +13,14 @@ import click
 
 from rotor_cli.completion import files
 from rotor_cli.errors import DIFFERENT, INTERRUPTED, UNEXPECTED, Failure
-from rotor_cli.request import Request
+from rotor_cli.request import Request, batch_of
 from rotor_cli.synonyms import CommandWithSynonyms
 
 _EPILOG = """\b
 Examples:
   rotor-plan model.py --mem-limit 4GB
   rotor-plan model.py --mem-limit 80% --batch 64 --verify
+  rotor-plan model.py --mem-limit 24GB --batch best --batch-multiple 8
   rotor-plan model.py --mem-limit 4GB --compare
   rotor-plan model.py --sweep --plot curve.svg
   rotor-plan model.py --max-overhead 10%
@@ -47,7 +48,26 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
     "--max-overhead", metavar="SHARE", help="Instead of a limit: the least one that costs at most 10% more time."
 )
 @click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. [default: cuda where there is one]")
-@click.option("--batch", type=int, metavar="N", help="Number of samples in a batch.")
+@click.option(
+    "--batch",
+    callback=lambda context, option, text: batch_of(text),
+    metavar="N|max|best",
+    help="Samples in a batch; max: the most that fit, best: the most samples a second.",
+)
+@click.option(
+    "--batch-multiple",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Of --batch max or best: only multiples of N.",
+)
+@click.option(
+    "--grad-accumulation",
+    type=click.IntRange(min=1),
+    metavar="SAMPLES",
+    help="Of --batch max or best: several batches make this effective batch.",
+)
 @click.option("--input", "shape", metavar="SHAPE", help="Replace `sample`: 32,3,224,224, or 8,128:int64.")
 @click.option(
     "--config", metavar="JSON", help="For a model class of transformers: its configuration, as JSON or a file of it."

@@ -18,6 +18,18 @@ _SOME_DEVICE = 10**12
 _DEVICE = re.compile(r"cpu(:0)?|cuda(:\d+)?")
 
 
+def batch_of(text: str | None) -> int | Literal["max", "best"] | None:
+    """What `--batch` says; Failure for anything but a number, `max` and `best`."""
+    try:
+        match text:
+            case None | "max" | "best":
+                return text
+            case _:
+                return int(text)
+    except ValueError:
+        raise usage(f"--batch {text!r} is no number of samples, and neither 'max' nor 'best'") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """The options, by their names on the command line."""
@@ -26,7 +38,7 @@ class Request:
     mem_limit: str | None
     max_overhead: str | None
     device: str | None
-    batch: int | None
+    batch: int | Literal["max", "best"] | None
     shape: str | None
     config: str | None
     slots: int
@@ -47,6 +59,8 @@ class Request:
     virtual_stages: int | None = None
     compile: bool = False
     quiet: bool = False
+    batch_multiple: int = 1
+    grad_accumulation: int | None = None
 
     @property
     def overhead(self) -> float | None:
@@ -54,8 +68,20 @@ class Request:
         return None if self.max_overhead is None else _share(self.max_overhead)
 
     @property
+    def batch_aim(self) -> Literal["max", "best"] | None:
+        """How the batch is to be chosen; None where it is not."""
+        return self.batch if self.batch in ("max", "best") else None
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of samples that is asked for; None where the model file or the choice says it."""
+        return self.batch if isinstance(self.batch, int) else None
+
+    @property
     def limited(self) -> bool:
         """Whether a plan for one limit is wanted: a sweep alone has none."""
+        if self.batch_aim is not None:
+            return True
         alone = self.sweep and not (self.verify or self.compare or self.plan_file or self.trace_file or self.html_file)
         return not alone or self.mem_limit is not None or self.max_overhead is not None
 
@@ -75,6 +101,7 @@ class Request:
         if self.plot_file is not None:
             self._refuse_plot(self.plot_file)
         self._refuse_pipeline()
+        self._refuse_batch()
         if self.backward_order != "any" and self.forwards_in_flight == 1:
             raise usage("--backward-order is about several forwards in flight; add --forwards-in-flight 2")
 
@@ -89,6 +116,33 @@ class Request:
                 raise usage(f"--mem-limit: {error}") from error
         if self.device is not None and not _DEVICE.fullmatch(self.device):
             raise usage(f"--device {self.device!r} is not a device to plan for; write cpu, cuda or cuda:N")
+
+    def _refuse_batch(self) -> None:
+        aim, effective, multiple = self.batch_aim, self.grad_accumulation, self.batch_multiple
+        if aim is None:
+            for name, given in (("--batch-multiple", multiple != 1), ("--grad-accumulation", effective is not None)):
+                if given:
+                    raise usage(f"{name} is about a batch that is chosen; add --batch max or --batch best")
+            return
+        if self.max_overhead is not None:
+            raise usage(f"--batch {aim} looks for a batch inside a limit; give --mem-limit instead of --max-overhead")
+        if self.compile:
+            raise usage(
+                f"--batch {aim} looks at plain stages; leave out --compile, and plan with it for the batch that it "
+                "finds"
+            )
+        if effective is None:
+            return
+        if self.fresh_grads:
+            raise usage(
+                "--fresh-grads frees gradients between batches, and --grad-accumulation adds them up over several; "
+                "leave one of them out"
+            )
+        if effective % multiple:
+            raise usage(
+                f"no multiple of {multiple} divides {effective}, so batches of one size cannot make it; give "
+                f"--grad-accumulation a multiple of {multiple}"
+            )
 
     def _refuse_pipeline(self) -> None:
         of_pipelines = {"--microbatches": self.microbatches, "--virtual-stages": self.virtual_stages}
@@ -108,6 +162,7 @@ class Request:
             "--trace": self.trace_file,
             "--html": self.html_file,
             "--compile": self.compile,
+            f"--batch {self.batch}": self.batch_aim,
         }
         for name, value in alone.items():
             if value:

@@ -46,7 +46,7 @@ def agreed_sequence(
     InfeasibleError, in all processes, if it does not fit one of them; PlanMismatchError if their stages are different.
     """
     # Compared before anything is solved: rank 0's sequence is valid only for as many stages.
-    parts = _gathered(_Part(budget.chain, mem_limit, budget.fixed.total + budget.snapshot_bytes), group, device)
+    parts = gather_objects(_Part(budget.chain, mem_limit, budget.fixed.total + budget.snapshot_bytes), group, device)
     _refuse_other_stages(parts)
     room = min(part.mem_limit - part.fixed_bytes for part in parts)
     found: list[Any] = [None]
@@ -67,7 +67,7 @@ def agreed_sequence(
     if isinstance(sequence, RuntimeError):
         raise sequence
     # Room is not all: a process may need more beside the chain, while the optimizer steps for example.
-    peaks = _gathered((budget.peak_bytes(sequence), mem_limit), group, device)
+    peaks = gather_objects((budget.peak_bytes(sequence), mem_limit), group, device)
     # All processes look at all peaks, so that all raise, and none is left waiting in a collective.
     rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])
     if peak > limit:
@@ -83,11 +83,12 @@ def agreed_sequence(
 
 def slowest(seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:
     """The most that any process of `group` says. All have to call this."""
-    found: float = max(_gathered(seconds, group, device))
+    found: float = max(gather_objects(seconds, group, device))
     return found
 
 
-def _gathered(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """What each process of `group` has, in the order of ranks. All have to call this."""
     found: list[Any] = [None] * dist.get_world_size(group)
     with _sending_from(device):
         dist.all_gather_object(found, value, group=group)
@@ -101,7 +102,7 @@ def _sending_from(device: torch.device) -> AbstractContextManager[object]:
 
 def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """PlanMismatchError unless all processes of `group` have the same sequence. All have to call this."""
-    for rank, other in enumerate(_gathered(sequence, group, device)):
+    for rank, other in enumerate(gather_objects(sequence, group, device)):
         if other != sequence:
             raise PlanMismatchError("the sequence", sequence, f"{other} on rank {rank}")
 

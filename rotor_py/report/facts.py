@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
+from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.sweep import Sweep
 from rotor_py.units import format_bytes
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, simulate, store_all
@@ -32,6 +33,8 @@ class ReportFacts:
     """What all limits cost, where that is known."""
     compiled: Iterable[str] = ()
     """The names of the stages that run compiled."""
+    batches: BatchChoice | None = None
+    """How the batch was chosen, if it was."""
 
     @property
     def fits(self) -> bool:
@@ -70,7 +73,9 @@ class ReportFacts:
         """What there is to say beside the verdict, in whole sentences."""
         names = tuple(self.compiled)
         compiled = f"{len(names)} of {len(self.chain)} stages run compiled." if names else None
-        return tuple(each for each in (self.peak_reason(), self.which_forward(), compiled) if each is not None)
+        chosen = () if self.batches is None else self.batches.sentences()
+        others = (self.peak_reason(), self.which_forward(), compiled)
+        return (*chosen, *(each for each in others if each is not None))
 
     @property
     def chain(self) -> Chain:

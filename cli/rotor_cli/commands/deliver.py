@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from rotor_cli.facts import Facts
+from rotor_cli.reporters.batch_chart import BatchChart
 from rotor_cli.reporters.comparison import Comparison
 from rotor_cli.reporters.json_report import json_report
 from rotor_cli.reporters.sweep import curve, plot
@@ -36,6 +37,8 @@ def show(facts: Facts, request: Request) -> None:
     out = console()
     if facts.limited:
         out.print(render(facts, saved_plan=request.plan_file))
+    if facts.batches is not None:
+        out.print("", BatchChart(facts.batches), sep="\n")
     if facts.compared:
         out.print("", Comparison(facts.compared), sep="\n")
     if request.sweep and facts.sweep is not None:

@@ -43,7 +43,7 @@ def _facts(request: Request) -> PipelineFacts:
         device = device_of(request.device)
         limits = _limits(request.mem_limit, request.pipeline, device)
         shown.doing("loading")(0, 0, request.model)
-        found = load(request.model, device, request.batch, request.shape, request.config)
+        found = load(request.model, device, request.batch_size, request.shape, request.config)
         network, costs = _measure(found, request, shown)
         with watched(shown.doing("solving")):
             plan = _plan(costs, limits, request)

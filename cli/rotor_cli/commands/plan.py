@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rotor_cli.commands.batch import choose
 from rotor_cli.errors import INFEASIBLE, Failure, explained
 from rotor_cli.facts import Facts
 from rotor_cli.loading.device import device_of, limit_on
@@ -29,9 +30,15 @@ def plan(request: Request) -> Facts:
         # Read before the model is loaded, which may take long: a typing error is told at once.
         limit = limit_on(device, request.mem_limit) if request.limited and request.overhead is None else None
         shown.doing("loading")(0, 0, request.model)
-        found = load(request.model, device, request.batch, request.shape, request.config)
-        network = _measure(found, limit, request, shown)
-        facts = _stored(found, network, request)
+        found = load(request.model, device, request.batch_size, request.shape, request.config)
+        chosen = None
+        if request.batch_aim is None:
+            network = _measure(found, limit, request, shown)
+        else:
+            assert limit is not None
+            chosen = choose(found, limit, request, shown)
+            network, found = chosen.network, replace(found, sample=found.sample_of(chosen.batch))
+        facts = replace(_stored(found, network, request), batches=chosen)
         if request.sweep or request.overhead is not None:
             facts = _sweep(facts, network, request, shown)
         if request.limited:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from rotor_cli.errors import model_code, usage
-from rotor_cli.loading.sample import made_by, moved_to, tensor_of, with_batch
+from rotor_cli.loading.sample import batches_of, made_by, moved_to, tensor_of, with_batch
 from rotor_cli.loading.target import split_target
 from rotor_cli.loading.transformers_class import configuration_class, example_of, make
 
@@ -39,12 +40,16 @@ def optimizer(parameters):             # optional
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """What a model file defines; `sample` is on the model's device already. `file` is where errors are shown from."""
+    """What a model file defines; `sample` is on the model's device already. `file` is where errors are shown from.
+
+    `sample_of` makes a sample of as many rows as it is asked for, on the device as well.
+    """
 
     file: str
     name: str
     model: nn.Module
     sample: Any
+    sample_of: Callable[[int], Any]
     loss: Callable[[Any], torch.Tensor] | None
     optimizer: torch.optim.Optimizer | None
 
@@ -73,6 +78,7 @@ def load(
         sample = example_of(model, None if shape is None else tensor_of(shape))
     else:
         sample = tensor_of(shape) if shape else _sample(module, file, batch)
+    scaled = batches_of(None if shape or configurable is not None else module.sample, sample, model)
     sample = with_batch(sample, batch) if batch is not None else sample
     loss, make_optimizer = getattr(module, "loss", None), getattr(module, "optimizer", None)
     if configurable is not None:
@@ -84,7 +90,12 @@ def load(
         sample = moved_to(device, sample)
         optimizer = _optimizer(make_optimizer, model, file) if make_optimizer is not None else None
     title = Path(location).name if location.endswith(".py") else location
-    return ModelFile(file, title, model, sample, loss, optimizer)
+    return ModelFile(file, title, model, sample, partial(_on, device, scaled, file), loss, optimizer)
+
+
+def _on(device: torch.device, make: Callable[[int], Any], file: str, batch: int) -> Any:
+    with model_code(file):
+        return moved_to(device, make(batch))
 
 
 def _import(location: str) -> tuple[ModuleType, str]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_cli.errors import usage
+from rotor_profiling import tensors_in
+from rotor_py.plan.inputs.sample import arguments_of
 
 DEFAULT_BATCH = 8
 """For a function of the batch size that has no default of its own. A guess."""
@@ -36,6 +41,30 @@ def with_batch(sample: Any, batch: int) -> Any:
         return tensor.detach()[torch.arange(batch) % len(tensor)].requires_grad_(tensor.requires_grad)
 
     return tree_map_only(torch.Tensor, resized, sample)
+
+
+def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
+    """A function of a number of samples that makes a sample of so many.
+
+    It is `given`, if that is a function of the batch size. Otherwise `made` has its first dimension scaled, that of
+    every tensor; Failure, when it is called, where they have not one first dimension in common.
+    """
+    if callable(given) and not isinstance(given, torch.Tensor) and inspect.signature(given).parameters:
+        return partial(made_by, given)
+
+    def scaled(batch: int) -> Any:
+        arguments, keywords = arguments_of(made, model)  # a DataLoader's is its first batch
+        sample = keywords or arguments
+        rows = {len(tensor) for tensor in tensors_in(sample) if tensor.dim()}
+        if len(rows) != 1:
+            said = " and ".join(map(str, sorted(rows))) or "none"
+            raise usage(
+                f"the inputs have no first dimension in common that could be the batch ({said}); write `sample` in the "
+                "model file as a function of the batch size"
+            )
+        return with_batch(sample, batch)
+
+    return scaled
 
 
 def tensor_of(shape: str) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rotor_cli.facts import Facts
+from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.sweep import Point, Sweep
 from rotor_py.trials.comparison import ComparedStrategy
 from rotor_py.trials.verification import Verification
@@ -40,6 +41,8 @@ def json_report(facts: Facts) -> dict[str, Any]:
         data["verify"] = _verify(facts.verified)
     if facts.compared:
         data["compare"] = [_strategy(compared) for compared in facts.compared]
+    if facts.batches is not None:
+        data["batch"] = _batch(facts.batches)
     if facts.sweep is not None:
         data["sweep"] = _sweep(facts.sweep)
     if not facts.limited:
@@ -100,6 +103,37 @@ def _strategy(compared: ComparedStrategy) -> dict[str, Any]:
         data["measured_step_seconds"] = compared.verified.measured_step_seconds
         data["max_grad_difference"] = compared.verified.max_grad_difference
     return data
+
+
+def _batch(choice: BatchChoice) -> dict[str, Any]:
+    beyond = {
+        "batch": choice.beyond,
+        "needed_bytes": choice.beyond_bytes,
+        "measured": choice.beyond_measured,
+    }
+    return {
+        "aim": choice.aim,
+        "batch": choice.batch,
+        "samples_per_second": choice.samples_per_second,
+        "gap": choice.gap,
+        "optimizer_seconds": choice.optimizer_seconds,
+        "accumulation_steps": choice.accumulation_steps,
+        "effective_batch": choice.effective_batch,
+        "measured_peak_bytes": choice.measured_peak_bytes,
+        "measured_samples_per_second": {str(batch): rate for batch, rate in choice.measured_per_second},
+        "largest": choice.largest,
+        "largest_stored": choice.largest_stored,
+        "beyond": None if choice.beyond is None else beyond,
+        "points": [
+            {
+                "batch": point.batch,
+                "samples_per_second": point.samples_per_second,
+                "store_all_samples_per_second": point.stored_per_second,
+                "measured": point.measured,
+            }
+            for point in choice.points
+        ],
+    }
 
 
 def _sweep(sweep: Sweep) -> dict[str, Any]:

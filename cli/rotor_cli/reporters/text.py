@@ -59,7 +59,11 @@ def usage(facts: Facts, saved_plan: str | None) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     code = f"model = Checkpointable(model, {argument})"
-    table.add_row("use it", Text(f"from rotor_py import Checkpointable\n{code}\nloss(model(batch)).backward()"))
+    step = "loss(model(batch)).backward()"
+    if (chosen := facts.batches) is not None:
+        steps = chosen.accumulation_steps
+        step += f"  # {chosen.batch} samples" + (f", and optimizer.step() after every {steps}" if steps > 1 else "")
+    table.add_row("use it", Text(f"from rotor_py import Checkpointable\n{code}\n{step}"))
     return table
 
 

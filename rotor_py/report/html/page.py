@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from rotor_py.report.facts import ReportFacts
+from rotor_py.report.html import batch_picture as batch
 from rotor_py.report.html import curve_picture as curve
 from rotor_py.report.html import schedule_picture as schedule
 from rotor_py.report.html.memory_picture import LEFT, memory_picture
@@ -37,6 +38,8 @@ def page(facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = ()) -> str
         parts=facts.budget.parts() or "nothing",
         curve=curve.curve_picture(facts, sweep),
         axes=curve,
+        batch=None if facts.batches is None else batch.batch_picture(facts.batches),
+        plane=batch,
         saving=saving(sweep),
         memory=memory_picture(facts),
         left=LEFT,

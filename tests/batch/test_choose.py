@@ -1,0 +1,196 @@
+"""`largest_batch` and `best_batch` on real models: against measuring every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import (
+    Checkpointable,
+    InfeasibleError,
+    UnsupportedModelError,
+    best_batch,
+    largest_batch,
+)
+from rotor_py.batch.measured_batches import MeasuredBatches
+from rotor_py.batch.real_steps import step_peak
+from rotor_py.trials.default_loss import default_loss
+from rotor_solver import store_all
+
+
+def images(batch: int) -> torch.Tensor:
+    return torch.randn(batch, 3, 16, 16)
+
+
+def convolutions() -> nn.Module:
+    """With batch norms, whose statistics move, and a smaller input than outputs."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(3 if i == 0 else 6, 6, 3, padding=1), nn.BatchNorm2d(6)) for i in range(4)]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(6 * 256, 10))
+
+
+class Masked(nn.Module):
+    """Attention under a mask that is made from the shape of the batch: TorchDynamo captures it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.ModuleList(nn.Linear(16, 48) for _ in range(3))
+        self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        batch, length, _ = x.shape
+        mask = torch.ones(batch, length, length, dtype=torch.bool).tril()
+        for into, out in zip(self.into, self.out, strict=True):
+            q, k, v = into(x).chunk(3, dim=-1)
+            x = x + out(nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+        return {"loss": nn.functional.mse_loss(x, labels)}
+
+
+def sequences(batch: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(batch, 12, 16), "labels": torch.randn(batch, 12, 16)}
+
+
+def needs(model: nn.Module, sample_of: Callable[[int], Any], batch: int, **options: Any) -> tuple[int, int]:
+    """The least limit of a batch, and the peak of storing everything: measured for itself."""
+    network = Checkpointable(model, sample_of(batch), loss=default_loss, **options)
+    assert network.budget is not None
+    return network.budget.least_bytes(), network.budget.peak_bytes(store_all(network.budget.chain))
+
+
+@pytest.mark.parametrize(("make", "sample_of"), [(convolutions, images), (Masked, sequences)])
+def test_the_largest_is_what_measuring_every_batch_finds(make, sample_of):
+    model = make()
+    options = {"optimizer": torch.optim.Adam(model.parameters()), "fresh_grads": True}
+    every = {batch: needs(model, sample_of, batch, **options) for batch in range(2, 12)}
+    for limit in (every[9][0], every[8][0] - 1):
+        found = largest_batch(model, sample_of, limit, **options)
+        assert found.batch == found.largest == max(batch for batch in every if every[batch][0] <= limit)
+        stored = [batch for batch in every if every[batch][1] <= limit]
+        assert found.largest_stored == (max(stored) if stored else None)
+        assert found.beyond == found.batch + 1
+        assert limit < found.beyond_bytes <= every[found.batch + 1][0]
+        assert found.measured_peak_bytes is not None
+        assert found.measured_peak_bytes <= limit
+        assert found.network.budget is not None
+        assert found.network.budget.least_bytes() == every[found.batch][0]
+
+
+def test_the_network_that_comes_back_is_planned_for_the_batch_and_trains_with_plain_gradients():
+    model, plain = convolutions(), convolutions()
+    limit = needs(model, images, 12)[0] + 1000
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    state = torch.get_rng_state()
+    found = largest_batch(model, images, limit, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert all(map(torch.equal, before, model.state_dict().values())), "choosing changes nothing"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert found.network.sequence is not None
+    assert found.overhead > 1
+    torch.set_rng_state(state)
+    batch = images(found.batch)
+    found.network(batch).square().mean().backward()
+    plain(batch).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_the_best_batch_is_as_fast_as_the_two_largest_in_real_steps_and_inside_the_limit():
+    model = convolutions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    limit = needs(model, images, 12, optimizer=optimizer)[0]
+    found = best_batch(model, images, limit, optimizer=optimizer, multiple=2)
+    assert found.batch % 2 == 0
+    assert found.largest == 12
+    assert found.optimizer_seconds > 0
+    assert found.gap is not None
+    assert found.gap >= 0
+    rates = dict(found.measured_per_second)
+    assert {found.batch, found.largest, found.largest_stored} <= rates.keys()
+    assert rates[found.batch] == max(rates.values())
+    assert found.measured_peak_bytes is not None
+    assert found.measured_peak_bytes <= limit
+    assert [point.batch for point in found.points if point.stored_per_second is not None][-1] == found.largest_stored
+    assert "samples a second" in str(found)
+
+
+def test_accumulation_keeps_the_effective_batch():
+    model = convolutions()
+    limit = needs(model, images, 9)[0]
+    found = largest_batch(model, images, limit, effective_batch=28)
+    assert (found.batch, found.accumulation_steps) == (7, 4)
+    assert found.beyond == 14
+    assert "after 4 batches of 7: 28 samples" in str(found)
+
+
+@pytest.mark.parametrize("choose", [largest_batch, best_batch])
+def test_a_step_that_takes_more_than_was_predicted_makes_the_batch_smaller(choose, monkeypatch):
+    def hoarded(batches: MeasuredBatches, batch: int) -> int | None:
+        found = step_peak(batches, batch)
+        assert found is not None
+        return found + (limit if batch >= 9 else 0)
+
+    model = convolutions()
+    limit = needs(model, images, 10)[0] + 100
+    monkeypatch.setattr("rotor_py.batch.choose.step_peak", hoarded)
+    found = choose(model, images, limit)
+    assert found.largest == 8
+    assert found.batch <= 8
+    assert (found.beyond, found.beyond_measured) == (9, True)
+    assert found.beyond_bytes > limit
+
+
+def test_the_smallest_batch_that_does_not_fit_is_told_with_its_bytes():
+    model = convolutions()
+    least = needs(model, images, 2)[0]
+    with pytest.raises(
+        InfeasibleError, match=r"not even a batch of 1 fits: it needs at least .* the limit is"
+    ) as error:
+        largest_batch(model, images, least // 3)
+    assert error.value.mem_limit == least // 3
+    with pytest.raises(InfeasibleError, match="not even a batch of 8 fits"):
+        best_batch(model, images, least, multiple=8)
+
+
+def test_a_batch_of_one_is_chosen_where_two_do_not_fit_unless_the_model_refuses_it():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 196, 4), nn.ReLU())
+    limit = needs(model, images, 2)[0] - 1
+    found = largest_batch(model, images, limit)
+    assert (found.batch, found.beyond, found.beyond_measured) == (1, 2, True)
+
+    normed = nn.Sequential(model, nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(InfeasibleError, match="not even a batch of 2 fits"):
+        largest_batch(normed, images, needs(normed, images, 2)[0] - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"multiple": 0}, "multiple is 0; it has to be a whole number"),
+        ({"multiple": 8, "effective_batch": 20}, "no multiple of 8 up to 65536 divides effective_batch, which is 20"),
+        ({"multiple": 8, "most": 4}, "multiple is 8 and most is 4"),
+        ({"fresh_grads": True, "effective_batch": 8}, "leave one of them out"),
+        ({"compile": True}, "compile= is not for choosing a batch"),
+        ({"level": 2}, "level= is not for choosing a batch"),
+        ({"mem_limit": "4 apples"}, "not a unit of size"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_measured(options, message):
+    def never(batch: int) -> torch.Tensor:
+        raise AssertionError
+
+    with pytest.raises(ValueError, match=message):
+        best_batch(nn.Sequential(nn.Linear(2, 2)), never, **options)
+
+
+def test_samples_that_do_not_grow_with_the_batch_are_refused():
+    with pytest.raises(UnsupportedModelError, match="has to give as many rows as it is asked for"):
+        largest_batch(convolutions(), lambda batch: images(8), "1GB")
+
+
+def test_no_batch_is_asked_about_beyond_the_most():
+    found = largest_batch(nn.Sequential(nn.Linear(4, 4)), lambda batch: torch.randn(batch, 4), "1GB", most=100)
+    assert (found.batch, found.largest_stored, found.beyond) == (100, 100, None)
+    assert "Larger batches than 100 were not asked about." in str(found)
