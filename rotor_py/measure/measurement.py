@@ -51,6 +51,8 @@ class Measurement:
     """Bytes of outputs that get no gradient."""
     in_part: tuple[StageCost | None, ...] = ()
     """The cost of each stage when it is stored in part (`stage.partial_saving`); None for those that cannot be."""
+    spread: float = 0.0
+    """How far the times of one kind of stage were apart, as a part of them."""
 
     @property
     def returned_bytes(self) -> int:

@@ -119,12 +119,12 @@ def test_a_chain_is_measured_again_only_where_layouts_differ(
     make: Callable[[], nn.Sequential], walks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    walk = StageMeasurer.walk
+    survey = StageMeasurer._survey
 
     def counting(stages: StageMeasurer, *progress: Any) -> Any:
         counted.append(1)
-        return walk(stages, *progress)
+        return survey(stages, *progress)
 
-    monkeypatch.setattr(StageMeasurer, "walk", counting)
+    monkeypatch.setattr(StageMeasurer, "_survey", counting)
     Checkpointable(make(), loss=square).measure(torch.randn(16, 12, 48))
     assert len(counted) == walks
