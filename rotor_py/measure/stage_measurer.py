@@ -36,7 +36,7 @@ from rotor_profiling import (
     time_ways,
 )
 from rotor_profiling.isolate import trained_parameters
-from rotor_profiling.timing import stopwatch
+from rotor_profiling.timing import stopwatch, together
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.measure.carried_tensors import CarriedTensors
@@ -57,8 +57,8 @@ from rotor_solver.progress import Progress
 class StageMeasurer:
     """Measures the stages of a chain on the input `value`, of equal ones the first.
 
-    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. The processes of
-    `group` measure the same stages together.
+    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `node_seconds`
+    are added to the time of a run without a graph. The processes of `group` measure the same stages together.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class StageMeasurer:
         fresh_gradients: bool = False,
         silent: tuple[int, ...] = (),
         group: dist.ProcessGroup | None = None,
+        node_seconds: float = 0.0,
     ) -> None:
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
@@ -85,7 +86,7 @@ class StageMeasurer:
         self._owned = list(storages(tensors_in(value)))
         self._surveyed: dict[Hashable, _Surveyed] = {}
         self._known: dict[Hashable, _Found] = {}
-        self._times = StageTimes()
+        self._times = StageTimes(node_seconds)
         self._needs_gradient: dict[int, list[bool]] = {}
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
         self._input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(self._input))
@@ -119,10 +120,10 @@ class StageMeasurer:
         if self._settle_layouts():
             self._measure()
 
-    def _survey(self, progress: Progress | None = None) -> Any:
-        """The first walk; returns the chain's output."""
+    def _survey(self, progress: Progress | None = None, last: int | None = None) -> Any:
+        """The first walk, up to the stage `last`; returns its output, by default the chain's."""
         value = self._input
-        for number, (name, _) in enumerate(self._stages):
+        for number, (name, _) in enumerate(self._stages[: None if last is None else last + 1]):
             if progress is not None:
                 progress(0, len(self._stages), name)
             value = self._survey_stage(number, value)
@@ -132,9 +133,10 @@ class StageMeasurer:
         """Walk until gradients arrive in the layouts that are known; whether they did not before."""
         walked = False
         # This ends: the gradients of a stage depend on the stages after it alone, so every walk settles one more.
-        while anywhere(self._layouts.differ(), self._group, self._device):
+        while anywhere((last := self._layouts.last_that_differs()) is not None, self._group, self._device):
             self._layouts.take_over()
-            self._survey()
+            # Processes have to run equally many stages, and others may differ at later ones.
+            self._survey(last=None if together() else last)
             walked = True
         return walked
 

@@ -7,6 +7,7 @@ every walk; and its caches are as cold as in a step. Stages of one kind share th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from math import sqrt
 
 from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, spread_of
@@ -22,9 +23,14 @@ GOOD_ENOUGH = 0.02
 
 
 class StageTimes:
-    """The runs of the stages of some kinds, as far as they have been timed."""
+    """The runs of the stages of some kinds, as far as they have been timed.
 
-    def __init__(self) -> None:
+    `node_seconds` is what a stage takes beside its runs if it has no graph at first. It counts with the run without a
+    graph, of which such a stage has at least one.
+    """
+
+    def __init__(self, node_seconds: float = 0.0) -> None:
+        self._node_seconds = node_seconds
         self._runs: dict[Hashable, list[StageRun]] = {}
 
     def add(self, kind: Hashable, run: StageRun) -> None:
@@ -33,7 +39,8 @@ class StageTimes:
 
     def of(self, kind: Hashable) -> list[StageSeconds]:
         """The seconds of stages of a `kind`, in each way to run them."""
-        return estimate(self._runs[kind])
+        found = estimate(self._runs[kind])
+        return [replace(way, nograd_seconds=way.nograd_seconds + self._node_seconds) for way in found]
 
     def wanted(self, kinds: Sequence[Hashable]) -> set[int]:
         """Which stages of a chain to time in the next walk, by position; `kinds` has that of each stage."""
