@@ -121,9 +121,9 @@ def test_a_chain_is_measured_again_only_where_layouts_differ(
     counted: list[int] = []
     survey = StageMeasurer._survey
 
-    def counting(stages: StageMeasurer, *progress: Any) -> Any:
+    def counting(stages: StageMeasurer, *progress: Any, **until: Any) -> Any:
         counted.append(1)
-        return survey(stages, *progress)
+        return survey(stages, *progress, **until)
 
     monkeypatch.setattr(StageMeasurer, "_survey", counting)
     Checkpointable(make(), loss=square).measure(torch.randn(16, 12, 48))
