@@ -60,8 +60,8 @@ def stages_timed_once(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """Few tests depend on a time, and say so. For all others a stage is timed once."""
     if request.node.get_closest_marker("timed") is None:
         monkeypatch.setattr("rotor_profiling.timing.ENOUGH_SECONDS", 0.0)
-        monkeypatch.setattr("rotor_py.measure.stage_times.FEWEST_RUNS", 1)
-        monkeypatch.setattr("rotor_py.measure.stage_times.GOOD_ENOUGH", float("inf"))
+        monkeypatch.setattr("rotor_py.measure.walks.stage_times.FEWEST_RUNS", 1)
+        monkeypatch.setattr("rotor_py.measure.walks.stage_times.GOOD_ENOUGH", float("inf"))
 
 
 @pytest.fixture(autouse=True)

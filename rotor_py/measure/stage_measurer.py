@@ -39,12 +39,12 @@ from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import stopwatch, together
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
-from rotor_py.measure.carried_tensors import CarriedTensors
 from rotor_py.measure.cut import Cut
-from rotor_py.measure.gradient_layouts import GradientLayouts
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.prefix import run_prefix
-from rotor_py.measure.stage_times import StageTimes
+from rotor_py.measure.walks.carried_tensors import CarriedTensors
+from rotor_py.measure.walks.gradient_layouts import GradientLayouts
+from rotor_py.measure.walks.stage_times import StageTimes
 from rotor_py.stage.activity import During
 from rotor_py.stage.decisions import decided_bytes
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from rotor_profiling import loss_layouts, measured_peak, stage_layouts
 from rotor_py import Checkpointable, store_all
-from rotor_py.measure.gradient_layouts import GradientLayouts
 from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_py.measure.walks.gradient_layouts import GradientLayouts
 from rotor_py.stage.runner import StageRunner
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from rotor_profiling.stage.seconds import StageRun
 from rotor_py import Checkpointable
 from rotor_py.execute.node_seconds import node_seconds
 from rotor_py.measure import stage_measurer
-from rotor_py.measure.stage_times import FEWEST_RUNS, MOST_PER_WALK, MOST_RUNS, StageTimes
+from rotor_py.measure.walks.stage_times import FEWEST_RUNS, MOST_PER_WALK, MOST_RUNS, StageTimes
 
 pytestmark = pytest.mark.timed
 
