@@ -40,7 +40,8 @@ def test_stages_are_told_one_by_one_to_who_counts_them(caplog: pytest.LogCapture
     told: list[tuple[int, int]] = []
     messages(caplog, progress=lambda done, total, name: told.append((done, total)))
     assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert {total for _, total in told} == {4} and told[-1][0] == 4
+    assert {total for _, total in told} == {4}
+    assert told[-1][0] == 4
 
 
 def test_progress_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
