@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from rotor_py.partition.memory_budget import memory_budget
     from rotor_py.plan.saved.plan import Plan
     from rotor_py.report import Report
+    from rotor_py.report.sweep import Sweep
     from rotor_py.trials.best_level import LevelChoice, best_level
     from rotor_py.trials.comparison import ComparedStrategy, compare
+    from rotor_py.trials.limits import least_limit, sweep
     from rotor_py.trials.verification import Verification, verify
     from rotor_py.units import format_bytes, parse_bytes
     from rotor_solver import (
@@ -104,6 +106,8 @@ _NAMES = {
     "rotor_py.plan.saved.plan": ("Plan",),
     "rotor_solver.kept_at_loss": ("PlanMemory", "StageMemory"),
     "rotor_py.report": ("Report",),
+    "rotor_py.report.sweep": ("Sweep",),
+    "rotor_py.trials.limits": ("least_limit", "sweep"),
     "rotor_py.trials.verification": ("Verification", "verify"),
     "rotor_py.units": ("format_bytes", "parse_bytes"),
 }
@@ -145,6 +149,7 @@ __all__ = [
     "Stage",
     "StageMemory",
     "StoreAll",
+    "Sweep",
     "UnsupportedModelError",
     "Verification",
     "assign_levels",
@@ -154,6 +159,7 @@ __all__ = [
     "format_bytes",
     "frontier",
     "largest_batch",
+    "least_limit",
     "limit_for",
     "memory_budget",
     "min_bytes",
@@ -162,6 +168,7 @@ __all__ = [
     "simulate",
     "solve",
     "store_all",
+    "sweep",
     "verify",
 ]
 

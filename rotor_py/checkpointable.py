@@ -73,7 +73,8 @@ class Checkpointable(Transparent):
         mem_limit: the peak of a whole training step on the device: bytes, or a text such as "4GB", "512MiB", "80%".
             None is 90 % of what the device can give this process.
         mem_slots: how finely the solver divides memory.
-        verbosity: 0 says nothing; from 1 on, plans and the progress of measuring are logged to `rotor_py`.
+        verbosity: from 1 on, plans and the progress of measuring are logged to `rotor_py` as warnings, which are shown
+            where logging is not set up. Else what is measured is logged as information.
         preserve_rng_state: whether what is computed again draws the same random numbers.
         loss_tmp_memory_usage: bytes that the loss needs beyond its gradient, where `loss` is not given.
         loss: the loss as a function of the output, to be measured.
@@ -89,7 +90,7 @@ class Checkpointable(Transparent):
             steps have been in reverse. If a backward then comes in another order, a warning is logged where that takes
             the step over the limit, and from the next step on the plan is for any order.
         progress: called with (stages done, all stages, name of the next) while measuring. Without it, a bar is shown on
-            a terminal if measuring takes longer than a moment.
+            a terminal if measuring takes longer than a moment. True: lines of the log, too. False: no bar.
         plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring. What was
             measured for it is in the file, so that `report()` and `memory()` say what they said there.
         granularity: the most stages into which a captured graph is cut.
@@ -126,7 +127,7 @@ class Checkpointable(Transparent):
     verbosity = Setting[int]()
     preserve_rng_state = Setting[bool]()
     loss_tmp_memory_usage = Setting[int]()
-    progress = Setting[Progress | None]()
+    progress = Setting[Progress | bool | None]()
     forwards_in_flight = Setting[int]()
     backward_order = Setting[str | None]()
     watch = Setting[bool | None]()
@@ -147,7 +148,7 @@ class Checkpointable(Transparent):
         forwards_in_flight: int = 1,
         backward_order: Literal["any", "reverse"] | None = None,
         plan: str | Path | Plan | None = None,
-        progress: Progress | None = None,
+        progress: Progress | bool | None = None,
         granularity: int = 100,
         process_group: ProcessGroup | None = None,
         watch: bool | None = None,

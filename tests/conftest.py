@@ -56,10 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def stages_timed_three_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tests depend on a time, and say so. For all others a small stage is timed three times, not twenty."""
+def stages_timed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tests depend on a time, and say so. For all others a stage is timed once."""
     if request.node.get_closest_marker("timed") is None:
         monkeypatch.setattr("rotor_profiling.timing.ENOUGH_SECONDS", 0.0)
+        monkeypatch.setattr("rotor_py.measure.walks.stage_times.FEWEST_RUNS", 1)
+        monkeypatch.setattr("rotor_py.measure.walks.stage_times.GOOD_ENOUGH", float("inf"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,8 @@ from rotor_profiling.isolate import RandomState, isolated
 from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
-from rotor_profiling.stage.cost import StageCost, measure_options
+from rotor_profiling.stage.bytes import Place, StageBytes
+from rotor_profiling.stage.cost import StageCost, measure_options, measure_ways, time_ways
 from rotor_profiling.stage.gradients import Layouts, leaves_of
 from rotor_profiling.stage.kind import stage_kind, value_kind
 from rotor_profiling.stage.layouts import loss_layouts, stage_layouts
@@ -18,7 +19,9 @@ __all__ = [
     "MemoryMeter",
     "OptimizerCost",
     "Phase",
+    "Place",
     "RandomState",
+    "StageBytes",
     "StageCost",
     "StepWatch",
     "UnknownOptimizerError",
@@ -29,6 +32,7 @@ __all__ = [
     "loss_layouts",
     "measure_loss",
     "measure_options",
+    "measure_ways",
     "measured_curve",
     "measured_peak",
     "measured_phases",
@@ -39,6 +43,7 @@ __all__ = [
     "storage_bytes",
     "storages",
     "tensors_in",
+    "time_ways",
     "together",
     "value_kind",
     "watch_step",

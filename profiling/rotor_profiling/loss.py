@@ -14,7 +14,7 @@ from rotor_profiling.isolate import RandomState
 from rotor_profiling.memory import memory_meter
 from rotor_profiling.stage.gradients import gradients_at, leaves_of
 from rotor_profiling.storage import wait_for
-from rotor_profiling.timing import median_seconds
+from rotor_profiling.timing import seconds_of
 
 
 class UnusableLossError(ValueError):
@@ -58,13 +58,12 @@ def measure_loss(
                 meter.mark("end")  # so that letting go of them below counts in no phase
                 del value, leaf, first_gradient
 
-            def run(lap: Callable[[], None]) -> None:
+            def run() -> None:
                 leaf = leaves_of(output)
                 loss(leaf).backward()
                 wait_for(gradients_at(leaf))
-                lap()
 
-            (seconds,) = median_seconds(run, device, laps=1)
+            seconds = seconds_of(run, device)
     finally:
         state.restore()
     phase, start = meter.phases["loss"], meter.phases["start of a backward"]

@@ -1,45 +1,69 @@
-"""Seconds that a piece of code takes on its device: medians of repeated runs."""
+"""Seconds that a piece of code takes on its device, whatever else the machine does meanwhile."""
 
 from __future__ import annotations
 
-import statistics
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-# Guesses. Fewer runs make times that jump from plan to plan, more runs make measuring take minutes. A stage of five
-# milliseconds is timed ten times; a long one three times, so that a single outlier cannot be the median.
+# Guesses. Fewer runs make times that jump from plan to plan, more runs make measuring take minutes.
 FEWEST_RUNS = 3
-MOST_RUNS = 20
-ENOUGH_SECONDS = 0.05
+MOST_RUNS = 7
+ENOUGH_SECONDS = 0.02
 
 
-def median_seconds(runs: Callable[[Callable[[], None]], None], device: torch.device, laps: int) -> list[float]:
-    """The median seconds of each lap: `runs` has `laps` consecutive parts, and calls its argument after each."""
-    measured = lap_seconds(runs, device, laps)
-    return [statistics.median(run[lap] for run in measured) for lap in range(laps)]
+class Stopwatch(Protocol):
+    """Times the laps of one run: from `start` on, each up to a call of `lap`."""
+
+    def start(self) -> None: ...
+
+    def lap(self) -> None: ...
+
+    def stop(self) -> list[float]:
+        """The seconds of all laps since the start."""
 
 
-def lap_seconds(runs: Callable[[Callable[[], None]], None], device: torch.device, laps: int) -> list[list[float]]:
-    """The seconds of each lap, run by run: `runs` has `laps` consecutive parts, and calls its argument after each.
-
-    `runs` is repeated until medians rest on enough runs. CUDA work is timed with events on the current stream.
-    """
+@contextmanager
+def stopwatch(device: torch.device) -> Iterator[Stopwatch]:
+    """A stopwatch for what this thread runs on `device`."""
     # Events, not the host's clock: kernels run long after the call that launched them has returned.
-    clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
-    measured: list[list[float]] = []
-    spent = 0.0
+    if device.type == "cuda":
+        yield _CudaStopwatch(device)
+        return
+    with _waiting_for_a_core() as waited:
+        yield _CpuStopwatch(waited)
+
+
+def seconds_of(run: Callable[[], None], device: torch.device, before: Callable[[], None] | None = None) -> float:
+    """The seconds of `run`, which is repeated until they rest on enough runs; what comes `before` it is not counted."""
+    measured: list[float] = []
     # Processes have to run equally often, but their clocks differ. With equal bounds no clock decides.
     most = FEWEST_RUNS if together() else MOST_RUNS
-    while len(measured) < FEWEST_RUNS or (spent < ENOUGH_SECONDS and len(measured) < most):
-        clock.start()
-        runs(clock.lap)
-        measured.append(clock.stop())
-        assert len(measured[-1]) == laps
-        spent += sum(measured[-1])
-    return measured
+    with stopwatch(device) as watch:
+        while len(measured) < FEWEST_RUNS or (sum(measured) < ENOUGH_SECONDS and len(measured) < most):
+            if before is not None:
+                before()
+            watch.start()
+            run()
+            watch.lap()
+            measured += watch.stop()
+    return lower_quartile(measured)
+
+
+def lower_quartile(samples: list[float]) -> float:
+    """The value that a quarter of the `samples` is below: what disturbs a run makes it longer, and never shorter."""
+    return _quantile(samples, 0.25)
+
+
+def spread(samples: list[float]) -> float:
+    """How far the middle half of the `samples` reaches, as a part of their median; 0 for a single one."""
+    middle = _quantile(samples, 0.5)
+    return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / middle if middle else 0.0
 
 
 def together() -> bool:
@@ -47,21 +71,52 @@ def together() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-class _CpuClock:
-    def __init__(self) -> None:
+def _quantile(samples: list[float], part: float) -> float:
+    ordered = sorted(samples)
+    at = part * (len(ordered) - 1)
+    below = int(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (at - below) * (ordered[above] - ordered[below])
+
+
+@contextmanager
+def _waiting_for_a_core() -> Iterator[Callable[[], float]]:
+    """A function that says for how many seconds this thread has been ready to run, and something else ran instead.
+
+    Linux counts them: the second number in `schedstat` (Documentation/scheduler/sched-stats.rst), in nanoseconds. Where
+    nobody counts, it says 0.
+    """
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        yield lambda: 0.0
+        return
+    try:
+        yield lambda: int(os.pread(file, 64, 0).split()[1]) / 1e9
+    finally:
+        os.close(file)
+
+
+class _CpuStopwatch:
+    """Seconds in which this thread runs, or waits for something else than a core."""
+
+    def __init__(self, waited: Callable[[], float]) -> None:
+        self._waited = waited
         self._times: list[float] = []
 
     def start(self) -> None:
-        self._times = [time.perf_counter()]
+        self._times = []
+        self.lap()
 
     def lap(self) -> None:
-        self._times.append(time.perf_counter())
+        self._times.append(time.perf_counter() - self._waited())
 
     def stop(self) -> list[float]:
-        return [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
+        # The two clocks are not read at the same moment, so a lap without work may come out negative.
+        return [max(0.0, after - before) for before, after in zip(self._times, self._times[1:], strict=False)]
 
 
-class _CudaClock:
+class _CudaStopwatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[torch.cuda.Event] = []

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from rotor_profiling.timing import median_seconds
+from rotor_profiling.timing import seconds_of
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.trials.restore import left_alone, put_back
 
 
 def optimizer_seconds(network: Checkpointable, optimizer: torch.optim.Optimizer | None, *, fresh_grads: bool) -> float:
-    """The median seconds of `optimizer.step()` and `zero_grad()`; zero without an optimizer.
+    """The seconds of `optimizer.step()` and `zero_grad()`; zero without an optimizer.
 
     Steps are taken on gradients of zeros. Parameters, gradients and the optimizer's state are put back.
     """
@@ -25,14 +23,11 @@ def optimizer_seconds(network: Checkpointable, optimizer: torch.optim.Optimizer 
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def run(lap: Callable[[], None]) -> None:
+    def run() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=fresh_grads)
-        lap()
-        give_gradients()
-        lap()
 
     with left_alone(network, optimizer), put_back(trained):
         give_gradients()
         optimizer.step()  # the first step makes the state
-        return median_seconds(run, network.device, laps=2)[0]
+        return seconds_of(run, network.device, before=give_gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rotor_profiling import LossCost, StageCost
 from rotor_solver import Chain, Option, Stage
@@ -51,6 +51,8 @@ class Measurement:
     """Bytes of outputs that get no gradient."""
     in_part: tuple[StageCost | None, ...] = ()
     """The cost of each stage when it is stored in part (`stage.partial_saving`); None for those that cannot be."""
+    spread: float = field(default=0.0, compare=False)
+    """How far the times of one kind of stage were apart, as a part of them: about how it was measured."""
 
     @property
     def returned_bytes(self) -> int:

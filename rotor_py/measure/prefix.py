@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, memory_meter, storage_bytes, tensors_in
-from rotor_profiling.timing import median_seconds
+from rotor_profiling.timing import seconds_of
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import PrefixCost
@@ -27,11 +26,6 @@ def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixC
         modules(value)  # libraries allocate at the first call what they keep for good
         with memory_meter(device) as meter:
             output = modules(value)
-
-        def run(lap: Callable[[], None]) -> None:
-            modules(value)
-            lap()
-
-        (seconds,) = median_seconds(run, device, laps=1)
+        seconds = seconds_of(lambda: modules(value), device)
     (phase,) = meter.phases.values()
     return output, PrefixCost(seconds, max(0, phase.rise - storage_bytes(tensors_in(output))))

@@ -1,14 +1,18 @@
 """The stages of a chain, measured one after the other, as often as it takes.
 
 At most one stage has a graph at a time, so measuring needs less memory than the least plan: people come here because
-the whole step does not fit. Of stages of one kind, the first is measured and stands for all.
+the whole step does not fit. So the chain is walked through several times, always from its first stage on:
+
+ 1. to find out what a run without a graph would not show, and the layouts of gradients, until these are settled;
+ 2. to measure the bytes of a stage of each kind;
+ 3. to time the stages (`stage_times`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,25 +21,30 @@ import torch.distributed as dist
 from rotor_profiling import (
     Layouts,
     LossCost,
+    Place,
+    StageBytes,
     StageCost,
     bytes_like,
     isolated,
     leaves_of,
-    measure_options,
+    measure_ways,
     stage_kind,
     stage_layouts,
     storage_bytes,
     storages,
     tensors_in,
+    time_ways,
 )
 from rotor_profiling.isolate import trained_parameters
+from rotor_profiling.timing import stopwatch, together
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
-from rotor_py.measure.carried_tensors import CarriedTensors
-from rotor_py.measure.cut import Cut, Layer
-from rotor_py.measure.gradient_layouts import GradientLayouts
+from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.prefix import run_prefix
+from rotor_py.measure.walks.carried_tensors import CarriedTensors
+from rotor_py.measure.walks.gradient_layouts import GradientLayouts
+from rotor_py.measure.walks.stage_times import StageTimes
 from rotor_py.stage.activity import During
 from rotor_py.stage.decisions import decided_bytes
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
@@ -48,8 +57,8 @@ from rotor_solver.progress import Progress
 class StageMeasurer:
     """Measures the stages of a chain on the input `value`, of equal ones the first.
 
-    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. The processes of
-    `group` measure the same stages together.
+    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `node_seconds`
+    are added to the time of a run without a graph. The processes of `group` measure the same stages together.
     """
 
     def __init__(
@@ -62,6 +71,7 @@ class StageMeasurer:
         fresh_gradients: bool = False,
         silent: tuple[int, ...] = (),
         group: dist.ProcessGroup | None = None,
+        node_seconds: float = 0.0,
     ) -> None:
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
@@ -74,7 +84,10 @@ class StageMeasurer:
         self._fresh_gradients = fresh_gradients
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
+        self._surveyed: dict[Hashable, _Surveyed] = {}
         self._known: dict[Hashable, _Found] = {}
+        self._times = StageTimes(node_seconds)
+        self._needs_gradient: dict[int, list[bool]] = {}
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
         self._input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(self._input))
         self._layouts = GradientLayouts(len(cut.stages))
@@ -92,17 +105,11 @@ class StageMeasurer:
         self._begin()
 
     def walk(self, progress: Progress | None = None) -> Any:
-        """Measure all stages, in order; return the chain's output."""
-        self._begin()
-        value = self._input
-        for number, (name, _) in enumerate(self._stages):
-            if progress is not None:
-                progress(number, len(self._stages), name)
-            value = self._measure_stage(number, value)
-        if progress is not None:
-            progress(len(self._stages), len(self._stages), "loss")
-        self._held_bytes = self._bytes_of_silent(value)
-        return value
+        """Measure all stages; return the chain's output."""
+        output = self._survey(progress)
+        self._settle_layouts()
+        self._measure(progress)
+        return output
 
     def settle_layouts(self, of_output: Layouts) -> None:
         """Measure again the stages whose gradients arrive in another layout than the one they were measured with.
@@ -110,16 +117,51 @@ class StageMeasurer:
         `of_output` are the layouts of the gradients of the chain's output, as the loss makes them.
         """
         self._layouts.give_output(of_output)
+        if self._settle_layouts():
+            self._measure()
+
+    def _survey(self, progress: Progress | None = None, last: int | None = None) -> Any:
+        """The first walk, up to the stage `last`; returns its output, by default the chain's."""
+        value = self._input
+        for number, (name, _) in enumerate(self._stages[: None if last is None else last + 1]):
+            if progress is not None:
+                progress(0, len(self._stages), name)
+            value = self._survey_stage(number, value)
+        return value
+
+    def _settle_layouts(self) -> bool:
+        """Walk until gradients arrive in the layouts that are known; whether they did not before."""
+        walked = False
         # This ends: the gradients of a stage depend on the stages after it alone, so every walk settles one more.
-        while anywhere(self._layouts.differ(), self._group, self._device):
+        while anywhere((last := self._layouts.last_that_differs()) is not None, self._group, self._device):
             self._layouts.take_over()
-            self.walk()
+            # Processes have to run equally many stages, and others may differ at later ones.
+            self._survey(last=None if together() else last)
+            walked = True
+        return walked
+
+    def _measure(self, progress: Progress | None = None) -> None:
+        """The other walks."""
+        self._begin()
+        value = self._input
+        for number, (name, _) in enumerate(self._stages):
+            if progress is not None:
+                progress(number, len(self._stages), name)
+            value = self._measure_stage(number, value)
+        self._held_bytes = self._bytes_of_silent(value)
+        del value
+        if progress is not None:
+            progress(len(self._stages), len(self._stages), "again, for their times")
+        while wanted := self._wanted():
+            self._time_stages(wanted)
 
     def measurement(self, loss: LossCost) -> Measurement:
         """What was measured, and what the loss costs."""
+        costs = [self._costs_of(kind) for kind in self._kinds]
+        in_part = [next((way for way in others if _saves_less(way, cost)), None) for cost, *others in costs]
         return Measurement(
             names=tuple(name for name, _ in self._stages),
-            stages=tuple(self._costs),
+            stages=tuple(cost for cost, *_ in costs),
             gradient_bytes=_gradient_bytes(self._cut),
             input_bytes=self._input_bytes,
             loss=loss,
@@ -127,34 +169,81 @@ class StageMeasurer:
             snapshot_bytes=_snapshot_bytes(self._cut) + self._decided_bytes,
             carried=self._carried.found,
             held_bytes=self._held_bytes,
-            in_part=tuple(self._in_part) if any(self._in_part) else (),
+            in_part=tuple(in_part) if any(in_part) else (),
+            spread=self._times.spread(self._kinds),
         )
 
     def _begin(self) -> None:
-        self._costs: list[StageCost] = []
-        self._in_part: list[StageCost | None] = []
+        self._kinds: list[Hashable] = []
         self._carried = CarriedTensors()
         self._held_bytes = 0
         self._decided_bytes = 0  # of what the stages decide, if all of them have to be run again
         self.activation_bytes = self._input_bytes
 
-    def _measure_stage(self, number: int, value: Any) -> Any:
-        """Measure a stage on its input; return its output, the input of the next one."""
+    def _survey_stage(self, number: int, value: Any) -> Any:
+        """What a stage has to be run for before it is measured; returns its output, the input of the next one."""
         name, function = self._stages[number]
-        offers = offers_of(function)
+        silent, arriving = self._silent_of(number), self._layouts.arriving[number]
+        with gathered(function, self._cut.sharding):
+            kind = (stage_kind(function, value), silent, arriving)
+            # Where stages wait for other processes, all of them run a stage that is new to any of them.
+            if anywhere(kind not in self._surveyed, self._group, self._device):
+                with During("measuring", name):
+                    effects = find_effects(function, value, self._device)
+                remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
+                layouts = stage_layouts(self._runner(number), value, self._device, silent=silent, arriving=arriving)
+                self._surveyed[kind] = _Surveyed(effects, layouts)
+            found = self._surveyed[kind]
+            remember_effects(function, found.effects)
+            # Run again for its output: a stage of a known kind did not run, and its numbers are its own.
+            value = self._run(self._runner(number), value)
+            self._layouts.note(number, found.layouts, tensors_in(value))
+        self._needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
+        return value
+
+    def _measure_stage(self, number: int, value: Any) -> Any:
+        """Measure the bytes of a stage on its input; return its output, the input of the next one."""
+        _, function = self._stages[number]
+        carried = offers_of(function).carried
         with gathered(function, self._cut.sharding):
             beside = self._carried.addresses(value)
-            found = self._find(number, value, beside, offers.carried)
-            cost, *others = found.costs
-            self._costs.append(cost)
-            self._in_part.append(_worthwhile(cost, others))
+            found = self._find(number, value, beside, carried)
+            cost = found.bytes[0]
             self._decided_bytes += found.decided_bytes
             self.activation_bytes = cost.activation_bytes
-            # Run again for its output: a stage of a known kind was not measured, and its numbers are its own.
-            value = self._run(self._runner((name, function)), value)
-            self._layouts.note(number, found.layouts, tensors_in(value))
-            self._carried.count_gradients(cost)
-            self._carried.pass_on(offers.carried, value, number + 1, [*self._owned, *beside])
+            value = self._run(self._runner(number), value)
+            self._carried.count_gradients(cost.gradient_storage_bytes)
+            self._carried.pass_on(carried, value, number + 1, [*self._owned, *beside])
+        return value
+
+    def _wanted(self) -> set[int]:
+        """The stages to time in the next walk; where some wait for other processes, those that any of these wants."""
+        wanted = self._times.wanted(self._kinds)
+        return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._group, self._device)}
+
+    def _time_stages(self, wanted: set[int]) -> None:
+        """A walk that times the stages at these positions."""
+        value = self._input
+        with stopwatch(self._device) as watch:
+            for number in range(max(wanted) + 1):
+                _, function = self._stages[number]
+                with gathered(function, self._cut.sharding):
+                    if number in wanted:
+                        kind = self._kinds[number]
+                        found = self._known[kind]
+                        ways = self._ways(number)[: len(found.bytes)]
+                        run, output = time_ways(ways, value, found.place, watch)
+                        self._times.add(kind, run)
+                    else:
+                        output = self._run(self._runner(number), value)
+                    value = self._handed_on(number, output)
+                    del output
+
+    def _handed_on(self, number: int, output: Any) -> Any:
+        """The output of a stage as the input of the next one, with `requires_grad` where training has it."""
+        value = leaves_of(output)
+        for tensor, needed in zip(tensors_in(value), self._needs_gradient[number], strict=True):
+            tensor.requires_grad_(needed)
         return value
 
     def _bytes_of_silent(self, output: Any) -> int:
@@ -163,46 +252,50 @@ class StageMeasurer:
         positions = [i for i in self._silent if i not in self._carried.now.values()]
         return storage_bytes([tensors[i] for i in positions], self._owned)
 
+    def _silent_of(self, number: int) -> tuple[int, ...]:
+        """The positions of the stage's outputs that get no gradient."""
+        return self._silent if number == len(self._stages) - 1 else ()
+
     def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> _Found:
-        """What measuring a stage finds, or what it found of an earlier stage of its kind."""
-        name, function = self._stages[number]
-        last = number == len(self._stages) - 1
-        silent = self._silent if last else ()
+        """What measuring the bytes of a stage finds, or what it found of an earlier stage of its kind."""
+        _, function = self._stages[number]
+        silent = self._silent_of(number)
         apart = tuple({*carried.values(), *silent})
         arriving = self._layouts.arriving[number]
+        last = number == len(self._stages) - 1
         # The bytes of the input belong to the key: they do not follow from its shape, since what is carried or owned
         # does not count.
         kind = (stage_kind(function, value), self.activation_bytes, last, apart, arriving)
-        # Where stages wait for other processes, all of them measure a stage that is new to any of them.
         if anywhere(kind not in self._known, self._group, self._device):
-            with During("measuring", name):
-                effects = find_effects(function, value, self._device)
-            remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
-            runner = self._runner((name, function))
-            # Parts may be of several sizes: what is worth storing in part in one process need not be in another.
-            partial = not anywhere(not runner.can_be_partial, self._group, self._device)
             parameters = storages(trained_parameters(function))
-            costs = measure_options(
-                (runner, *([runner.by(1)] if partial else [])),
-                value,
-                device=self._device,
-                input_bytes=self.activation_bytes,
-                owned=[*self._owned, *parameters, *beside],
-                fresh_gradients=self._fresh_gradients,
-                output_held=last,
-                carried=apart,
-                silent=silent,
-                arriving=arriving,
+            owned = (*self._owned, *parameters, *beside)
+            place = Place(
+                self._device, self.activation_bytes, owned, self._fresh_gradients, last, apart, silent, arriving
             )
-            layouts = stage_layouts(runner, value, self._device, silent=silent, arriving=arriving)
-            self._known[kind] = _Found(effects, costs, layouts, decided_bytes(function), recall_moving(function))
-        found = self._known[kind]
-        remember_effects(function, found.effects)
-        remember_moving(function, found.moving)
-        return found
+            whole, *others = measure_ways(self._ways(number), value, place)
+            # Another way that saves no less would only take longer, so it is not timed.
+            less = [way for way in others if anywhere(_saves_less(way, whole), self._group, self._device)]
+            found = (whole, *less)
+            place = replace(place, owned=())  # addresses of this stage, and it is timed with others of its kind
+            self._known[kind] = _Found(place, found, decided_bytes(function), recall_moving(function))
+        self._kinds.append(kind)
+        known = self._known[kind]
+        remember_moving(function, known.moving)
+        return known
 
-    def _runner(self, stage: Layer) -> StageRunner:
-        name, function = stage
+    def _ways(self, number: int) -> list[StageRunner]:
+        """A runner for each way to run a stage."""
+        runner = self._runner(number)
+        # Parts may be of several sizes: what is worth storing in part in one process need not be in another.
+        partial = not anywhere(not runner.can_be_partial, self._group, self._device)
+        return [runner, runner.by(1)] if partial else [runner]
+
+    def _costs_of(self, kind: Hashable) -> list[StageCost]:
+        """The costs of the ways to run stages of a kind."""
+        return list(map(StageCost.of, self._known[kind].bytes, self._times.of(kind)))
+
+    def _runner(self, number: int) -> StageRunner:
+        name, function = self._stages[number]
         return StageRunner(function, name, self._preserve_rng_state)
 
     def _run(self, runner: StageRunner, value: Any) -> Any:
@@ -212,21 +305,27 @@ class StageMeasurer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """What is known of a kind of stage: the costs of its ways to run, the layouts of its input's gradients, the bytes
-    of what it decides, and the positions of the buffers that it changes.
-    """
+class _Surveyed:
+    """What the first walk finds of a kind of stage: `layouts` are those of its input's gradients."""
 
     effects: GraphEffects
-    costs: tuple[StageCost, ...]
     layouts: Layouts
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the second walk finds of a kind of stage: the bytes of its ways to run, those of what it decides, and the
+    positions of the buffers that it changes; and where in the chain it was.
+    """
+
+    place: Place
+    bytes: tuple[StageBytes, ...]
     decided_bytes: int
     moving: frozenset[int]
 
 
-def _worthwhile(cost: StageCost, others: list[StageCost]) -> StageCost | None:
-    """The first of the other ways that saves less than the usual one. The rest would only take longer."""
-    return next((each for each in others if each.saved_bytes < cost.saved_bytes), None)
+def _saves_less(way: StageBytes | StageCost, whole: StageBytes | StageCost) -> bool:
+    return way.saved_bytes < whole.saved_bytes
 
 
 def _gradient_bytes(cut: Cut) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +23,9 @@ from rotor_py.plan.sources import source_of
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.steps.step_plans import StepPlans
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
+from rotor_py.plan.telling import telling
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.plan.ways import fastest_stored
-from rotor_py.report.progress import progress_bar
 from rotor_solver import InfeasibleError
 
 _log = logging.getLogger("rotor_py")
@@ -82,8 +81,7 @@ class PlanMaker:
         # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
         source = self.blank.renewed()
         device = self.model.device_of(spec.input)
-        given = self.settings.progress
-        with planning, torch.enable_grad(), nullcontext(given) if given else progress_bar() as progress:
+        with planning, torch.enable_grad(), telling(self.settings, type(self.model.core).__name__) as progress:
             measured = source.measure(value, device, self.settings, progress)
         budget = self.model.budget(measured, device, noticed_cost(self))
         # Capturing may have changed the model: buffers and modules that its first forward makes.

@@ -31,7 +31,7 @@ class Settings:
     loss: Callable[[Any], torch.Tensor] | None = None
     optimizer: torch.optim.Optimizer | None = None
     fresh_grads: bool = False
-    progress: Progress | None = None
+    progress: Progress | bool | None = None
     granularity: int = 100
     process_group: ProcessGroup | None = None
     by_hand: ByHand | None = None

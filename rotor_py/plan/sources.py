@@ -17,6 +17,7 @@ from rotor_py.distributed.whole_parameters import as_entered, is_sharded
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.execute import regions
 from rotor_py.execute.guarded_tape import GuardedTape, SmallerPlans
+from rotor_py.execute.node_seconds import node_seconds
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import Cut, cut, is_chain
@@ -125,7 +126,7 @@ class LayerSource:
 
     def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
         found = cut(self._model, value, device)
-        options = _options(self._model, settings)
+        options = _options(self._model, settings, device)
         measurement = measure(found, value, device, loss=settings.loss, progress=progress, **options)
         return Measured([MeasuredCut(found, measurement)], value)
 
@@ -200,7 +201,7 @@ class GraphSource:
             loss=settings.loss,
             progress=progress,
             compiler=self._compiler,
-            **_options(self._model, settings),
+            **_options(self._model, settings, device),
         )
         return Measured(ways, (arguments, keywords, shared))
 
@@ -281,10 +282,11 @@ class _Replay:
         return replay(runners, read[1], value)
 
 
-def _options(model: nn.Module, settings: Settings) -> dict[str, Any]:
+def _options(model: nn.Module, settings: Settings, device: torch.device) -> dict[str, Any]:
     return {
         "group": meeting_in_stages(model),
         "preserve_rng_state": settings.preserve_rng_state,
         "fresh_gradients": settings.fresh_grads,
         "loss_temp_bytes": settings.loss_tmp_memory_usage,
+        "node_seconds": node_seconds() if device.type == "cpu" else 0.0,  # elsewhere the device works meanwhile
     }

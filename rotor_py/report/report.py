@@ -9,7 +9,7 @@ from pathlib import Path
 from rotor_py.report.facts import ReportFacts
 from rotor_py.report.html.page import frame, page
 from rotor_py.report.sweep import Sweep
-from rotor_py.report.sweeping import sweep
+from rotor_py.report.sweeping import sweep_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,4 +38,4 @@ class Report(ReportFacts):
 
     def _swept(self) -> Sweep:
         """The curve, solved for now if it is not known: only pages show it, and it takes time."""
-        return sweep(self) if self.sweep is None else self.sweep
+        return sweep_of(self) if self.sweep is None else self.sweep

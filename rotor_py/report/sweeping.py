@@ -11,7 +11,7 @@ from rotor_solver import Sequence, frontier, store_all
 _NONE: Mapping[str, Sequence] = {}
 
 
-def sweep(facts: ReportFacts, slots: int = 500, strategies: Mapping[str, Sequence] = _NONE) -> Sweep:
+def sweep_of(facts: ReportFacts, slots: int = 500, strategies: Mapping[str, Sequence] = _NONE) -> Sweep:
     """All limits for the step that `facts` are about, and the sequences of `strategies` as points beside them.
 
     `slots` is how finely the solver divides memory. The solver is called once for all limits.

@@ -11,6 +11,9 @@ from rotor_solver import Backward, ForwardEnable, Loss, Moment, Operation
 USUAL = 0.10
 """The share of more time that reports speak of, unless the user names another."""
 
+NOISY = 0.10
+"""Times of one kind of stage that are as far apart as this are told of: the machine does something else, too."""
+
 
 def label(operation: Operation, names: Sequence[str]) -> str:
     """`Fe_3 layers.3`: the operation, and the name of its stage; `L loss`."""
@@ -57,6 +60,11 @@ def saving(sweep: Sweep, overhead: float = USUAL) -> str:
 def format_gap(gap: float) -> str:
     """The distance from the optimum: `0 %` where two digits would show nothing, else `at most 0.12%`."""
     return "0 %" if gap < 5e-5 else f"at most {gap:.2%}"
+
+
+def spread_of_times(spread: float) -> list[tuple[str, str]]:
+    """What to say of times that were far apart when they were measured: nothing if they were not."""
+    return [("times vary by", format_share(spread))] if spread >= NOISY else []
 
 
 def format_share(share: float) -> str:

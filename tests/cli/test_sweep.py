@@ -18,7 +18,7 @@ from rotor_cli.reporters.sweep import curve
 from rotor_cli.reporters.text import console
 from rotor_py import Checkpointable
 from rotor_py.report.sweep import Point, Sweep
-from rotor_py.report.sweeping import sweep
+from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.wording import saving
 from rotor_solver import Persistent, Sequence, recompute_all, store_all
 
@@ -67,7 +67,7 @@ def test_a_sweep_needs_no_limit_and_goes_from_the_least_to_storing_everything(pl
 @pytest.mark.parametrize("changes", [{}, {"snapshot_bytes": 5000}, {"before_bytes": 1_400_000}])
 def test_every_point_is_the_fastest_plan_of_its_limit_and_the_first_one_as_fast(changes):
     facts = facts_of(**changes)
-    found = sweep(facts)
+    found = sweep_of(facts)
     assert found.points[0].mem_limit == facts.budget.least_bytes()
     assert found.points[-1].overhead == 1
     for point in found.points:
@@ -82,7 +82,7 @@ def test_every_point_is_the_fastest_plan_of_its_limit_and_the_first_one_as_fast(
 def test_what_computing_twice_needs_more_than_it_saves_is_left_out():
     facts = facts_of(snapshot_bytes=10**9)
     assert facts.budget.peak_bytes(recompute_all(facts.chain)) > facts.store_all_bytes
-    found = sweep(facts)
+    found = sweep_of(facts)
     assert [point.mem_limit for point in found.points] == [facts.store_all_bytes]
     assert "No plan needs less than storing everything" in saving(found, 0.1)
     out = console(60)

@@ -17,7 +17,7 @@ from rotor_cli.reporters.comparison import Comparison
 from rotor_cli.reporters.sweep import curve
 from rotor_cli.reporters.text import render
 from rotor_py import Checkpointable, Verification, format_bytes
-from rotor_py.report.sweeping import sweep
+from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.terminal.prose import Prose
 from rotor_py.report.terminal.stage_table import broken
 from rotor_py.trials.comparison import compare
@@ -51,7 +51,7 @@ def facts_of(*names: str) -> Facts:
     verified = Verification(1_980_000, 0.376, 0.0, 3_030_000, 0.296)
     rows = tuple(replace(row, verified=verified) if row.fits else row for row in compare(facts, model))
     others = {row.strategy: row.sequence for row in rows}
-    return replace(facts, compared=rows, verified=verified, sweep=sweep(facts, 500, others))
+    return replace(facts, compared=rows, verified=verified, sweep=sweep_of(facts, 500, others))
 
 
 @pytest.fixture(scope="module")

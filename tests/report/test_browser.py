@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 
 from rotor_cli.facts import Facts
 from rotor_py import Checkpointable, Report, format_bytes
-from rotor_py.report.sweeping import sweep
+from rotor_py.report.sweeping import sweep_of
 from rotor_py.trials.comparison import leanest_of_each
 from tests.report.browser import chromium, look, requests, show
 
@@ -33,7 +33,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 def swept(model: Checkpointable, report: Report) -> Report:
     """The report with every strategy beside the curve."""
     facts = Facts(report.title, report.device, model.mem_limit, report.budget, report.measurement, report.sequence)
-    return replace(report, sweep=sweep(report, 500, leanest_of_each(facts, model.model, 500)))
+    return replace(report, sweep=sweep_of(report, 500, leanest_of_each(facts, model.model, 500)))
 
 
 @pytest.fixture(scope="module")

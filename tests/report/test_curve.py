@@ -14,7 +14,7 @@ from rotor_py.report.html.axis import round_numbers
 from rotor_py.report.html.curve_picture import HEIGHT, LEFT, TOP, WIDTH, curve_picture
 from rotor_py.report.html.page import page
 from rotor_py.report.sweep import Point, Sweep
-from rotor_py.report.sweeping import sweep
+from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.wording import saving
 from rotor_solver import Persistent, Sequence
 
@@ -46,7 +46,7 @@ def test_the_line_has_a_corner_for_every_limit_and_time_is_logarithmic(report: R
 
 
 def test_the_plan_lies_on_the_curve_and_its_limit_beside_it(report: Report) -> None:
-    found = sweep(report)
+    found = sweep_of(report)
     picture = curve_picture(report, found)
     assert picture is not None
     assert picture.limit_x is not None
@@ -58,7 +58,7 @@ def test_the_plan_lies_on_the_curve_and_its_limit_beside_it(report: Report) -> N
 
 
 def test_columns_fill_the_width_and_say_limit_peak_and_time(report: Report) -> None:
-    picture = curve_picture(report, sweep(report))
+    picture = curve_picture(report, sweep_of(report))
     assert picture is not None
     end = float(LEFT)
     for column in picture.columns:
@@ -70,7 +70,7 @@ def test_columns_fill_the_width_and_say_limit_peak_and_time(report: Report) -> N
 
 
 def test_the_curve_is_as_fast_as_plans_for_single_limits(report: Report) -> None:
-    found = sweep(report)
+    found = sweep_of(report)
     least, most = found.points[0].mem_limit, found.points[-1].mem_limit
     for limit in range(least, most, (most - least) // 20):
         single = report.seconds_of(report.budget.solve(limit, Persistent()))
@@ -85,7 +85,7 @@ def test_a_page_finds_out_the_curve_by_itself_or_shows_what_is_known(report: Rep
 
     text = written(report)
     assert '<svg id="curve"' in text
-    assert saving(sweep(report)) in text
+    assert saving(sweep_of(report)) in text
     known = Sweep(0, 2 * report.peak_bytes, (*STEPS[:2], replace(STEPS[2], mem_limit=2 * report.peak_bytes)))
     assert saving(known) in written(replace(report, sweep=known))
 
@@ -115,7 +115,7 @@ def test_letters_stand_apart(report: Report) -> None:
 
 
 def test_letters_stand_beside_the_plan_and_its_limit(report: Report) -> None:
-    swept = sweep(report)
+    swept = sweep_of(report)
     plan = Point("twin", report.peak_bytes, report.step_seconds, report.overhead, report.sequence)
     picture = curve_picture(report, replace(swept, strategies=(plan,) * 6))
     assert picture is not None

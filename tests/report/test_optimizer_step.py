@@ -16,7 +16,7 @@ from rotor_py import Checkpointable, Report, format_bytes, simulate, store_all
 from rotor_py.report.html.memory_picture import HEIGHT, TOP, layers_of, memory_picture
 from rotor_py.report.html.page import page
 from rotor_py.report.optimizer_step import optimizer_step
-from rotor_py.report.sweeping import sweep
+from rotor_py.report.sweeping import sweep_of
 from rotor_solver import moments
 from tests.checkpointable.steps import between, square, step_peak
 
@@ -64,7 +64,7 @@ def test_the_sentence_is_in_text_and_page_with_both_numbers(report: Report) -> N
         "in forward and backward. No other plan needs less there."
     )
     assert reason in " ".join(str(report).split())
-    text = page(report, sweep(report), remarks=("measured",))
+    text = page(report, sweep_of(report), remarks=("measured",))
     assert f"<p>{reason}</p>" in text
     assert text.index(reason) < text.index("<p>measured</p>")
 
@@ -73,7 +73,7 @@ def test_nothing_is_said_where_forward_and_backward_reach_the_peak(report: Repor
     lean = replace(report, budget=replace(report.budget, step_bytes=64))
     assert lean.peak_bytes == running(lean)
     assert lean.peak_reason() is None
-    assert "The peak is in" not in str(lean) + page(lean, sweep(lean))
+    assert "The peak is in" not in str(lean) + page(lean, sweep_of(lean))
 
 
 def test_layers_before_the_chain_are_named_where_they_are_the_peak(report: Report) -> None:
@@ -97,7 +97,7 @@ def test_the_last_column_of_the_picture_is_the_optimizer_step_and_reaches_the_pe
     assert picture.columns[-1].x + picture.columns[-1].width <= picture.width
     highest = min(float(y) for y in re.findall(r"V(-?[\d.]+)", " ".join(layer.outline for layer in picture.layers)))
     assert TOP <= highest < TOP + 0.05 * HEIGHT
-    assert "optimizer step: " in page(report, sweep(report))
+    assert "optimizer step: " in page(report, sweep_of(report))
 
 
 def test_without_a_known_optimizer_there_is_no_such_column() -> None:

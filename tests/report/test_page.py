@@ -9,7 +9,7 @@ import pytest
 
 from rotor_py import Report
 from rotor_py.report.html.page import page
-from rotor_py.report.sweeping import sweep
+from rotor_py.report.sweeping import sweep_of
 from tests.report.conftest import EVIL
 
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -46,7 +46,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="module")
 def text(report: Report) -> str:
-    return page(report, sweep(report), remarks=("measured <peak>",))
+    return page(report, sweep_of(report), remarks=("measured <peak>",))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, compare, verify
 from rotor_py.report.progress import Activities, activities
-from rotor_py.report.sweeping import sweep
+from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.terminal.stage_table import StageTable
 from rotor_py.trials.comparison import leanest_of_each, with_verified
 from rotor_py.trials.default_loss import default_loss
@@ -102,7 +102,7 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
 def _sweep(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:
     others = leanest_of_each(facts, network.model, request.slots, shown.doing("sweeping"))
     with watched(shown.doing("sweeping")):
-        return replace(facts, sweep=sweep(facts, request.slots, others))
+        return replace(facts, sweep=sweep_of(facts, request.slots, others))
 
 
 def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:

@@ -22,6 +22,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
         "mem_limit": facts.mem_limit,
         "fixed_bytes": facts.budget.fixed.total,
         "min_bytes": facts.budget.least_bytes(),
+        "time_spread": facts.measurement.spread,
         "store_all": {"peak_bytes": facts.store_all_bytes, "step_seconds": facts.store_all_seconds},
         "plan": {
             "peak_bytes": facts.peak_bytes,

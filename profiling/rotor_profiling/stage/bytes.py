@@ -19,7 +19,16 @@ from rotor_profiling.timing import together
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a chain a stage is, for its bytes; `measure_options` says what each word means."""
+    """Where in a chain a stage is.
+
+    `input_bytes` is |a_i| as the chain counts it. `owned` are the addresses of storages that belong to the caller
+    (parameters, the batch) and not to the stage. Unless `fresh_gradients`, parameters already have a gradient when the
+    backward runs, as they do if gradients are kept between steps. `output_held` says that the caller keeps the output
+    until the backward is done, which is so for the last stage. `carried` are the positions, among the output's tensors,
+    of those that are kept beside the chain: they count neither as |a_{i+1}| nor as saved, only as in memory while the
+    stage runs. `silent` are the positions of those that get no gradient although they could. `arriving` are the layouts
+    of the gradients that the backward is given for the output's tensors.
+    """
 
     device: torch.device
     input_bytes: int
@@ -47,8 +56,10 @@ class StageBytes:
 
 
 def measure_bytes(runner: Runner, value: Any, parameters: list[torch.Tensor], place: Place) -> StageBytes:
-    """Measure what a stage holds and needs, by running it in every way; `parameters` are those it trains."""
-    _run_unmeasured(runner, value)
+    """Measure what a stage holds and needs, by running it in every way; `parameters` are those it trains.
+
+    The stage has to have run before: libraries choose their algorithms and allocate what they keep for good.
+    """
     # On the CPU, the profiler misses a free if a thread of the backend is the last to let go of what was sent. So what
     # is found is never less than what it is, and the least of several is closest.
     times = 3 if place.device.type == "cpu" and together() else 1
@@ -99,8 +110,8 @@ def _measure_once(runner: Runner, value: Any, parameters: list[torch.Tensor], pl
     )
 
 
-def _run_unmeasured(runner: Runner, value: Any) -> None:
-    """Run the stage once before measuring: libraries choose their algorithms and allocate what they keep for good."""
+def run_unmeasured(runner: Runner, value: Any) -> None:
+    """Run the stage once before measuring."""
     leaf = leaves_of(value)
     source = scalar_after(runner.forward(leaf))
     if source is not None:

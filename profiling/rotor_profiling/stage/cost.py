@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from rotor_profiling.isolate import isolated
-from rotor_profiling.stage.bytes import Place, StageBytes, measure_bytes
-from rotor_profiling.stage.gradients import Layouts
+from rotor_profiling.stage.bytes import Place, StageBytes, measure_bytes, run_unmeasured
 from rotor_profiling.stage.runner import Runner
-from rotor_profiling.stage.seconds import measure_seconds
+from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, time_stage
+from rotor_profiling.timing import FEWEST_RUNS, Stopwatch, stopwatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,44 +33,55 @@ class StageCost:
     gradient_storage_bytes: tuple[int, ...] = ()
     """Bytes of the storage behind the gradient of every tensor of the input: more than its own where it is a view."""
     skipped_output_seconds: float = 0.0
-    """What a forward saves by skipping its output."""
+    """What a forward saves if its backward follows at once and it skips its output, less what its own graph costs."""
+
+    @classmethod
+    def of(cls, nbytes: StageBytes, seconds: StageSeconds) -> StageCost:
+        """The cost of a stage of which both were measured."""
+        return cls(**asdict(nbytes), **asdict(seconds))
 
 
-def measure_options(
-    runners: Sequence[Runner],
-    value: Any,
-    *,
-    device: torch.device,
-    input_bytes: int,
-    owned: Sequence[int] = (),
-    fresh_gradients: bool = False,
-    output_held: bool = False,
-    carried: Sequence[int] = (),
-    silent: Sequence[int] = (),
-    arriving: Layouts = (),
-) -> tuple[StageCost, ...]:
+def measure_options(runners: Sequence[Runner], value: Any, place: Place) -> tuple[StageCost, ...]:
     """Measure the ways to run one stage on the input `value`, whose tensors that need a gradient have `requires_grad`.
 
-    `runners` has one runner for each way, all of the same function. Ways after the first are timed by how much longer
-    they take, run by run. Nothing of the model is changed.
-
-    `input_bytes` is |a_i| as the chain counts it. `owned` are the addresses of storages that belong to the caller
-    (parameters, the batch) and not to the stage. Unless `fresh_gradients`, parameters already have a gradient when the
-    backward runs, as they do if gradients are kept between steps. `output_held` says that the caller keeps the output
-    until the backward is done, which is so for the last stage. `carried` are the positions, among the output's tensors,
-    of those that are kept beside the chain: they count neither as |a_{i+1}| nor as saved, only as in memory while the
-    stage runs. `silent` are the positions of those that get no gradient although they could. `arriving` are the layouts
-    of the gradients that the backward is given for the output's tensors.
-
-    ValueError for a kind of device whose memory cannot be measured.
+    `runners` has one runner for each way, all of the same function. Nothing of the model is changed. ValueError for a
+    kind of device whose memory cannot be measured.
     """
-    place = Place(device, input_bytes, owned, fresh_gradients, output_held, carried, silent, arriving)
-    found: list[StageBytes] = []
-    with isolated(runners[0].function, device) as parameters, torch.enable_grad():
+    run_before_measuring(runners, value, place)
+    found = measure_ways(runners, value, place)
+    with stopwatch(place.device) as watch:
+        runs = [time_ways(runners, value, place, watch)[0] for _ in range(FEWEST_RUNS)]
+    return tuple(map(StageCost.of, found, estimate(runs)))
+
+
+def run_before_measuring(runners: Sequence[Runner], value: Any, place: Place) -> None:
+    """Run a stage once in each way: libraries choose their algorithms and allocate what they keep for good."""
+    with isolated(runners[0].function, place.device), torch.enable_grad():
         for runner in runners:
-            if not fresh_gradients:
+            run_unmeasured(runner, value)
+
+
+def measure_ways(runners: Sequence[Runner], value: Any, place: Place) -> tuple[StageBytes, ...]:
+    """The bytes of a stage in each way, once it has run before; arguments and errors are those of `measure_options`."""
+    found: list[StageBytes] = []
+    with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
+        for runner in runners:
+            if not place.fresh_gradients:
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter)
             found.append(measure_bytes(runner, value, parameters, place))
-        seconds = measure_seconds(runners, value, device, arriving)
-    return tuple(StageCost(**asdict(nbytes), **asdict(timed)) for nbytes, timed in zip(found, seconds, strict=True))
+    return tuple(found)
+
+
+def time_ways(runners: Sequence[Runner], value: Any, place: Place, watch: Stopwatch) -> tuple[StageRun, Any]:
+    """The seconds of one run of a stage in each way, and its output without a graph."""
+    with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
+        return time_stage(
+            runners,
+            value,
+            parameters,
+            watch,
+            fresh_gradients=place.fresh_gradients,
+            silent=place.silent,
+            arriving=place.arriving,
+        )

@@ -37,5 +37,5 @@ class Runner(Protocol):
     def again(self, value: Any, surroundings: Any) -> Any:
         """Run it once more without a graph, exactly as the first time."""
 
-    def attach(self, value: Any, surroundings: Any) -> tuple[Attached, Any]:
+    def attach(self, value: Any, surroundings: Any, *, skip_output: bool = False) -> tuple[Attached, Any]:
         """Run it once more with a graph of its own, exactly as the first time; return that, and the output."""

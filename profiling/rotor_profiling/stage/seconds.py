@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
-from rotor_profiling.stage.gradients import Layouts, gradients_at, gradients_for, leaves_of, with_graph
+from rotor_profiling.stage.gradients import Layouts, gradients_at, gradients_for, leaves_of
 from rotor_profiling.stage.runner import Runner
-from rotor_profiling.storage import wait_for
-from rotor_profiling.timing import lap_seconds
+from rotor_profiling.storage import tensors_in, wait_for
+from rotor_profiling.timing import Stopwatch, lower_quartile, spread
 
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Median seconds of a stage, as in `StageCost`."""
+    """Seconds of a stage, as in `StageCost`."""
 
     nograd_seconds: float
     forward_seconds: float
@@ -25,52 +25,111 @@ class StageSeconds:
     skipped_output_seconds: float
 
 
-def measure_seconds(
-    runners: Sequence[Runner], value: Any, device: torch.device, arriving: Layouts = ()
-) -> list[StageSeconds]:
-    """Time the ways to run one stage: the first by itself, the others by how much longer they take, run by run.
+@dataclass(frozen=True, slots=True)
+class StageRun:
+    """The seconds of one run of a stage in all ways, one right after the other.
 
-    Two ways are compared inside a run, because from run to run a busy machine differs by more than they do.
+    Without a graph; forward and backward in each way with one; and, for the first of these ways, the forward run again,
+    with a graph of its own, for a backward that follows at once.
     """
-    runner = runners[0]
+
+    nograd: float
+    ways: tuple[tuple[float, float], ...]
+    again: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward in the first way: what a plain step takes."""
+        forward, backward = self.ways[0]
+        return forward + backward
+
+
+def time_stage(
+    runners: Sequence[Runner],
+    value: Any,
+    parameters: Sequence[torch.Tensor],
+    watch: Stopwatch,
+    *,
+    fresh_gradients: bool = False,
+    silent: Sequence[int] = (),
+    arriving: Layouts = (),
+) -> tuple[StageRun, Any]:
+    """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
+
+    `runners` has one runner for each way to run it with a graph, and `parameters` are those that the stage trains; the
+    rest is explained at `Place`. Ways are timed one right after the other, because from moment to moment a
+    busy machine differs by more than they do.
+    """
+    laps: list[str] = []  # what the laps are; those without a name are not counted
+
+    def lap(name: str = "") -> None:
+        watch.lap()
+        laps.append(name)
+
+    watch.start()
     with torch.no_grad():
-        _, surroundings = runner.first(value)
-    made = gradients_for(runner.forward(leaves_of(value)), layouts=arriving)
-    gradients = [gradient for gradient in made if gradient is not None]
-
-    def run(lap: Callable[[], None]) -> None:
-        with torch.no_grad():
-            runner.again(value, surroundings)
+        output, surroundings = runners[0].first(value)
+    lap("nograd")
+    for runner in runners:
+        _prepare(parameters, fresh_gradients)
+        leaf = leaves_of(value)
         lap()
-        for each in runners:
-            leaf = leaves_of(value)
-            outputs = with_graph(each.forward(leaf))
-            lap()
-            if outputs:
-                torch.autograd.backward(outputs, gradients)
-                wait_for(gradients_at(leaf))
-            lap()
-            del outputs  # else they would be freed inside the next lap
-        # One right after the other, so that caches hold about the same for both. The output is what they differ in.
-        for skip_output in (True, False) if runner.can_skip_output else ():
-            runner.forward(leaves_of(value), skip_output=skip_output)
-            lap()
+        made = runner.forward(leaf)
+        lap("forward")
+        tensors = tensors_in(made)
+        arrived = gradients_for(made, silent, arriving)
+        given = [(tensor, gradient) for tensor, gradient in zip(tensors, arrived, strict=True) if gradient is not None]
+        del made, tensors, arrived
+        lap()
+        if given:
+            torch.autograd.backward([tensor for tensor, _ in given], [gradient for _, gradient in given])
+            wait_for(gradients_at(leaf))
+        lap("backward")
+        del given, leaf  # else they would be freed inside the next lap
+    lap()
+    # The output is let go of with the run: its size is another one if it is skipped.
+    attached, made = runners[0].attach(value, surroundings, skip_output=runners[0].can_skip_output)
+    lap("again")
+    del attached, made
+    seconds: dict[str, list[float]] = {}
+    for name, each in zip(laps, watch.stop(), strict=True):
+        seconds.setdefault(name, []).append(each)
+    ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
+    return StageRun(seconds["nograd"][0], ways, seconds["again"][0]), output
 
-    skipping = 1 + 2 * len(runners)  # the lap that skips its output; the next one does not
-    measured = lap_seconds(run, device, laps=skipping + (2 if runner.can_skip_output else 0))
-    nograd, forward, backward = (median(laps[at] for laps in measured) for at in range(3))
-    skipped = _difference(measured, skipping + 1, skipping) if runner.can_skip_output else 0.0
-    # Noise can make the difference negative, or larger than a forward, and `Chain` refuses both.
-    skipped = max(0.0, min(skipped, nograd, forward))
+
+def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
+    """The seconds of a stage in each way, from some of its runs, or of stages like it.
+
+    Other ways than the first are estimated by how much longer they take, run by run.
+    """
+    nograd = lower_quartile([run.nograd for run in runs])
+    forward = lower_quartile([run.ways[0][0] for run in runs])
+    backward = lower_quartile([run.ways[0][1] for run in runs])
+    # What is run again with a graph of its own may skip its output, and has to make that graph. If making it takes
+    # longer than it saves, that is counted with the run without a graph: such a stage has at least one.
+    saved = median(run.ways[0][0] - run.again for run in runs)
+    nograd += max(0.0, -saved)
+    # Noise can make it larger than a forward, which `Chain` refuses.
+    skipped = max(0.0, min(saved, nograd, forward))
     found = []
-    for number in range(len(runners)):
+    for number in range(len(runs[0].ways)):
         # Stored in part, a stage does all that it does when stored whole, and more: a difference below zero is noise.
-        longer_forward = max(0.0, _difference(measured, 2 * number + 1, 1))
-        longer_backward = max(0.0, _difference(measured, 2 * number + 2, 2))
+        longer_forward = max(0.0, median(run.ways[number][0] - run.ways[0][0] for run in runs))
+        longer_backward = max(0.0, median(run.ways[number][1] - run.ways[0][1] for run in runs))
         found.append(StageSeconds(nograd, forward + longer_forward, backward + longer_backward, skipped))
     return found
 
 
-def _difference(measured: list[list[float]], at: int, other: int) -> float:
-    """The median of how much longer one lap takes than another one of the same run."""
-    return median(laps[at] - laps[other] for laps in measured)
+def spread_of(runs: Sequence[StageRun]) -> float:
+    """How far apart the runs of a stage are: the middle half of them, as a part of their median."""
+    return spread([run.total for run in runs])
+
+
+def _prepare(parameters: Sequence[torch.Tensor], fresh_gradients: bool) -> None:
+    """Have gradients where training has some before a backward, and only there."""
+    for parameter in parameters:
+        if fresh_gradients:
+            parameter.grad = None
+        elif parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

@@ -41,7 +41,7 @@ class PlanCosts:
     def as_data(self) -> dict[str, Any]:
         """Seconds and bytes, as JSON has them. The chain is left out: it follows from what was measured."""
         found = _renamed(asdict(self.measurement))
-        del found["names"]
+        del found["names"], found["spread"]  # the second is about how it was measured, not what the model costs
         around = {name: getattr(self.budget, name) for name in _AROUND}
         if self.budget.forwards > 1:  # not else, so that earlier versions read the file
             around |= {name: getattr(self.budget, name) for name in ("forwards", "held_beside")}

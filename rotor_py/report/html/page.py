@@ -11,7 +11,7 @@ from rotor_py.report.html import schedule_picture as schedule
 from rotor_py.report.html.memory_picture import LEFT, memory_picture
 from rotor_py.report.stage_rows import HEADINGS, StageRow, stage_rows
 from rotor_py.report.sweep import Sweep
-from rotor_py.report.wording import format_gap, saving
+from rotor_py.report.wording import format_gap, saving, spread_of_times
 from rotor_py.units import format_bytes, format_seconds
 
 
@@ -70,7 +70,8 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
         ("overhead", f"{facts.overhead - 1:+.1%}"),
     ]
     gap = facts.gap
-    return found if gap is None else [*found, ("from the optimum", format_gap(gap))]
+    optimum = [] if gap is None else [("from the optimum", format_gap(gap))]
+    return [*found, *optimum, *spread_of_times(facts.measurement.spread)]
 
 
 def _cells(row: StageRow) -> list[tuple[float, str]]:

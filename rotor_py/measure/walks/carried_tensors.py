@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rotor_profiling import StageCost, storage_bytes, storages, tensors_in
+from rotor_profiling import storage_bytes, storages, tensors_in
 from rotor_py.measure.measurement import Carried
 
 
@@ -32,12 +32,15 @@ class CarriedTensors:
         """The addresses of their storages in `value`, the input of the stage."""
         return list(storages(self._tensors(value)))
 
-    def count_gradients(self, cost: StageCost) -> None:
-        """Note the size of the gradients that the stage's backward gives to what was carried into it."""
+    def count_gradients(self, sizes: Sequence[int]) -> None:
+        """Note the bytes of the gradients that the stage's backward gives to what was carried into it.
+
+        `sizes` has those of the gradients of all tensors of the input.
+        """
         # The largest of all stages: each may return the gradient in a storage of another size, and one number counts.
         for name, position in self.now.items():
             known = self._found[name]
-            size = cost.gradient_storage_bytes[position]
+            size = sizes[position]
             self._found[name] = replace(known, gradient_bytes=max(size, known.gradient_bytes))
 
     def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:

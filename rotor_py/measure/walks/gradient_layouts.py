@@ -37,7 +37,12 @@ class GradientLayouts:
 
     def differ(self) -> bool:
         """Whether gradients arrive at any stage in other layouts than it was measured with."""
-        return self._due() != self.arriving
+        return self.last_that_differs() is not None
+
+    def last_that_differs(self) -> int | None:
+        """The last stage at which gradients arrive in other layouts than it was measured with."""
+        pairs = enumerate(zip(self._due(), self.arriving, strict=True))
+        return max((stage for stage, (due, arriving) in pairs if due != arriving), default=None)
 
     def take_over(self) -> None:
         """From now on, stages are measured with gradients in the layouts in which they arrive."""

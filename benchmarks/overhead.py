@@ -1,0 +1,211 @@
+"""Seconds that can be trusted: the overhead that a plan promises beside the measured one, and what planning takes.
+
+    python benchmarks/overhead.py              # on the CPU; prints the table. --only LLAMA for a part of a name
+    python benchmarks/overhead.py --write      # also into docs/report.md and benchmarks/results/
+    python benchmarks/overhead.py --busy       # plans five times beside two processes that only compute
+
+The networks and models of the README, each at three limits: a quarter, half and three quarters of the way from the
+least possible to storing everything. A step is forward, loss and backward. Measured overhead is the median, over turns
+of a plain and a planned step, of their ratio; the clock stands still while another program has the core. Planning is
+processor time, without that of TorchDynamo's capture, divided by that of a plain step. Spread is how far apart the
+times of one kind of stage were when the model was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import logging
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from ecosystem import MODELS
+from networks import LEAST_IMAGE, NETWORKS, SHARES
+from report import ROOT, write
+from torch import nn
+from torch._dynamo import convert_frame
+
+from rotor_profiling.timing import stopwatch
+from rotor_py import Checkpointable, format_bytes
+from rotor_solver import limit_for, simulate, solve, store_all
+
+CPU = torch.device("cpu")
+Step = Callable[[nn.Module], None]
+
+
+def model_case(name: str) -> tuple[nn.Module, Any, Step, Callable[[Any], torch.Tensor]]:
+    """A model of the README: the module, its sample, a step, and its loss."""
+    model, inputs, loss = MODELS[name]()
+    return model.train(), inputs, lambda trained: loss(trained(**inputs)).backward(), loss
+
+
+def network_case(name: str, batch: int, image: int) -> tuple[nn.Module, Any, Step, Callable[[Any], torch.Tensor]]:
+    """A network of the README, as `model_case`."""
+    size = max(image, LEAST_IMAGE.get(name, 0))
+    inputs, labels = torch.randn(batch, 3, size, size), torch.randint(1000, (batch,))
+
+    def loss(output: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, labels)
+
+    return NETWORKS[name](), inputs, lambda trained: loss(trained(inputs)).backward(), loss
+
+
+def seconds(step: Step, model: nn.Module) -> float:
+    """Of one step that starts without gradients."""
+    model.zero_grad()
+    with stopwatch(CPU) as watch:
+        watch.start()
+        step(model)
+        watch.lap()
+        return watch.stop()[0]
+
+
+def processor_seconds(step: Step, model: nn.Module) -> float:
+    found = []
+    for _ in range(5):
+        model.zero_grad()
+        begin = time.process_time()
+        step(model)
+        found.append(time.process_time() - begin)
+    return statistics.median(found)
+
+
+def planned(model: nn.Module, inputs: Any, loss: Any) -> tuple[Checkpointable, float]:
+    """The model, measured, and the seconds of processor time that this took without capturing."""
+    wrapped = Checkpointable(model, loss=loss, fresh_grads=True)
+    capturing: list[float] = []
+    with patch.object(convert_frame, "_compile", _timed(convert_frame._compile, capturing)):
+        begin = time.process_time()
+        wrapped.measure(inputs)
+        return wrapped, time.process_time() - begin - sum(capturing)
+
+
+def _timed(function: Callable[..., Any], found: list[float]) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin = time.process_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            found.append(time.process_time() - begin)
+
+    return timed
+
+
+def run(name: str, case: Any, repeats: int) -> list[dict[str, Any]]:
+    """A row for each limit."""
+    model, inputs, step, loss = case
+    plain = copy.deepcopy(model)
+    for _ in range(2):
+        step(plain)  # libraries get ready
+    one = processor_seconds(step, plain)
+    trained, took = planned(model, inputs, loss)
+    budget = trained.budget
+    assert budget is not None
+    least, full = budget.least_bytes(), budget.peak_bytes(store_all(budget.chain))
+    stored = simulate(budget.chain, store_all(budget.chain)).makespan
+    rows = []
+    for share in (*SHARES, 1.0):
+        limit = int(least + share * (full - least))
+        begin = time.process_time()
+        sequence = trained.compute_sequence(limit)
+        solving = time.process_time() - begin
+        turns = [(seconds(step, plain), seconds(step, trained)) for _ in range(repeats + 2)][2:]
+        rows.append(
+            {
+                "model": name,
+                "stages": len(trained.names),
+                "spread": trained.report().measurement.spread,
+                "planning_steps": (took + solving) / one,
+                "limit_bytes": limit,
+                "predicted_overhead": simulate(budget.chain, sequence).makespan / stored,
+                "measured_overhead": statistics.median(b / a for a, b in turns),
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model | stages | planning | spread | storing everything | predicted and measured at three limits |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for at in range(0, len(rows), len(SHARES) + 1):
+        *limited, whole = rows[at : at + len(SHARES) + 1]
+        pairs = [f"{_percent(row['predicted_overhead'])}, {_percent(row['measured_overhead'])}" for row in limited]
+        lines.append(
+            f"| {whole['model']} | {whole['stages']} | {limited[0]['planning_steps']:.0f} steps "
+            f"| {whole['spread']:.0%} | {_percent(whole['measured_overhead'])} | {'; '.join(pairs)} |"
+        )
+    return "\n".join(lines)
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def beside_others(case: Any, times: int = 5) -> str:
+    """Plan so often, with two processes that only compute on the machine, and say how much the plans differ."""
+    model, inputs, _, loss = case
+    quiet, _ = planned(copy.deepcopy(model), inputs, loss)
+    assert quiet.budget is not None
+    chain = quiet.budget.chain
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=_compute, daemon=True) for _ in range(2)]
+    for each in others:
+        each.start()
+    limits, makespans = [], []
+    try:
+        for _ in range(times):
+            found, _ = planned(copy.deepcopy(model), inputs, loss)
+            assert found.budget is not None
+            limit = limit_for(found.budget.chain, 0.2)
+            limits.append(limit + found.budget.fixed.total)
+            makespans.append(simulate(chain, solve(found.budget.chain, limit)).makespan)
+            gc.collect()
+    finally:
+        for each in others:
+            each.kill()
+    return (
+        f"limits for 20 % more time {', '.join(map(format_bytes, limits))}: {max(limits) / min(limits) - 1:.1%} apart; "
+        f"their steps, by the times of a quiet machine, {max(makespans) / min(makespans) - 1:.1%} apart"
+    )
+
+
+def _compute() -> None:
+    while True:
+        sum(range(100_000))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--batch", type=int, default=24)
+    parser.add_argument("--image", type=int, default=96)
+    parser.add_argument("--only", default="", help="part of a name")
+    parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    rows: list[dict[str, Any]] = []
+    for name in (*NETWORKS, *MODELS):
+        if options.only.lower() not in name.lower():
+            continue
+        torch.manual_seed(0)
+        case = model_case(name) if name in MODELS else network_case(name, options.batch, options.image)
+        if options.busy:
+            print(f"{name}: {beside_others(case)}", flush=True)
+            continue
+        rows += run(name, case, options.repeats)
+        print(table(rows[-len(SHARES) - 1 :]).splitlines()[-1], flush=True)
+    if options.write and rows:
+        write("overhead", table(rows), rows, CPU, ROOT / "docs" / "report.md")
+
+
+if __name__ == "__main__":
+    main()

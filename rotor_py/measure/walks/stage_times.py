@@ -1,0 +1,75 @@
+"""How often stages are timed: in turns, walk by walk through the chain, until their times are good enough for a plan.
+
+A busy machine disturbs a run for a while, and then not. So a stage is not timed several times in a row, but once in
+every walk; and its caches are as cold as in a step. Stages of one kind share their times: each of them is a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from math import sqrt
+
+from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, spread_of
+from rotor_profiling.timing import together
+
+# Guesses, but for this: times that are wrong by 30 % for each stage, independently, cost a plan 1.4 % at most.
+FEWEST_RUNS = 3
+MOST_RUNS = 8
+MOST_PER_WALK = 2
+"""Of stages of one kind, so many are timed in a walk."""
+GOOD_ENOUGH = 0.02
+"""Times are good enough if the time of a whole step is known as well as this."""
+
+
+class StageTimes:
+    """The runs of the stages of some kinds, as far as they have been timed.
+
+    `node_seconds` is what a stage takes beside its runs if it has no graph at first. It counts with the run without a
+    graph, of which such a stage has at least one.
+    """
+
+    def __init__(self, node_seconds: float = 0.0) -> None:
+        self._node_seconds = node_seconds
+        self._runs: dict[Hashable, list[StageRun]] = {}
+
+    def add(self, kind: Hashable, run: StageRun) -> None:
+        """A stage of this `kind` was timed."""
+        self._runs.setdefault(kind, []).append(run)
+
+    def of(self, kind: Hashable) -> list[StageSeconds]:
+        """The seconds of stages of a `kind`, in each way to run them."""
+        found = estimate(self._runs[kind])
+        return [replace(way, nograd_seconds=way.nograd_seconds + self._node_seconds) for way in found]
+
+    def wanted(self, kinds: Sequence[Hashable]) -> set[int]:
+        """Which stages of a chain to time in the next walk, by position; `kinds` has that of each stage."""
+        few = {kind for kind in kinds if len(self._runs.get(kind, ())) < FEWEST_RUNS}
+        # Processes have to run equally often, but their clocks differ: then no clock decides.
+        if not few and not together():
+            few = self._uncertain(kinds)
+        found: set[int] = set()
+        for kind in few:
+            at = [position for position, each in enumerate(kinds) if each == kind]
+            begin = len(self._runs.get(kind, ()))  # others than in the last walk
+            found |= {at[(begin + i) % len(at)] for i in range(min(MOST_PER_WALK, len(at)))}
+        return found
+
+    def spread(self, kinds: Sequence[Hashable]) -> float:
+        """How far times of one kind of stage are apart, as a part of them: the mean of all, weighted by time."""
+        seconds = [self._seconds(kind) for kind in kinds]
+        total = sum(seconds)
+        spreads = (spread_of(self._runs[kind]) for kind in kinds)
+        return sum(each * share for each, share in zip(spreads, seconds, strict=True)) / total if total else 0.0
+
+    def _uncertain(self, kinds: Sequence[Hashable]) -> set[Hashable]:
+        """The kinds to time again, so that the time of a step is known well enough; none if it is."""
+        seconds = {kind: kinds.count(kind) * self._seconds(kind) for kind in set(kinds)}
+        errors = {kind: spread_of(runs) / sqrt(len(runs)) for kind in seconds for runs in [self._runs[kind]]}
+        if sum(errors[kind] * seconds[kind] for kind in seconds) <= GOOD_ENOUGH * sum(seconds.values()):
+            return set()
+        return {kind for kind in seconds if errors[kind] > GOOD_ENOUGH and len(self._runs[kind]) < MOST_RUNS}
+
+    def _seconds(self, kind: Hashable) -> float:
+        found = self.of(kind)[0]
+        return found.forward_seconds + found.backward_seconds

@@ -1,0 +1,87 @@
+"""How often stages are timed, and in which order."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling.stage.seconds import StageRun
+from rotor_py import Checkpointable
+from rotor_py.execute.node_seconds import node_seconds
+from rotor_py.measure import stage_measurer
+from rotor_py.measure.walks.stage_times import FEWEST_RUNS, MOST_PER_WALK, MOST_RUNS, StageTimes
+
+pytestmark = pytest.mark.timed
+
+
+def timed(times: StageTimes, kinds: list[str], noise: float, generator: random.Random) -> list[set[int]]:
+    """Time stages as a measurer does; what was timed in each walk."""
+    walks = []
+    while wanted := times.wanted(kinds):
+        walks.append(wanted)
+        for position in wanted:
+            seconds = (1 + ord(kinds[position])) * generator.uniform(1, 1 + noise)
+            times.add(kinds[position], StageRun(seconds, ((seconds, seconds),), seconds))
+    return walks
+
+
+@pytest.mark.parametrize("kinds", ["abc", "aaaaaaaa", "abbbbbbc", "a"])
+def test_on_a_quiet_machine_few_walks_are_enough(kinds: str) -> None:
+    times = StageTimes()
+    walks = timed(times, list(kinds), 0.01, random.Random(0))
+    assert len(walks) <= FEWEST_RUNS
+    for kind in set(kinds):
+        runs = sum(kinds[position] == kind for walk in walks for position in walk)
+        assert FEWEST_RUNS <= runs <= FEWEST_RUNS + MOST_PER_WALK - 1
+    assert times.spread(list(kinds)) < 0.01
+
+
+def test_stages_of_one_kind_are_timed_in_turn() -> None:
+    walks = timed(StageTimes(), list("aaaaaaaa"), 0.0, random.Random(0))
+    assert walks == [{0, 1}, {2, 3}]
+
+
+def test_on_a_noisy_machine_stages_are_timed_more_often_but_not_for_ever() -> None:
+    kinds = list("abbbc")
+    times = StageTimes()
+    walks = timed(times, kinds, 2.0, random.Random(1))
+    runs = [sum(kinds[position] == kind for walk in walks for position in walk) for kind in "abc"]
+    assert FEWEST_RUNS < max(runs) <= MOST_RUNS + MOST_PER_WALK - 1
+    assert times.spread(kinds) > 0.1
+
+
+def test_a_stage_of_little_time_may_be_noisy() -> None:
+    times = StageTimes()
+    for _ in range(FEWEST_RUNS):
+        times.add("long", StageRun(1.0, ((1.0, 2.0),), 1.0))
+    for seconds in (0.001, 0.003, 0.009):
+        times.add("short", StageRun(seconds, ((seconds, seconds),), seconds))
+    assert not times.wanted(["long", "short"])
+    assert times.wanted(["short", "short"]) == {1, 0}
+
+
+def test_stages_are_timed_walk_by_walk_and_not_several_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[int] = []
+    time_ways = stage_measurer.time_ways
+
+    def noting(runners: Any, *arguments: Any) -> Any:
+        order.append(runners[0].function.weight.shape[0])
+        return time_ways(runners, *arguments)
+
+    monkeypatch.setattr(stage_measurer, "time_ways", noting)
+    widths = [8, 16, 24, 32]
+    layers = nn.Sequential(*(nn.Linear(a, b) for a, b in zip([4, *widths], widths, strict=False)))
+    Checkpointable(layers, loss=torch.sum).measure(torch.randn(64, 4))
+    assert order[: 3 * len(widths)] == widths * 3
+
+
+def test_a_node_takes_time_and_it_counts_where_a_stage_is_one() -> None:
+    assert 0 < node_seconds() == node_seconds()
+    model = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss=torch.sum)
+    model.measure(torch.randn(2, 4))
+    assert model.budget is not None
+    assert all(stage.nograd_time >= node_seconds() for stage in model.budget.chain.stages)

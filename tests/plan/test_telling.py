@@ -1,0 +1,48 @@
+"""Lines of the log while a model is measured."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable
+
+
+def messages(caplog: pytest.LogCaptureFixture, **options: Any) -> list[tuple[int, str]]:
+    """Levels and lines that a first step of four layers logs."""
+    model = Checkpointable(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), mem_limit="1GB", **options)
+    with caplog.at_level(logging.INFO, "rotor_py"):
+        model(torch.randn(4, 8)).sum().backward()
+    return [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "rotor_py"]
+
+
+def test_measuring_begins_and_ends_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    found = messages(caplog)
+    assert [level for level, _ in found] == [logging.INFO] * 3
+    begin, stages, end = (line for _, line in found)
+    assert begin == "planning for a step of Sequential"
+    assert stages.startswith("measuring 4 stages, about ")
+    assert end.startswith("measured 4 stages in ")
+
+
+@pytest.mark.parametrize("options", [{"progress": True}, {"verbosity": 1}])
+def test_who_asks_is_told_without_setting_up_logging(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    found = messages(caplog, **options)
+    assert all(level == logging.WARNING for level, _ in found[:3])
+    assert found[0][1] == "planning for a step of Sequential"
+
+
+def test_stages_are_told_one_by_one_to_who_counts_them(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[tuple[int, int]] = []
+    messages(caplog, progress=lambda done, total, name: told.append((done, total)))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert {total for _, total in told} == {4}
+    assert told[-1][0] == 4
+
+
+def test_progress_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    assert [level for level, _ in messages(caplog, progress=False)] == [logging.INFO] * 3

@@ -1,0 +1,93 @@
+"""Times: what the clock counts, and what is made of several runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rotor_profiling import timing
+from rotor_profiling.stage.seconds import StageRun, estimate, spread_of
+from rotor_profiling.timing import lower_quartile, seconds_of, spread, stopwatch
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.timed
+
+
+def run(nograd: float = 1.0, forward: float = 1.0, backward: float = 2.0, again: float = 1.0) -> StageRun:
+    return StageRun(nograd, ((forward, backward),), again)
+
+
+def test_the_clock_stands_still_while_something_else_has_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 11.0, 15.0])
+    waiting = iter([b"7 100000000 1", b"7 100000000 1", b"7 3600000000 2"])  # in the second lap, 3.5 s of 4
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(timing.os, "pread", lambda *_: next(waiting))
+    monkeypatch.setattr(timing.os, "open", lambda *_: 0)
+    monkeypatch.setattr(timing.os, "close", lambda *_: None)
+    with stopwatch(CPU) as watch:
+        watch.start()
+        watch.lap()
+        watch.lap()
+        assert watch.stop() == pytest.approx([1.0, 0.5])
+
+
+def test_where_nobody_counts_waiting_the_clock_is_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> int:
+        raise FileNotFoundError
+
+    now = iter([1.0, 3.0])
+    monkeypatch.setattr(timing.os, "open", missing)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    with stopwatch(CPU) as watch:
+        watch.start()
+        watch.lap()
+        assert watch.stop() == [2.0]
+
+
+def test_a_run_that_was_disturbed_hardly_counts() -> None:
+    assert lower_quartile([1.0, 1.0, 1.0, 1.0, 900.0]) == 1.0
+    assert lower_quartile([5.0]) == 5.0
+    assert lower_quartile([1.0, 2.0]) == 1.25
+    assert spread([1.0, 1.0, 1.0, 1.0, 900.0]) == 0.0
+    assert spread([1.0, 3.0]) == pytest.approx(0.5)
+    assert spread([0.0, 0.0]) == 0.0
+
+
+def test_what_is_quick_runs_more_often_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ticking(seconds: float) -> Iterator[float]:
+        now = 0.0
+        while True:
+            yield now
+            now += seconds
+
+    for seconds, runs in ((1e-6, timing.MOST_RUNS), (1.0, timing.FEWEST_RUNS)):
+        clock, count = ticking(seconds), []
+        monkeypatch.setattr(time, "perf_counter", lambda clock=clock: next(clock))
+        monkeypatch.setattr(timing.os, "pread", lambda *_: b"0 0 0")
+        assert seconds_of(lambda count=count: count.append(1), CPU) == pytest.approx(seconds)
+        assert len(count) == runs
+
+
+def test_skipping_the_output_saves_what_is_left_after_the_graph_of_its_own() -> None:
+    (found,) = estimate([run(forward=1.0, again=0.7)])
+    assert found.skipped_output_seconds == pytest.approx(0.3)
+    assert found.nograd_seconds == 1.0
+
+
+def test_a_graph_of_its_own_that_costs_more_counts_with_the_run_without_one() -> None:
+    (found,) = estimate([run(nograd=0.5, forward=1.0, again=1.2)])
+    assert found.skipped_output_seconds == 0.0
+    assert found.nograd_seconds == pytest.approx(0.7)
+
+
+def test_other_ways_are_compared_inside_of_a_run() -> None:
+    # The second run was three times as slow altogether: what the other way takes longer is known from each.
+    runs = [StageRun(1.0, ((1.0, 2.0), (1.1, 2.4)), 1.0), StageRun(3.0, ((3.0, 6.0), (3.1, 6.4)), 3.0)]
+    whole, in_part = estimate(runs)
+    assert in_part.forward_seconds - whole.forward_seconds == pytest.approx(0.1)
+    assert in_part.backward_seconds - whole.backward_seconds == pytest.approx(0.4)
+    assert spread_of(runs) == pytest.approx(0.5)

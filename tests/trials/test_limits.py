@@ -1,0 +1,61 @@
+"""The least limits of a model, from Python: the same as planning for each of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, InfeasibleError, Sweep, least_limit, sweep
+from rotor_py.report.sweeping import sweep_of
+
+BATCH = torch.randn(64, 16)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+
+
+def test_below_the_least_limit_no_plan_fits_and_at_it_one_does() -> None:
+    least = least_limit(layers(), BATCH, loss=torch.sum)
+    assert Checkpointable(layers(), BATCH, least, loss=torch.sum).sequence is not None
+    with pytest.raises(InfeasibleError) as error:
+        Checkpointable(layers(), BATCH, least - 1, loss=torch.sum)
+    assert error.value.min_bytes == least
+
+
+def test_every_point_of_the_curve_is_a_plan_for_its_limit() -> None:
+    model = Checkpointable(layers(), BATCH, loss=torch.sum)
+    found = sweep(model)
+    assert isinstance(found, Sweep)
+    assert found.points == sweep_of(model.report()).points
+    assert found.strategies
+    least = least_limit(model)
+    assert least <= found.points[0].mem_limit <= found.points[-1].mem_limit == found.store_all_bytes
+    assert model.budget is not None
+    for point in found.points:
+        assert model.budget.peak_bytes(model.compute_sequence(point.mem_limit)) <= point.mem_limit
+
+
+def test_more_time_is_not_taken_than_was_given() -> None:
+    model = Checkpointable(layers(), BATCH, loss=torch.sum)
+    found = sweep(model)
+    for overhead in (0.0, 0.1, 0.5, 10.0):
+        limit = least_limit(model, max_overhead=overhead)
+        assert limit == min(point.mem_limit for point in found.points if point.overhead <= 1 + overhead)
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = layers()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sweep(model, BATCH, loss=torch.sum)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_is_missing_or_too_much_is_said() -> None:
+    with pytest.raises(ValueError, match="has to be measured on a sample"):
+        least_limit(layers())
+    with pytest.raises(ValueError, match="its sample and options already"):
+        sweep(Checkpointable(layers(), BATCH), BATCH)
