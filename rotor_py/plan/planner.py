@@ -179,7 +179,6 @@ class Planner:
         obstacles = {
             "its plan is from a file": self.plans.in_use is not None and self.plans.in_use.file is not None,
             "on_oom='replan' is set": self.settings.replans,
-            "fully_shard was applied to it": self.model.sharded,
         }
         for reason, holds in obstacles.items():
             if holds:

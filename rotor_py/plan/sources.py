@@ -16,7 +16,6 @@ from rotor_py.compiled.stage_code import Config
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import as_entered, is_sharded
-from rotor_py.errors import UnsupportedModelError
 from rotor_py.execute import regions
 from rotor_py.execute.guarded_tape import GuardedTape, SmallerPlans
 from rotor_py.execute.program import Program, program
@@ -186,11 +185,6 @@ class GraphSource:
         return reaches(planned, value)
 
     def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
-        if self._compiler is not None and is_sharded(self._model):
-            raise UnsupportedModelError(
-                "compile= compiles stages, and fully_shard gathers parameters inside of them, which compiled code "
-                "would not see; leave compile= out, or train with DistributedDataParallel"
-            )
         arguments, keywords = value
         ways, shared = self._session.measure(
             arguments,

@@ -7,7 +7,8 @@ that this file is the whole list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import nn
 
 Run = Callable[[Any], Any]
 """A way to run a stage: from its input to its output."""
+
+Wrap = Callable[[nn.Module, Sequence[bool]], nn.Module]
+"""What a piece of a stage is replaced by; it is told of every tensor that goes in whether it needs a gradient."""
 
 
 class StageOffers:
@@ -32,6 +36,13 @@ class StageOffers:
 
         The stage gathers the others when their modules begin in it, and lets go of all where their modules end.
         """
+
+    def in_pieces(self, wrap: Wrap) -> Run | None:
+        """How to run the stage with `wrap(piece, …)` in the place of every piece that can be compiled.
+
+        None if the stage can be compiled as a whole. If it cannot, this is called once for each way to wrap the pieces.
+        """
+        return None
 
     def forward_skipping_output(self) -> Run | None:
         """How to run the stage right before its backward, when nobody reads its output; None if that saves nothing.
@@ -63,6 +74,12 @@ class _Joined(StageOffers):
     def gather_begun(self) -> None:
         for part in self._parts:
             part.gather_begun()
+
+    def in_pieces(self, wrap: Wrap) -> Run | None:
+        runs = [part.in_pieces(wrap) for part in self._parts]
+        # All stages of a sharded model are in pieces, and none of another one.
+        found = [run for run in runs if run is not None]
+        return (lambda value: reduce(lambda made, run: run(made), found, value)) if found else None
 
 
 _NOTHING = StageOffers()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py import Checkpointable
 from rotor_py.compiled import stage_compiler
 from rotor_py.compiled.stage_code import NotCompilableError
 from rotor_py.plan.ways import fastest
@@ -163,9 +163,3 @@ def test_plans_that_are_undone_or_saved_are_refused(tmp_path: Path) -> None:
         Checkpointable(Net(1), plan=tmp_path / "plan.json", compile=True)
     with pytest.raises(ValueError, match="neither saved nor loaded"):
         Checkpointable(Net(1), compile=True).save_plan(tmp_path / "other.json")
-
-
-def test_sharded_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotor_py.plan.sources.is_sharded", lambda model: True)
-    with pytest.raises(UnsupportedModelError, match="fully_shard"):
-        Checkpointable(Net(1), batch(), compile=True)
