@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
 
     It offers no other ways to run: there is one forward of each kind, see the Note in `stage_code.py`. Where it cannot
     be compiled, it runs as `plain`; where only pieces of it can be compiled, each of these is a stage of this class.
-    Which inputs need a gradient is seen in the first run, or is that of `like`, the same stage for other shapes.
+    Which inputs need a gradient `plain` says, or else it is seen in the first run, or is that of `like`, the same stage
+    for other shapes.
     """
 
     def __init__(self, plain: nn.Module, name: str, compiler: StageCompiler, like: CompiledStage | None = None) -> None:
@@ -41,7 +42,9 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._name = name
         self._compiler = compiler
         self._codes: dict[Hashable, StageCode | None] = {}
-        self._needs_gradient: list[bool] | None = None if like is None else like._needs_gradient
+        self._needs_gradient = offers_of(plain).needs_gradient
+        if self._needs_gradient is None and like is not None:
+            self._needs_gradient = like._needs_gradient
         self.carried, self.wiring = offers_of(plain).carried, offers_of(plain).wiring
         # In a list, where nobody finds the parameters of pieces: they are those of `plain`.
         self._pieces: list[CompiledStage] = []
@@ -70,11 +73,9 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
     def gather_begun(self) -> None:
         offers_of(self.plain).gather_begun()
 
-    def _piece(self, piece: nn.Module, needs_gradient: Sequence[bool]) -> CompiledStage:
-        found = CompiledStage(piece, f"{self._name}, piece {len(self._pieces) + 1}", self._compiler)
-        found._needs_gradient = list(needs_gradient)
-        self._pieces.append(found)
-        return found
+    def _piece(self, piece: nn.Module) -> CompiledStage:
+        self._pieces.append(CompiledStage(piece, f"{self._name}, piece {len(self._pieces) + 1}", self._compiler))
+        return self._pieces[-1]
 
     def _code(self, value: Any) -> StageCode | None:
         shapes = tuple(

@@ -20,7 +20,7 @@ from rotor_py.execute import regions
 from rotor_py.execute.guarded_tape import GuardedTape, SmallerPlans
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
-from rotor_py.measure.cut import Cut, cut, is_chain
+from rotor_py.measure.cut import Cut, Layer, cut, is_chain
 from rotor_py.measure.stages import measure
 from rotor_py.plan.inputs.input_spec import covers, describe, reaches, spec_of
 from rotor_py.plan.saved.plan import Plan
@@ -204,7 +204,7 @@ class GraphSource:
         return isinstance(other, GraphSource) and self._session.same_graph(other._session)
 
     def adopt(self, plan: Plan) -> None:
-        self._session.cut_layers = plan.cut_layers
+        self._session.cut_layers = partial(_cut_as_saved, plan, self._compiler)
         self._session.answers = tuple(plan.answers)
 
     def run(
@@ -240,6 +240,14 @@ def source_of(model: nn.Module, granularity: int, compile: Config | None = None)
     if compile is not None:
         return GraphSource(model, granularity, StageCompiler(compile))
     return LayerSource(model) if is_chain(model) else GraphSource(model, granularity)
+
+
+def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, layers: list[Layer]) -> Cut:
+    found = plan.cut_layers(layers)
+    if plan.compiled is None:
+        return found
+    assert compiler is not None  # `Planner.adopt` sees to it
+    return plan.compiled.compiled_again(found, compiler)
 
 
 def _tell_of_capture(value: Any, seconds: float) -> None:

@@ -17,8 +17,8 @@ from torch import nn
 Run = Callable[[Any], Any]
 """A way to run a stage: from its input to its output."""
 
-Wrap = Callable[[nn.Module, Sequence[bool]], nn.Module]
-"""What a piece of a stage is replaced by; it is told of every tensor that goes in whether it needs a gradient."""
+Wrap = Callable[[nn.Module], nn.Module]
+"""What a piece of a stage is replaced by."""
 
 
 class StageOffers:
@@ -31,6 +31,9 @@ class StageOffers:
     """Which values of its input the stage reads and which it hands on, by position. Stages of one kind (`stage_kind`)
     cost the same whichever values they read, but code that was compiled for one reads what that one does."""
 
+    needs_gradient: Sequence[bool] | None = None
+    """Of every tensor in its input, whether it needs a gradient in training; None if that shows when the stage runs."""
+
     def gather_begun(self) -> None:
         """Gather the sharded parameters of modules that have begun before this stage.
 
@@ -38,7 +41,7 @@ class StageOffers:
         """
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
-        """How to run the stage with `wrap(piece, …)` in the place of every piece that can be compiled.
+        """How to run the stage with `wrap(piece)` in the place of every piece that can be compiled.
 
         None if the stage can be compiled as a whole. If it cannot, this is called once for each way to wrap the pieces.
         """
@@ -69,6 +72,7 @@ class _Joined(StageOffers):
         self._parts = list(parts)
         if self._parts:
             self.carried = self._parts[-1].carried  # the output is that of the last one
+            self.needs_gradient = self._parts[0].needs_gradient
         self.wiring = tuple(part.wiring for part in self._parts)
 
     def gather_begun(self) -> None:

@@ -16,7 +16,7 @@ from rotor_profiling.stage.kind import HasKind
 from rotor_py.capture.graph.cut_points import CutPoints
 from rotor_py.capture.graph.emitter import Emitter
 from rotor_py.capture.graph.graph_facts import GraphFacts
-from rotor_py.capture.graph.graph_nodes import tensors_of
+from rotor_py.capture.graph.graph_nodes import need_gradients, tensors_of
 from rotor_py.capture.graph.min_cut import SavedPart, find_saved_part
 from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.capture.graph.sizes import Sizes
@@ -35,8 +35,9 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     Its input and output are tuples of tensors and numbers: first what is live there, then the values that all stages
     share, `shared` in number. The stage reads the shared values at the positions `reads`, and hands all of them on
     unless it is the `last`. `signature` is equal for pieces that do the same. `sizes` are those of the input that the
-    graph was cut for. `carried` is what `StageOffers` says. In the graph of a sharded model, `begun` are the groups of
-    parameters that the stage uses, of modules that begin before it, and `marked` are its nodes.
+    graph was cut for. `carried` and `needs_gradient` are what `StageOffers` says of them. In the graph of a sharded
+    model, `begun` are the groups of parameters that the stage uses, of modules that begin before it, and `marked` are
+    its nodes.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         carried: dict[str, int],
         signature: Hashable,
         sizes: Sizes,
+        needs_gradient: Sequence[bool],
         begun: tuple[ShardGroup, ...] = (),
         marked: MarkedStage | None = None,
     ) -> None:
         super().__init__()
+        self.needs_gradient = needs_gradient
         self._begun = begun
         self._marked = marked
         self.body = body
@@ -191,6 +194,7 @@ def stages_of(
             carried={node.name: tensors.index(node) for node in cuts.carried if node in tensors},
             signature=tuple(emitter.signature),
             sizes=facts.sizes,
+            needs_gradient=need_gradients([*inputs, *shared]),
             begun=tuple(emitter.begun),
             marked=None if facts.marks is None else MarkedStage(facts, piece, [*inputs, *used], outputs),
         )

@@ -17,18 +17,19 @@ from rotor_profiling import value_kind
 from rotor_profiling.stage.kind import HasKind
 from rotor_py.capture.graph.emitter import Emitter
 from rotor_py.capture.graph.graph_facts import GraphFacts
-from rotor_py.capture.graph.graph_nodes import memory_root, new_bytes, overwrites, tensors_of
+from rotor_py.capture.graph.graph_nodes import memory_root, need_gradients, new_bytes, overwrites, tensors_of
 from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.capture.marks.mark_nodes import MARKS
-from rotor_py.stage.protocol import Wrap
+from rotor_py.stage.protocol import StageOffers, Wrap
 
 
-class Piece(nn.Module, HasKind):
+class Piece(nn.Module, StageOffers, HasKind):
     """Nodes of a stage, none of which is a mark: from a tuple of values to a tuple of values."""
 
-    def __init__(self, body: fx.GraphModule, signature: Hashable) -> None:
+    def __init__(self, body: fx.GraphModule, signature: Hashable, needs_gradient: Sequence[bool]) -> None:
         super().__init__()
         self.body = body
+        self.needs_gradient = needs_gradient
         self._signature = signature
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -49,7 +50,7 @@ class MarkedStage:
     outputs: Sequence[fx.Node]
 
     def in_pieces(self, body: fx.GraphModule, wrap: Wrap) -> fx.GraphModule:
-        """The stage's graph, with `wrap(piece, needs_gradient)` in the place of every piece.
+        """The stage's graph, with `wrap(piece)` in the place of every piece.
 
         `body` is the graph without pieces.
         """
@@ -63,10 +64,7 @@ class MarkedStage:
                 for node in nodes:
                     emitter.add(node)
             else:
-                piece = self._piece(nodes, reads, makes, body)
-                # As the graph has it: in a run without gradients, no tensor inside of the stage needs one.
-                needs_gradient = [tensor.requires_grad for node in reads for tensor in tensors_of(node)]
-                emitter.add_module(f"piece_{number}", wrap(piece, needs_gradient), reads, makes)
+                emitter.add_module(f"piece_{number}", wrap(self._piece(nodes, reads, makes, body)), reads, makes)
         return _on_the_tables_of(body, emitter.finish(self.outputs))
 
     def _piece(
@@ -76,7 +74,7 @@ class MarkedStage:
         for node in nodes:
             emitter.add(node)
         found = _on_the_tables_of(body, emitter.finish(makes))
-        return Piece(found, tuple(emitter.signature))
+        return Piece(found, tuple(emitter.signature), need_gradients(reads))
 
     def _reads(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """What the nodes read that others make, the model's own tensors aside."""
