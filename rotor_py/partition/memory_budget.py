@@ -21,8 +21,8 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
     "4GB" or "80%" of the device: parameters, buffers, inputs, saved activations, values in between, outputs and
     gradients. The loss and the optimizer outside the graph, and gradients kept from earlier steps, are not counted.
     Operators run one by one, as under aot_eager, keep to it. What Inductor makes of a graph is watched in the first
-    step, and compiled again if it takes more; if nothing helps, a warning says so. Within the limit, the graph's backward runs
-    again what costs least time. Numbers stay those of the graph that saves all.
+    step, and compiled again if it takes more; if nothing helps, a warning says so. Within the limit, the graph's
+    backward runs again what costs least time. Numbers stay those of the graph that saves all.
 
     The budget belongs to what is compiled: it stays when the block is left, also when the graph is compiled again for
     another shape. Models that were compiled before keep what they have. `options` says the same without a block:
