@@ -25,7 +25,7 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "ConvNeXt": (MODELS["ConvNeXt"], "ConvNextLayer"),
     "U-Net": (MODELS["U-Net"], "DoubleConvolution"),
 }
-"""How to make a model, and the class of its blocks."""
+"""How to make a model, and the class of its blocks, for models that do not checkpoint them by themselves."""
 
 
 class Checkpointed(nn.Module):
@@ -39,8 +39,12 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
 
 
-def checkpointed(model: nn.Module, kind: str) -> nn.Module:
+def checkpointed(model: Any, kind: str) -> nn.Module:
     """The model with every block of this class checkpointed. ValueError if it has none."""
+    if getattr(model, "supports_gradient_checkpointing", False):
+        # Its own way: a block of transformers fills a cache in its first run, which a second run must not fill again.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model  # type: ignore[no-any-return] # a module
     found = [
         (parent, name)
         for parent in list(model.modules())
