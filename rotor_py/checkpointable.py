@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compiled.around import inductor_around, inductor_of
-from rotor_py.compiled.compiled_stage import is_compiled
 from rotor_py.compiled.options import Compile
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget
@@ -34,11 +33,6 @@ from rotor_solver.kept_at_loss import PlanMemory
 from rotor_solver.progress import Progress
 
 T = TypeVar("T")
-
-_NOT_SAVED = (
-    "a file of a plan knows nothing of compiled stages, so a plan with compile= can be neither saved nor loaded; plan "
-    "without compile=, or plan anew in each process"
-)
 
 
 class Setting(Generic[T]):
@@ -92,7 +86,8 @@ class Checkpointable(Transparent):
         progress: called with (stages done, all stages, name of the next) while measuring. Without it, a bar is shown on
             a terminal if measuring takes longer than a moment. True: lines of the log, too. False: no bar.
         plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring. What was
-            measured for it is in the file, so that `report()` and `memory()` say what they said there.
+            measured for it is in the file, so that `report()` and `memory()` say what they said there. Stages that
+            were compiled are compiled again, in the first step; options of `compile` have to be given again.
         granularity: the most stages into which a captured graph is cut.
         process_group: the processes that train this model together and have to follow one plan. With
             DistributedDataParallel, around this or inside it, it is known.
@@ -116,8 +111,8 @@ class Checkpointable(Transparent):
     UnsupportedModelError for a model that cannot be trained from a plan, TypeError for an optimizer that is none,
     ValueError for a limit that is none, for less than one forward in flight, for an order of backwards that is none,
     for a `compile` that `torch.compile` does not know or that records CUDA graphs, or for arguments that exclude each
-    other; with `plan`, PlanMismatchError for another model; with `custom_input` and a limit, InfeasibleError if no plan
-    fits.
+    other; with `plan`, PlanMismatchError for another model or another `compile`; with `custom_input` and a limit,
+    InfeasibleError if no plan fits.
     """
 
     _planner: Planner
@@ -188,8 +183,6 @@ class Checkpointable(Transparent):
         if plan is not None:
             if settings.by_hand is not None:
                 raise ValueError(f"a plan is given, and {settings.by_hand}; give one of them")
-            if settings.inductor is not None:
-                raise ValueError(_NOT_SAVED)
             self._planner.adopt(plan if isinstance(plan, Plan) else Plan.load(plan))
         elif custom_input is not None:
             self.measure(custom_input)
@@ -261,11 +254,9 @@ class Checkpointable(Transparent):
     def plan(self) -> Plan:
         """The plan in use, for a file.
 
-        ValueError if nothing has been measured, if the model was changed for another kind of step since, or if stages
-        are compiled.
+        ValueError if nothing has been measured, if the model was changed for another kind of step since, or if
+        `compile` has options that no file can hold.
         """
-        if self._planner.settings.inductor is not None:
-            raise ValueError(_NOT_SAVED)
         with in_training(self):
             return file_of(self._planner.solved(), self._planner.model)
 
@@ -348,7 +339,7 @@ class Checkpointable(Transparent):
     @property
     def compiled(self) -> list[str]:
         """The names of the stages that run compiled."""
-        return [name for name, function in zip(self.names, self.functions, strict=False) if is_compiled(function)]
+        return [] if (plan := self._plan_in_use) is None else plan.compiled
 
     @property
     def functions(self) -> list[nn.Module]:

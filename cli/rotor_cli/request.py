@@ -96,8 +96,6 @@ class Request:
             _refuse_unwritable(path)
         if self.mem_limit is not None and self.overhead is not None:
             raise usage("--mem-limit and --max-overhead both say how to plan; give one of them")
-        if self.compile and self.plan_file is not None:
-            raise usage("--save writes no compiled stages; leave out --compile or --save")
         if self.plot_file is not None:
             self._refuse_plot(self.plot_file)
         self._refuse_pipeline()

@@ -15,11 +15,24 @@ _ELSEWHERE = {
 }
 
 
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Of torch.compile. Written down here, since wrong use is answered before torch is loaded."""
+
+
 class CommandWithSynonyms(click.Command):
     """Suggests an option by its meaning; click goes by its letters, and would find --quiet for --budget."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does it."""
+        """As click does it. --compile is followed by no mode, as `torch.compile` is."""
+        following = args[args.index("--compile") + 1 :][:1] if "--compile" in args else []
+        if following and following[0] in _MODES:
+            records = following[0] in _MODES[1:3]
+            why = " (this one records CUDA graphs, which no plan can follow)" if records else ""
+            raise click.UsageError(
+                f"--compile takes no mode{why}, and plans for Inductor's defaults; for another mode, give "
+                'Checkpointable compile="max-autotune-no-cudagraphs" in your code.',
+                ctx=ctx,
+            )
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

@@ -17,8 +17,8 @@ from rotor_profiling import tensors_in
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.compiled_models import CompiledForward, TracedGraph, compile_forward, handing_graphs_to
 from rotor_py.capture.data_questions import NOW, Answers, Asking, OtherAnswerError
-from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.run_graph import raise_own_error
+from rotor_py.capture.marks.fsdp_marks import FSDPMarks
 from rotor_py.capture.replaced.cumulative_batch_norm import batch_norms_in_graphs
 from rotor_py.capture.replaced.library_masks import masks_asked_about
 from rotor_py.capture.tracing import keep_image_sizes, keep_known_sizes, tracing

@@ -14,15 +14,15 @@ from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_py.capture.data_questions import Answers, answers_of, without_questions_about_the_batch
-from rotor_py.capture.fsdp_marks import FSDPMarks
 from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points, weights_of
 from rotor_py.capture.graph.function_transforms import with_whole_transforms
 from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_input
 from rotor_py.capture.graph.graph_nodes import carries_gradient, tensors_of
 from rotor_py.capture.graph.graph_stage import context_of, stages_of
-from rotor_py.capture.graph.mark_nodes import enter, leave
 from rotor_py.capture.graph.recurrent_layers import draws_from_own_state, with_layers_apart
 from rotor_py.capture.graph.run_graph import line_of, run_graph
+from rotor_py.capture.marks.fsdp_marks import FSDPMarks
+from rotor_py.capture.marks.mark_nodes import enter, leave
 from rotor_py.distributed.processes import several_processes
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Layer

@@ -93,7 +93,12 @@ def measure_graphs(
                 "TORCH_LOGS=graph_breaks says why"
             )
         if compiler is not None:
-            found.variants = compiled_variants(found.main, compiler, options["progress"])
+            found.variants = compiled_variants(
+                found.main,
+                compiler,
+                options["progress"],
+                partial(largest_anywhere, group=options["group"], device=device),
+            )
             state.restore()
         if loss is not None:
             found.measure_loss(loss, device)

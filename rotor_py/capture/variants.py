@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rotor_profiling import StageCost
@@ -12,35 +13,45 @@ from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.measure.cut import Cut
 from rotor_solver.progress import Progress
 
+Agree = Callable[[Sequence[int]], list[int]]
+
 _log = logging.getLogger("rotor_py")
 
 
 def compiled_variants(
-    plain: MeasuredGraph, compiler: StageCompiler, progress: Progress | None = None
+    plain: MeasuredGraph,
+    compiler: StageCompiler,
+    progress: Progress | None = None,
+    agree: Agree = list,
 ) -> list[MeasuredGraph]:
     """The graph with its stages compiled: first those that are faster so, then all that can be compiled.
 
     One of both where they are the same, and none where nothing can be compiled. Which of them, or the plain graph, is
-    best depends on the limit, so a plan chooses: a stage that is faster may need more memory.
+    best depends on the limit, so a plan chooses: a stage that is faster may need more memory. Processes that wait for
+    each other in stages measure the same graphs: `agree` returns of each number the largest in any of them.
     """
     kinds, seconds = compiler.kinds, compiler.seconds
     wrapped = [CompiledStage(function, name, compiler) for name, function in plain.cut.stages]
     # Measuring runs them, and the first run compiles.
     _measured(plain, _with(plain.cut, wrapped), None if progress is None else _Compiling(progress))
-    if not any(stage.compiled for stage in wrapped):
+    can = [not plain_somewhere for plain_somewhere in agree([not stage.compiled for stage in wrapped])]
+    if not any(can):
         return []
     _log.info("compiled %d kinds of stages in %.1f s", compiler.kinds - kinds, compiler.seconds - seconds)
-    every = _measured(plain, _with(plain.cut, [each if each.compiled else None for each in wrapped]))
-    costs = zip(wrapped, plain.measurement.stages, every.measurement.stages, strict=True)
-    fast = [each if each.compiled and _seconds(now) < _seconds(before) else None for each, before, now in costs]
-    if all((each is not None) == stage.compiled for each, stage in zip(fast, wrapped, strict=True)):
+    every = _measured(plain, _with(plain.cut, _chosen(wrapped, can)))
+    costs = zip(plain.measurement.stages, every.measurement.stages, strict=True)
+    slow = agree([_seconds(now) >= _seconds(before) for before, now in costs])
+    fast = [possible and not slower for possible, slower in zip(can, slow, strict=True)]
+    if fast == can or not any(fast):
         return [every]
-    if not any(fast):
-        return [every]
-    return [_measured(plain, _with(plain.cut, fast)), every]
+    return [_measured(plain, _with(plain.cut, _chosen(wrapped, fast))), every]
 
 
-def _with(cut: Cut, compiled: list[CompiledStage] | list[CompiledStage | None]) -> Cut:
+def _chosen(wrapped: list[CompiledStage], chosen: list[bool]) -> list[CompiledStage | None]:
+    return [stage if taken else None for stage, taken in zip(wrapped, chosen, strict=True)]
+
+
+def _with(cut: Cut, compiled: Sequence[CompiledStage | None]) -> Cut:
     """The cut with these stages in the place of its own; None leaves one as it is."""
     pairs = zip(cut.stages, compiled, strict=True)
     return replace(cut, stages=tuple((name, plain if code is None else code) for (name, plain), code in pairs))

@@ -31,8 +31,9 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
     """`plain`, compiled at its first run, and again for an input of another shape.
 
     It offers no other ways to run: there is one forward of each kind, see the Note in `stage_code.py`. Where it cannot
-    be compiled, it runs as `plain`. Which inputs need a gradient is seen in the first run, or is that of `like`, the
-    same stage for other shapes.
+    be compiled, it runs as `plain`; where only pieces of it can be compiled, each of these is a stage of this class.
+    Which inputs need a gradient `plain` says, or else it is seen in the first run, or is that of `like`, the same stage
+    for other shapes.
     """
 
     def __init__(self, plain: nn.Module, name: str, compiler: StageCompiler, like: CompiledStage | None = None) -> None:
@@ -41,12 +42,19 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._name = name
         self._compiler = compiler
         self._codes: dict[Hashable, StageCode | None] = {}
-        self._needs_gradient: list[bool] | None = None if like is None else like._needs_gradient
+        self._needs_gradient = offers_of(plain).needs_gradient
+        if self._needs_gradient is None and like is not None:
+            self._needs_gradient = like._needs_gradient
         self.carried, self.wiring = offers_of(plain).carried, offers_of(plain).wiring
+        # In a list, where nobody finds the parameters of pieces: they are those of `plain`.
+        self._pieces: list[CompiledStage] = []
+        self._in_pieces = offers_of(plain).in_pieces(self._piece)
 
     @property
     def compiled(self) -> bool:
         """Whether there is code for the first shape that came."""
+        if self._in_pieces is not None:
+            return any(piece.compiled for piece in self._pieces)
         return next(iter(self._codes.values()), None) is not None
 
     def like(self, other: nn.Module) -> CompiledStage:
@@ -54,11 +62,20 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         return CompiledStage(other, self._name, self._compiler, self)
 
     def forward(self, value: Any) -> Any:
+        if self._in_pieces is not None:
+            return self._in_pieces(value)
         code = self._code(value)
         return self.plain(value) if code is None else code.run(self.plain, value)
 
     def kind(self, value: Any) -> Hashable:
         return stage_kind(self.plain, value)
+
+    def gather_begun(self) -> None:
+        offers_of(self.plain).gather_begun()
+
+    def _piece(self, piece: nn.Module) -> CompiledStage:
+        self._pieces.append(CompiledStage(piece, f"{self._name}, piece {len(self._pieces) + 1}", self._compiler))
+        return self._pieces[-1]
 
     def _code(self, value: Any) -> StageCode | None:
         shapes = tuple(

@@ -35,8 +35,12 @@ def config_of(given: Compile) -> Config | None:
 
 
 def without_cuda_graphs(options: Mapping[str, Any], what: str) -> Config:
-    """These options of Inductor. ValueError if they ask for CUDA graphs; `what` says who gave them."""
-    if options.get("triton.cudagraphs"):
+    """These options of Inductor. ValueError if CUDA graphs would be recorded; `what` says who gave them."""
+    from torch._inductor import config  # here, since most plans do without Inductor
+
+    if "triton.cudagraphs" not in options and config.triton.cudagraphs:
+        what = "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)"
+    if options.get("triton.cudagraphs", config.triton.cudagraphs):
         raise ValueError(
             f"{what} records CUDA graphs, which keep their memory for good, while a plan frees it and uses it again; "
             'take the mode "max-autotune-no-cudagraphs", or the default'

@@ -67,7 +67,9 @@ def _kind(stage: nn.Module, value: object) -> Hashable:
     """A key that is equal for stages that the same code serves."""
     numbers: dict[int, int] = {}
     shared = tuple(numbers.setdefault(id(tensor), len(numbers)) for _, _, tensor in owned_slots(stage))
-    # What a graph calls that is a module, the kind of a stage does not say.
-    calls = any(module._modules for module in stage.modules() if isinstance(module, fx.GraphModule))
+    # What a graph calls that is a module, the kind of a stage does not say. A bare module is called by nobody: it holds
+    # the parameters of a module of `fully_shard`.
+    graphs = [module for module in stage.modules() if isinstance(module, fx.GraphModule)]
+    calls = any(type(child) is not nn.Module for graph in graphs for child in graph.children())
     autocast = tuple((each.device_type, each.enabled, each.dtype) for each in autocast_now(_DEVICES))
     return stage_kind(stage, value), offers_of(stage).wiring, shared, id(stage) if calls else None, autocast

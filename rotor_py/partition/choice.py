@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
+from rotor_py.partition.chain.stages import Stages
 from rotor_py.partition.follow import follow
 from rotor_py.partition.joint_graph import JointGraph
 from rotor_py.partition.operator_costs import operator_costs
 from rotor_py.partition.peak import Weight, weigh
 from rotor_py.partition.program import Program, in_time
-from rotor_py.partition.stages import Stages
 from rotor_solver import frontier
 
 _SLOTS = 300

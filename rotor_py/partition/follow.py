@@ -6,8 +6,8 @@ from collections import deque
 
 from torch import fx
 
+from rotor_py.partition.chain.stages import Stages
 from rotor_py.partition.program import BackwardWriter, Program
-from rotor_py.partition.stages import Stages
 from rotor_solver import Sequence
 from rotor_solver.operations import ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 

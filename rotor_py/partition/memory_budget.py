@@ -20,8 +20,9 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
     `limit` is the peak of a training step of each compiled graph on its device, as bytes (an int) or as a text such as
     "4GB" or "80%" of the device: parameters, buffers, inputs, saved activations, values in between, outputs and
     gradients. The loss and the optimizer outside the graph, and gradients kept from earlier steps, are not counted.
-    Operators run one by one, as under aot_eager, keep to it; of what Inductor makes of the graphs it is a prediction.
-    Within it, the graph's backward runs again what costs least time. Numbers stay those of the graph that saves all.
+    Operators run one by one, as under aot_eager, keep to it. What Inductor makes of a graph is watched in the first
+    step, and compiled again if it takes more; if nothing helps, a warning says so. Within the limit, the graph's
+    backward runs again what costs least time. Numbers stay those of the graph that saves all.
 
     The budget belongs to what is compiled: it stays when the block is left, also when the graph is compiled again for
     another shape. Models that were compiled before keep what they have. `options` says the same without a block:
@@ -86,7 +87,11 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
             raise ValueError(
                 "options have a custom_partitioner_fn, and memory_budget brings its own; leave one of the two out"
             )
-        return {**settings, "mode": None, "options": options | self.options}
+        from rotor_py.partition.watched_inductor import WatchedInductor
+
+        partitioner = self.options["custom_partitioner_fn"]
+        backend = WatchedInductor(options | self.options, settings.get("dynamic"), partitioner)
+        return {**settings, "backend": backend, "mode": None, "options": None}
 
     def _bound_backend(self, backend: Any) -> Any:
         from torch._dynamo.backends.common import AotAutograd

@@ -38,12 +38,29 @@ class BudgetPartitioner(CustomPartitionerFn):
     limit: int | str
     chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
     """What was chosen last for every frame of the model. Breaks of the graph begin new frames."""
+    reserve: int = 0
+    """Bytes of the limit that the partition leaves to the compiler's own buffers."""
+    _for_graph: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def for_one_graph(self, reserve: int) -> BudgetPartitioner:
+        """The same partitioner, which remembers what it chose: the graph of one call alone comes to it."""
+        return BudgetPartitioner(self.limit, self.chosen, reserve)
+
+    @property
+    def weight(self) -> Weight | None:
+        """What was chosen last; None if torch had the graphs in its cache."""
+        return self._for_graph.get("weight")
+
+    @property
+    def found_least(self) -> bool:
+        """Whether nothing that takes less could have been chosen."""
+        return bool(self._for_graph.get("least"))
 
     def __deepcopy__(self, memo: object) -> BudgetPartitioner:
         return self  # torch copies its settings before every compilation
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BudgetPartitioner, (self.limit,)
+        return BudgetPartitioner, (self.limit, {}, self.reserve)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -66,7 +83,9 @@ class BudgetPartitioner(CustomPartitionerFn):
         guard_sizes(joint.inputs)
         limit = limit_bytes(self.limit, _device(joint))
         found = candidates(joint)
-        best = fastest_within(found, limit)
+        best = fastest_within(found, limit - self.reserve)
+        if best is None and self.reserve:
+            best = found[0]
         if best is None:
             least = found[0].weight.peak
             raise InfeasibleError(
@@ -76,6 +95,7 @@ class BudgetPartitioner(CustomPartitionerFn):
                 min_bytes=least,
                 mem_limit=limit,
             )
+        self._for_graph.update(weight=best.weight, least=best is found[0])
         self._note(best.weight, limit)
         return extract(joint, best.program, static_inputs)
 
@@ -105,7 +125,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         limit: object = self.limit
         if isinstance(limit, str) and limit.rstrip().endswith("%"):  # other bytes on another machine
             limit = [limit_bytes(self.limit, device) for device in (torch.device("cpu"), *_accelerators())]
-        return f"rotor_py.memory_budget {limit} {_code()}"
+        return f"rotor_py.memory_budget {limit} {self.reserve} {_code()}"
 
 
 def _device(joint: JointGraph) -> torch.device:
@@ -122,6 +142,6 @@ def _accelerators() -> list[torch.device]:
 def _code() -> str:
     """A digest of the files that decide: with other code, equal budgets may be partitioned otherwise."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rotor_py.compiled.compiled_stage import is_compiled
 from rotor_py.plan.out_of_memory.guarded_budget import unguarded
+from rotor_py.plan.saved.compiled_stages import CompiledStages
 from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.saved.plan_costs import PlanCosts
@@ -20,7 +20,10 @@ from rotor_solver.kept_at_loss import PlanMemory, plan_memory
 
 
 def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
-    """The plan, for a file. ValueError if the model has been changed for another kind of step since.
+    """The plan, for a file.
+
+    ValueError if the model has been changed for another kind of step since, or if no file can hold what Inductor is
+    told.
 
     The model has to be in training mode, as it was when the plan was made.
     """
@@ -43,6 +46,7 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
         )
     assert plan.cut is not None
     _refuse_another_step(plan, model)
+    inductor = model.settings.inductor
     return Plan(
         model=model_fingerprint(model.core),
         input=input_fingerprint(plan.input_spec, model.device_of(plan.input_spec)),
@@ -56,6 +60,7 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
         fresh_grads=model.settings.fresh_grads,
         costs=costs,
         limited=not unlimited,
+        compiled=None if inductor is None else CompiledStages.of(plan.compiled, inductor),
     )
 
 
@@ -75,7 +80,7 @@ def report_of(plan: StepPlan, model: TrainedModel) -> Report:
         budget=plan.budget,
         measurement=plan.measurement,
         sequence=sequence,
-        compiled=[name for name, function in zip(plan.names, plan.functions, strict=False) if is_compiled(function)],
+        compiled=plan.compiled,
     )
 
 
@@ -86,7 +91,7 @@ def summary_of(plan: StepPlan, model: TrainedModel) -> str:
     plain, planned = budget.makespan(stored), budget.makespan(sequence)
     overhead = planned / plain - 1 if plain else 0.0
     unlimited = plan.unlimited(model.settings)
-    compiled = sum(map(is_compiled, plan.functions))
+    compiled = len(plan.compiled)
     limit = "no limit" if unlimited else f"limit {format_bytes(_limit_bytes(plan, model))}"
     return (
         f"{limit}; {budget.split()}; least possible "

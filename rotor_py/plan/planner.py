@@ -70,6 +70,7 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.out_of_memory.guarded_budget import guarded
 from rotor_py.plan.plan_maker import PlanMaker
 from rotor_py.plan.planned_forwards import PlannedForwards
+from rotor_py.plan.saved.compiled_stages import config_beside
 from rotor_py.plan.saved.fingerprint import model_fingerprint
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
@@ -158,8 +159,11 @@ class Planner:
         return self._planned.run(*args, **kwargs)
 
     def adopt(self, file: Plan) -> None:
-        """Event 8: follow a plan from a file. PlanMismatchError if it was made for another model."""
+        """Event 8: follow a plan from a file. PlanMismatchError if it was made for another model or `compile=`."""
         file.refuse_other(model=model_fingerprint(self.model.core))
+        if (config := config_beside(file.compiled, self.settings.inductor)) != self.settings.inductor:
+            self.settings.inductor = config
+            self._maker.begin_anew()
         plan = StepPlan.adopted(file, self._maker.blank)
         self.plans.in_use = guarded(plan) if self.settings.replans else plan
         if self.settings.mem_limit is None and file.limited:
@@ -176,15 +180,11 @@ class Planner:
         ValueError if it asks for CUDA graphs. A warning says so where stages cannot be compiled.
         """
         self._asked_to_compile = True
-        obstacles = {
-            "its plan is from a file": self.plans.in_use is not None and self.plans.in_use.file is not None,
-            "on_oom='replan' is set": self.settings.replans,
-            "fully_shard was applied to it": self.model.sharded,
-        }
-        for reason, holds in obstacles.items():
-            if holds:
-                _log.warning("torch.compile around the model compiles nothing, since %s; the step is planned", reason)
-                return
+        if self.plans.in_use is not None and self.plans.in_use.file is not None:
+            _log.warning(
+                "torch.compile around the model compiles nothing, since its plan is from a file; the step is planned"
+            )
+            return
         self.settings.inductor = without_cuda_graphs(compiler.config, "torch.compile around the model")
         if compiler.dynamic:
             _log.warning("dynamic=True has no part in a planned step: stages are compiled for one shape at a time")

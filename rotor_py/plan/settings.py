@@ -61,11 +61,6 @@ class Settings:
             )
         self._refuse_on_oom()
         self.inductor = config_of(self.compile)
-        if self.inductor is not None and self.replans:
-            raise ValueError(
-                "on_oom='replan' undoes a part of a step and runs it again by another plan, in which other stages may "
-                "be compiled, with other last digits; leave out compile= or on_oom="
-            )
 
     def _refuse_on_oom(self) -> None:
         if self.on_oom not in ("raise", "replan"):

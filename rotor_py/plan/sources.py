@@ -14,13 +14,12 @@ from rotor_py.compiled.stage_code import Config
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import as_entered, is_sharded
-from rotor_py.errors import UnsupportedModelError
 from rotor_py.execute import regions
 from rotor_py.execute.guarded_tape import GuardedTape, SmallerPlans
 from rotor_py.execute.node_seconds import node_seconds
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
-from rotor_py.measure.cut import Cut, cut, is_chain
+from rotor_py.measure.cut import Cut, Layer, cut, is_chain
 from rotor_py.measure.stages import MeasuredCut, measure
 from rotor_py.plan.inputs.input_spec import covers, describe, reaches, spec_of
 from rotor_py.plan.saved.plan import Plan
@@ -188,11 +187,6 @@ class GraphSource:
         return reaches(planned, value)
 
     def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
-        if self._compiler is not None and is_sharded(self._model):
-            raise UnsupportedModelError(
-                "compile= compiles stages, and fully_shard gathers parameters inside of them, which compiled code "
-                "would not see; leave compile= out, or train with DistributedDataParallel"
-            )
         arguments, keywords = value
         ways, shared = self._session.measure(
             arguments,
@@ -212,7 +206,7 @@ class GraphSource:
         return isinstance(other, GraphSource) and self._session.same_graph(other._session)
 
     def adopt(self, plan: Plan) -> None:
-        self._session.cut_layers = plan.cut_layers
+        self._session.cut_layers = partial(_cut_as_saved, plan, self._compiler)
         self._session.answers = tuple(plan.answers)
 
     def run(
@@ -250,6 +244,14 @@ def source_of(model: nn.Module, granularity: int, compile: Config | None = None)
     if compile is not None:
         return GraphSource(model, granularity, StageCompiler(compile))
     return LayerSource(model) if is_chain(model) else GraphSource(model, granularity)
+
+
+def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, layers: list[Layer]) -> Cut:
+    found = plan.cut_layers(layers)
+    if plan.compiled is None:
+        return found
+    assert compiler is not None  # `Planner.adopt` sees to it
+    return plan.compiled.compiled_again(found, compiler)
 
 
 def _tell_of_capture(value: Any, seconds: float) -> None:

@@ -7,7 +7,8 @@ that this file is the whole list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import nn
 
 Run = Callable[[Any], Any]
 """A way to run a stage: from its input to its output."""
+
+Wrap = Callable[[nn.Module], nn.Module]
+"""What a piece of a stage is replaced by."""
 
 
 class StageOffers:
@@ -27,11 +31,21 @@ class StageOffers:
     """Which values of its input the stage reads and which it hands on, by position. Stages of one kind (`stage_kind`)
     cost the same whichever values they read, but code that was compiled for one reads what that one does."""
 
+    needs_gradient: Sequence[bool] | None = None
+    """Of every tensor in its input, whether it needs a gradient in training; None if that shows when the stage runs."""
+
     def gather_begun(self) -> None:
         """Gather the sharded parameters of modules that have begun before this stage.
 
         The stage gathers the others when their modules begin in it, and lets go of all where their modules end.
         """
+
+    def in_pieces(self, wrap: Wrap) -> Run | None:
+        """How to run the stage with `wrap(piece)` in the place of every piece that can be compiled.
+
+        None if the stage can be compiled as a whole. If it cannot, this is called once for each way to wrap the pieces.
+        """
+        return None
 
     def forward_skipping_output(self) -> Run | None:
         """How to run the stage right before its backward, when nobody reads its output; None if that saves nothing.
@@ -58,11 +72,18 @@ class _Joined(StageOffers):
         self._parts = list(parts)
         if self._parts:
             self.carried = self._parts[-1].carried  # the output is that of the last one
+            self.needs_gradient = self._parts[0].needs_gradient
         self.wiring = tuple(part.wiring for part in self._parts)
 
     def gather_begun(self) -> None:
         for part in self._parts:
             part.gather_begun()
+
+    def in_pieces(self, wrap: Wrap) -> Run | None:
+        runs = [part.in_pieces(wrap) for part in self._parts]
+        # All stages of a sharded model are in pieces, and none of another one.
+        found = [run for run in runs if run is not None]
+        return (lambda value: reduce(lambda made, run: run(made), found, value)) if found else None
 
 
 _NOTHING = StageOffers()

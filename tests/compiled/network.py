@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,11 +52,11 @@ def loss(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
-def network(compile: Compile = True, blocks: int = 4) -> Checkpointable:
+def network(compile: Compile = True, blocks: int = 4, **given: Any) -> Checkpointable:
     """A `Net` whose stages run compiled, all that can be, whatever was measured."""
     torch.manual_seed(0)
     found = Checkpointable(
-        Net(blocks), batch(), "1GB", compile=compile, loss=loss, fresh_grads=True, granularity=blocks
+        Net(blocks), batch(), "1GB", compile=compile, loss=loss, fresh_grads=True, granularity=blocks, **given
     )
     run_compiled(found)
     return found

@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import fx, nn
+from torch._inductor import config as inductor_config
 
 from rotor_cli.main import main
 from rotor_py import Checkpointable
@@ -86,10 +87,34 @@ def test_another_backend_compiles_nothing(seen: list[int]) -> None:
     assert seen == []
 
 
-def test_cuda_graphs_are_refused_in_the_first_forward() -> None:
-    around = torch.compile(planned(), mode="reduce-overhead")
-    with pytest.raises(ValueError, match="CUDA graphs"):
+@pytest.mark.parametrize(
+    "asked",
+    [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}],
+    ids=lambda asked: str(*asked.values()),
+)
+def test_cuda_graphs_are_refused_in_the_first_forward(asked: dict[str, Any]) -> None:
+    around = torch.compile(planned(), **asked)
+    with pytest.raises(ValueError, match=r"torch\.compile around the model records CUDA graphs"):
         around(batch())
+    with pytest.raises(ValueError, match=r"torch\.compile around the model records CUDA graphs"):
+        planned().compile(**asked)
+
+
+def test_cuda_graphs_that_are_on_for_all_are_refused() -> None:
+    with (
+        inductor_config.patch({"triton.cudagraphs": True}),
+        pytest.raises(ValueError, match=r"TORCHINDUCTOR_CUDAGRAPHS\) records CUDA graphs"),
+    ):
+        Checkpointable(Net(1), compile=True)
+    with inductor_config.patch({"triton.cudagraphs": True}):
+        Checkpointable(Net(1), compile={"triton.cudagraphs": False})
+
+
+@pytest.mark.parametrize(("mode", "words"), [("reduce-overhead", "records CUDA graphs"), ("default", "takes no mode")])
+def test_the_command_takes_no_mode(tmp_path: Path, mode: str, words: str) -> None:
+    result = CliRunner().invoke(main, [str(tmp_path / "net.py"), "--compile", mode])
+    assert result.exit_code == 2
+    assert words in result.stderr
 
 
 def test_a_plan_from_a_file_is_followed_uncompiled(
@@ -123,9 +148,10 @@ def test_the_backend_compiles_if_it_is_told_to(seen: list[int]) -> None:
     torch.testing.assert_close(made, gradients(model))
 
 
-def test_the_backend_refuses_what_torch_compile_refuses() -> None:
-    with pytest.raises(ValueError, match="CUDA graphs"):
-        rotor(fx.GraphModule(nn.Module(), fx.Graph()), [], options={"compile": "reduce-overhead"})
+@pytest.mark.parametrize("asked", ["reduce-overhead", {"triton.cudagraphs": True}], ids=str)
+def test_the_backend_refuses_what_torch_compile_refuses(asked: Any) -> None:
+    with pytest.raises(ValueError, match="records CUDA graphs"):
+        rotor(fx.GraphModule(nn.Module(), fx.Graph()), [], options={"compile": asked})
 
 
 MODEL = """
@@ -151,8 +177,9 @@ def test_the_command_compiles_and_verifies(tmp_path: Path, seen: list[int]) -> N
         assert report["verify"]["max_grad_difference"] == 0
 
 
-def test_the_command_saves_no_compiled_plan(tmp_path: Path) -> None:
+def test_the_command_saves_what_is_compiled(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL)
-    result = CliRunner().invoke(main, [str(tmp_path / "net.py"), "--compile", "--save", str(tmp_path / "plan.json")])
-    assert result.exit_code == 2
-    assert "--compile" in result.stderr
+    options = ["--mem-limit", "1GB", "--compile", "--save", str(tmp_path / "plan.json")]
+    result = CliRunner().invoke(main, [str(tmp_path / "net.py"), *options])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "plan.json").read_text())["compiled"]["options"] == {}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py import Checkpointable
 from rotor_py.compiled import stage_compiler
 from rotor_py.compiled.stage_code import NotCompilableError
 from rotor_py.plan.ways import fastest
@@ -152,20 +151,3 @@ def test_modes_and_options_are_those_of_torch_compile() -> None:
     assert inductor("default") == {}
     assert inductor({"fallback_random": True}) == {"fallback_random": True}
     assert inductor("max-autotune-no-cudagraphs") == {"max_autotune": True, "coordinate_descent_tuning": True}
-
-
-def test_plans_that_are_undone_or_saved_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="on_oom"):
-        Checkpointable(Net(1), compile=True, on_oom="replan")
-    plain = Checkpointable(Net(1), batch(), "1GB", loss=loss)
-    plain.save_plan(tmp_path / "plan.json")
-    with pytest.raises(ValueError, match="neither saved nor loaded"):
-        Checkpointable(Net(1), plan=tmp_path / "plan.json", compile=True)
-    with pytest.raises(ValueError, match="neither saved nor loaded"):
-        Checkpointable(Net(1), compile=True).save_plan(tmp_path / "other.json")
-
-
-def test_sharded_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotor_py.plan.sources.is_sharded", lambda model: True)
-    with pytest.raises(UnsupportedModelError, match="fully_shard"):
-        Checkpointable(Net(1), batch(), compile=True)

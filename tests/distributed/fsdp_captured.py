@@ -16,7 +16,7 @@ from torch.optim import Adam, Optimizer
 from rotor_profiling import measured_peak, tensors_in
 from rotor_profiling.storage import local
 from rotor_py import Checkpointable, UnsupportedModelError
-from rotor_py.capture import fsdp_marks
+from rotor_py.capture.marks import fsdp_marks
 from rotor_py.distributed.shard_groups import ShardGroup, groups_of
 from rotor_solver import store_all
 from tests.distributed import fsdp

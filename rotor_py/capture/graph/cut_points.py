@@ -16,8 +16,8 @@ from torch import fx
 
 from rotor_py.capture.graph.graph_facts import GraphFacts
 from rotor_py.capture.graph.graph_nodes import carries_gradient, new_bytes, tensors_of
-from rotor_py.capture.graph.mark_nodes import enter, leave
 from rotor_py.capture.graph.sizes import example_of
+from rotor_py.capture.marks.mark_nodes import enter, leave
 
 _HUGE = 0.3
 """A stage that makes more than this part of all bytes is cut further, by carrying tensors past the cuts. A guess,

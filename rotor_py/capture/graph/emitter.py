@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from rotor_py.capture.fsdp_marks import Table
 from rotor_py.capture.graph.graph_facts import GraphFacts, Modes
 from rotor_py.capture.graph.graph_nodes import attribute_of
-from rotor_py.capture.graph.mark_nodes import MARKS
+from rotor_py.capture.marks.fsdp_marks import Table
+from rotor_py.capture.marks.mark_nodes import MARKS
 from rotor_py.distributed.shard_groups import ShardGroup
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
@@ -54,6 +55,14 @@ class Emitter:
         self.signature.append((node.op, target, self._plain(args), self._plain(node.kwargs)))
         self._numbers[node] = len(self._numbers)
 
+    def add_module(self, name: str, module: nn.Module, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> None:
+        """Call `module` in the place of nodes: with a tuple of what they read, for a tuple of what they make."""
+        self._switch(Modes())  # the module switches on by itself what its nodes were in
+        self.attributes[name] = module
+        made = self.graph.call_module(name, (tuple(map(self._copied, reads)),))
+        for position, node in enumerate(makes):
+            self.copies[node] = self.graph.call_function(operator.getitem, (made, position))
+
     def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
         """The new graph as a module that returns `outputs`, nodes or constants, as a tuple."""
         self._switch(Modes())  # leaves every autocast region that is open
@@ -79,6 +88,7 @@ class Emitter:
                 if group not in self._entered:
                     self.begun[group] = None
                 name = f"{name}.{key}"
+                self.signature.append(("held as", key))
             self.attributes[name] = self.facts.modules.get(node, self.facts.owned.get(node))
             self.copies[node] = self.graph.get_attr(name)
             self.copies[node].meta = dict(node.meta)

@@ -16,7 +16,6 @@ import torch
 from torch import fx, nn
 
 from rotor_py.capture.data_questions import give_up, is_question
-from rotor_py.capture.fsdp_marks import FSDPMarks, Place
 from rotor_py.capture.graph.graph_nodes import (
     attribute_of,
     carries_gradient,
@@ -26,9 +25,10 @@ from rotor_py.capture.graph.graph_nodes import (
     overwrites,
     tensors_of,
 )
-from rotor_py.capture.graph.mark_nodes import MARKS
 from rotor_py.capture.graph.recurrent_layers import draws_random_numbers
 from rotor_py.capture.graph.sizes import Sizes
+from rotor_py.capture.marks.fsdp_marks import FSDPMarks, Place
+from rotor_py.capture.marks.mark_nodes import MARKS
 from rotor_py.distributed.shard_groups import ShardGroup
 
 _GRAD_MODE = torch._C._set_grad_enabled

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ def carries_gradient(node: fx.Node) -> bool:
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """The tensors of the node's value as Dynamo saw them: fake tensors, which have no data."""
     return [leaf for leaf in tree_leaves(example_of(node)) if isinstance(leaf, torch.Tensor)]
+
+
+def need_gradients(nodes: Iterable[fx.Node]) -> list[bool]:
+    """Of every tensor of the nodes' values, in order, whether it needs a gradient."""
+    return [tensor.requires_grad for node in nodes for tensor in tensors_of(node)]
 
 
 def new_bytes(node: fx.Node, sizes: Sizes) -> int:

@@ -16,15 +16,16 @@ from rotor_profiling.stage.kind import HasKind
 from rotor_py.capture.graph.cut_points import CutPoints
 from rotor_py.capture.graph.emitter import Emitter
 from rotor_py.capture.graph.graph_facts import GraphFacts
-from rotor_py.capture.graph.graph_nodes import tensors_of
+from rotor_py.capture.graph.graph_nodes import need_gradients, tensors_of
 from rotor_py.capture.graph.min_cut import SavedPart, find_saved_part
 from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.capture.graph.sizes import Sizes
 from rotor_py.capture.graph.skipped_output import skipping_output
 from rotor_py.capture.graph.stage_names import name_pieces
+from rotor_py.capture.marks.pieces import MarkedStage
 from rotor_py.distributed.shard_groups import ShardGroup
 from rotor_py.stage.partial_saving import PartialSaving
-from rotor_py.stage.protocol import Run, StageOffers
+from rotor_py.stage.protocol import Run, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
 
 
@@ -34,8 +35,9 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     Its input and output are tuples of tensors and numbers: first what is live there, then the values that all stages
     share, `shared` in number. The stage reads the shared values at the positions `reads`, and hands all of them on
     unless it is the `last`. `signature` is equal for pieces that do the same. `sizes` are those of the input that the
-    graph was cut for. `carried` is what `StageOffers` says. In the graph of a `sharded` model, `begun` are the groups
-    of parameters that the stage uses, of modules that begin before it.
+    graph was cut for. `carried` and `needs_gradient` are what `StageOffers` says of them. In the graph of a sharded
+    model, `begun` are the groups of parameters that the stage uses, of modules that begin before it, and `marked` are
+    its nodes.
     """
 
     def __init__(
@@ -48,11 +50,14 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         carried: dict[str, int],
         signature: Hashable,
         sizes: Sizes,
+        needs_gradient: Sequence[bool],
         begun: tuple[ShardGroup, ...] = (),
-        sharded: bool = False,
+        marked: MarkedStage | None = None,
     ) -> None:
         super().__init__()
+        self.needs_gradient = needs_gradient
         self._begun = begun
+        self._marked = marked
         self.body = body
         self.reads = reads
         self.shared = shared
@@ -66,7 +71,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._skipping_output = (skipping_output(body),)
         # Searched for when somebody asks, since that takes time. Not in a sharded model: the parameters that cheap
         # operators read are freed after the forward, and would have to be gathered again to make their values again.
-        self._in_part: tuple[_InPart | None] | None = (None,) if sharded else None
+        self._in_part: tuple[_InPart | None] | None = None if marked is None else (None,)
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
@@ -87,6 +92,12 @@ class GraphStage(nn.Module, StageOffers, HasKind):
             return None
         return partial(self._run_in_part, found.part, found.skipping_output if skip_output else found.whole)
 
+    def in_pieces(self, wrap: Wrap) -> Run | None:
+        if self._marked is None:
+            return None
+        graph = self._marked.in_pieces(self.body, wrap)
+        return partial(self._run, graph, owner=graph)
+
     def kind(self, value: Any) -> Hashable:
         live, shared = self._divide(value)
         return self._signature, value_kind((live, [shared[position] for position in self.reads]))
@@ -104,11 +115,13 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         with PartialSaving(part.recipe, devices) as saving:
             return self._run(graph, values, saving)
 
-    def _run(self, graph: fx.GraphModule, values: tuple[Any, ...], *before: Any) -> tuple[Any, ...]:
+    def _run(
+        self, graph: fx.GraphModule, values: tuple[Any, ...], *before: Any, owner: fx.GraphModule | None = None
+    ) -> tuple[Any, ...]:
         live, shared = self._divide(values)
         del values  # if the caller has let go of them too, they are freed as soon as the graph has used them
         arguments = (*before, *live, *(shared[position] for position in self.reads))
-        result: tuple[Any, ...] = run_graph(graph, arguments, self.body)
+        result: tuple[Any, ...] = run_graph(graph, arguments, owner or self.body)
         return result if self.last else (*result, *shared)
 
     def _divide(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -181,8 +194,9 @@ def stages_of(
             carried={node.name: tensors.index(node) for node in cuts.carried if node in tensors},
             signature=tuple(emitter.signature),
             sizes=facts.sizes,
+            needs_gradient=need_gradients([*inputs, *shared]),
             begun=tuple(emitter.begun),
-            sharded=facts.marks is not None,
+            marked=None if facts.marks is None else MarkedStage(facts, piece, [*inputs, *used], outputs),
         )
         result.append((name, stage))
         inputs = outputs

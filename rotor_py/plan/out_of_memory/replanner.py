@@ -44,6 +44,9 @@ class Replanner:
         self._model = model
         self._number = number
         self._sequence = plan.sequence
+        self._cut = plan.cut
+        self._whole_step = plan.budget
+        """of the stages as this forward runs them: later ones may have others compiled"""
         self._budget = forward_and_backward(plan.budget)
         self._tries = 0
         self._final = False
@@ -57,7 +60,7 @@ class Replanner:
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
         """A sequence for the whole chain; None if `error`, which gets a note, is final."""
-        return self._own(self._plan.sequence) if self._reduce(error, "forward", inexact) else None
+        return self._own(self._sequence) if self._reduce(error, "forward", inexact) else None
 
     def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
         """A sequence for the first `stages` stages in the backward; None if `error`, which gets a note, is final."""
@@ -66,7 +69,7 @@ class Replanner:
 
     def rest_as_before(self, stages: int) -> Sequence:
         """A sequence for the first `stages` stages within the limit as it is, or else the one that needs least."""
-        budget = rest_of_backward(self._plan.budget, stages)
+        budget = rest_of_backward(self._whole_step, stages)
         try:
             return self._own(self._solve(budget, self._limit))
         except InfeasibleError as error:
@@ -99,7 +102,9 @@ class Replanner:
         if allocated is not None:  # the error's traceback still keeps all that was there
             smaller = min(smaller, allocated)
         self._limit = least if self._tries == _TRIES else max(least, smaller)
-        self._plan.sequence = self._solve(self._budget, self._limit)
+        self._sequence = self._solve(self._budget, self._limit)
+        # If the plan has turned to stages of another kind since, it finds a sequence for them within the limit.
+        self._plan.sequence = self._sequence if self._plan.cut is self._cut else None
         self._plan.reduced = self._model.settings.mem_limit, self._limit
         _log.warning(
             "out of memory in the %s of %s%s: it is undone and runs again within %s (%d bytes), where it needed %s (%d "

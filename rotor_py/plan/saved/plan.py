@@ -11,6 +11,7 @@ from torch import nn
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.cut import Cut, Layer, joined, layers
 from rotor_py.plan.saved import plan_file
+from rotor_py.plan.saved.compiled_stages import CompiledStages
 from rotor_py.plan.saved.fingerprint import refuse_difference, refuse_other_input
 from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.stage.graph_effects import GraphEffects, remember_effects
@@ -24,7 +25,8 @@ class Plan:
     `prefix` and `stages` name the layers of each part; a stage is a list of layers. `answers` are those of the batch
     to what a captured model asks about its data, such as whether there is padding. `traits` are what runs without a
     graph do not show of each stage. `costs` are what was measured: a report needs nothing else. `limited` says that
-    `mem_limit` is one that somebody set, or that the device has; a strategy by hand may have none.
+    `mem_limit` is one that somebody set, or that the device has; a strategy by hand may have none. `compiled` is
+    there where `compile=` was given.
     """
 
     model: dict[str, Any]
@@ -39,6 +41,7 @@ class Plan:
     fresh_grads: bool
     costs: PlanCosts
     limited: bool = True
+    compiled: CompiledStages | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; `plan_file` says what the fields mean. OSError if the file cannot be written."""
@@ -46,7 +49,11 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan. ValueError if the file is not one, or not as it was saved; OSError if it cannot be read."""
+        """Read a plan.
+
+        ValueError if the file is not one, or not as it was saved, PlanMismatchError if it has compiled stages and was
+        made with another torch, OSError if it cannot be read.
+        """
         return cls(**plan_file.read(path))
 
     def cut(self, model: nn.Module) -> Cut:

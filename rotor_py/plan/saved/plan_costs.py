@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from math import inf
 from typing import Any, TypeVar
 
 from rotor_profiling import LossCost, StageCost
@@ -41,7 +42,7 @@ class PlanCosts:
     def as_data(self) -> dict[str, Any]:
         """Seconds and bytes, as JSON has them. The chain is left out: it follows from what was measured."""
         found = _renamed(asdict(self.measurement))
-        del found["names"], found["spread"]  # the second is about how it was measured, not what the model costs
+        del found["names"]
         around = {name: getattr(self.budget, name) for name in _AROUND}
         if self.budget.forwards > 1:  # not else, so that earlier versions read the file
             around |= {name: getattr(self.budget, name) for name in ("forwards", "held_beside")}
@@ -52,7 +53,7 @@ class PlanCosts:
     @classmethod
     def from_data(cls, data: dict[str, Any], names: Sequence[str], *, fresh_gradients: bool) -> PlanCosts:
         """What `as_data` wrote, for stages of these names. ValueError if it is anything else."""
-        data = {**_IN_FLIGHT, **data}
+        data = {**_IN_FLIGHT, "spread": 0.0, **data}  # what earlier versions did not write
         unknown = data.keys() ^ _PARTS.keys()
         if unknown:
             raise ValueError(
@@ -103,6 +104,12 @@ def _seconds(name: str, value: Any) -> float:
     return value
 
 
+def _share(name: str, value: Any) -> float:
+    if type(value) is not float or not 0 <= value < inf:
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a number from zero on")
+    return value
+
+
 def _order(name: str, value: Any) -> str:
     if value not in ORDERS:
         raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be {' or '.join(ORDERS)}")
@@ -150,6 +157,7 @@ _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "carried": _many(_record(Carried)),
     "held_bytes": _size,
     "lean": _many(_or_none(_record(StageCost))),
+    "spread": _share,
     "fixed": _record(FixedMemory),
     "before_bytes": _size,
     "stepping_bytes": _size,

@@ -13,6 +13,7 @@ What a field means:
     mem_limit, limited     the limit in bytes, and whether somebody has set it; a strategy by hand may have none
     peak_bytes             the predicted peak of the whole step
     fresh_grads            whether gradients are freed between steps
+    compiled               the compiled stages and Inductor's options, where `compile=` was given (since schema 7)
     costs                  all that was measured, in seconds and bytes (`plan_costs`)
     digest                 SHA-256 of everything else, which shows damage; it is no protection against forgery
 """
@@ -30,17 +31,19 @@ from typing import Any
 
 import torch
 
-from rotor_py.errors import shortened
+from rotor_py.errors import PlanMismatchError, shortened
 from rotor_py.execute.program import program
 from rotor_py.measure.cut import JOINT
+from rotor_py.plan.saved.compiled_stages import CompiledStages
 from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.stage.graph_effects import GraphEffects
 from rotor_solver import Sequence
 
-SCHEMA = 6
-_READABLE = 5, 6
+SCHEMA = 7
+_READABLE = 5, 6, 7
 """A file is of schema 5 unless the forwards in flight follow different sequences, or have to go backward in one order:
-earlier versions would take it for something else."""
+then it is of schema 6. One that says what is compiled is of schema 7. Earlier versions would take these for something
+else."""
 _LARGEST_FILE = 16 * 2**20
 """A plan has some thousand bytes for each hundred stages; nobody's file is read into memory to find that out."""
 _log = logging.getLogger("rotor_py")
@@ -50,17 +53,25 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     """Write the fields of a plan as JSON. OSError if the file cannot be written."""
     sequence, costs = fields["sequence"], fields["costs"]
     plain = not sequence.beside and costs.budget.backward_order == "any"
-    data = {"schema": _READABLE[0] if plain else SCHEMA, "torch": torch.__version__, **fields}
+    compiled = fields.pop("compiled")
+    schema = 7 if compiled is not None else 5 if plain else 6
+    data = {"schema": schema, "torch": torch.__version__, **fields}
     data |= {"traits": [asdict(traits) for traits in fields["traits"]], "sequence": str(sequence)}
     data |= {"solver": _solver_data(sequence), "costs": costs.as_data()}
     if sequence.beside:
         data["beside"] = [str(each) for each in sequence.beside]
+    if compiled is not None:
+        data["compiled"] = asdict(compiled)
     data["digest"] = _digest(data)
     Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The fields of a plan. ValueError if the file is not one, or not as it was saved; OSError if it cannot be read."""
+    """The fields of a plan.
+
+    ValueError if the file is not one, or not as it was saved, PlanMismatchError if it has compiled stages and was made
+    with another torch, OSError if it cannot be read.
+    """
     file = Path(path)
     data = _parsed(file)
     try:
@@ -70,6 +81,8 @@ def read(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a whole plan: {shortened(error)}; save it again") from None
     if data["torch"] != str(torch.__version__):
+        if fields["compiled"] is not None:
+            raise PlanMismatchError("the torch that compiles its stages", data["torch"], torch.__version__)
         _log.warning(
             "%s was made with torch %s; with torch %s peaks and times may be others: plan again to be sure",
             file, shortened(data["torch"]), torch.__version__,
@@ -120,7 +133,8 @@ def _checked(data: dict[str, Any]) -> dict[str, Any]:
     peak = costs.budget.peak_bytes(sequence)
     if data["peak_bytes"] != peak:
         raise ValueError(f"the peak is {data['peak_bytes']}, and the costs make it {peak}")
-    return {**fields, "traits": traits, "sequence": sequence, "costs": costs}
+    compiled = CompiledStages.from_data(data.get("compiled"), data["stages"])
+    return {**fields, "traits": traits, "sequence": sequence, "costs": costs, "compiled": compiled}
 
 
 def _refuse_odd_fingerprints(model: dict[str, Any], given: dict[str, Any]) -> None:

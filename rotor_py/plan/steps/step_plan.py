@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from rotor_profiling import OptimizerCost
+from rotor_py.compiled.compiled_stage import is_compiled
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
@@ -21,6 +22,7 @@ from rotor_py.plan.sources import Source
 from rotor_py.plan.steps.step_spec import StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.graph_effects import GraphEffects, recall_effects, remember_effects
+from rotor_py.stage.undo import undo_bytes
 from rotor_solver import Sequence
 
 
@@ -123,6 +125,13 @@ class StepPlan:
         return [] if self.cut is None else [function for _, function in self.cut.stages]
 
     @property
+    def compiled(self) -> list[str]:
+        """The names of the stages that run compiled."""
+        if self.cut is not None:
+            return [name for name, function in self.cut.stages if is_compiled(function)]
+        return [] if self.file is None or self.file.compiled is None else self.file.compiled.stages
+
+    @property
     def input_spec(self) -> Any:
         """The spec of the input; None where it is not known."""
         return None if self.spec is None else self.spec.input
@@ -158,13 +167,18 @@ class StepPlan:
         """The budget of the step with its stages run in this way."""
         found = self._measurement_of(way)
         budget = self.budget.with_found(found, 0, fresh_gradients=self.fresh_gradients)
-        return replace(budget, snapshot_bytes=found.snapshot_bytes)
+        if self.guard_bytes is None:
+            return replace(budget, snapshot_bytes=found.snapshot_bytes)
+        buffers = budget.fixed.buffers + _guard_bytes(way) - self.guard_bytes
+        return replace(budget, fixed=replace(budget.fixed, buffers=buffers))
 
     def turn_to(self, way: MeasuredCut) -> None:
         """Run the stages in this way from the next forward on."""
         if self.cut is way.cut:
             return
         self.budget, self.measurement, self.cut = self.budget_of(way), self._measurement_of(way), way.cut
+        if self.guard_bytes is not None:
+            self.guard_bytes = _guard_bytes(way)
         self.source.follow(way.cut)
         self._effects = tuple(recall_effects(function) for function in self.functions)
 
@@ -177,3 +191,8 @@ class StepPlan:
         # Two optimizers may come before the next forward: the second finds no sequence, and the first's is to stay.
         if self.sequence is not None:
             self.last_resort, self.sequence = self.sequence, None
+
+
+def _guard_bytes(way: MeasuredCut) -> int:
+    """Bytes for undoing what runs out of memory where stages run in this way; see `out_of_memory.guarded_budget`."""
+    return way.measurement.snapshot_bytes + undo_bytes(function for _, function in way.cut.stages)

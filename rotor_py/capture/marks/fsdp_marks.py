@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_py.capture.graph.mark_nodes import entering_hook, leaving_hook
+from rotor_py.capture.marks.mark_nodes import entering_hook, leaving_hook
 from rotor_py.distributed.shard_groups import ShardedParameter, ShardGroup, Tensors, groups_of
 from rotor_py.errors import UnsupportedModelError
 

@@ -1,0 +1,58 @@
+"""The models of `compile.py`, and what a block of each is: the modules that people checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ecosystem import CLASSES, MODELS, Case, images, its_own, llama
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def resnet50() -> Case:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(num_labels=10, problem_type=CLASSES)  # the defaults are those of a ResNet-50
+    return ResNetForImageClassification(config), images(8, 64), its_own
+
+
+CASES: dict[str, tuple[Callable[[], Case], str]] = {
+    "Llama": (lambda: llama(layers=4), "LlamaDecoderLayer"),
+    "GPT-2": (MODELS["GPT-2"], "GPT2Block"),
+    "ViT": (MODELS["ViT"], "ViTLayer"),
+    "ResNet-50": (resnet50, "ResNetBottleNeckLayer"),
+    "ConvNeXt": (MODELS["ConvNeXt"], "ConvNextLayer"),
+    "U-Net": (MODELS["U-Net"], "DoubleConvolution"),
+}
+"""How to make a model, and the class of its blocks, for models that do not checkpoint them by themselves."""
+
+
+class Checkpointed(nn.Module):
+    """A block that is run again in the backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
+
+
+def checkpointed(model: Any, kind: str) -> nn.Module:
+    """The model with every block of this class checkpointed. ValueError if it has none."""
+    if getattr(model, "supports_gradient_checkpointing", False):
+        # Its own way: a block of transformers fills a cache in its first run, which a second run must not fill again.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model  # type: ignore[no-any-return] # a module
+    found = [
+        (parent, name)
+        for parent in list(model.modules())
+        for name, child in parent.named_children()
+        if type(child).__name__ == kind
+    ]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no {kind}")
+    for parent, name in found:
+        parent._modules[name] = Checkpointed(getattr(parent, name))
+    return model

@@ -1,0 +1,1 @@
+"""Models of `fully_shard`: marks in the captured graph say where their modules begin and end."""

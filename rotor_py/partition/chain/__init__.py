@@ -1,0 +1,1 @@
+"""A joint graph as a chain of stages, for the solver."""

@@ -1,0 +1,87 @@
+"""Which stages of a saved plan run compiled, and with which options of Inductor.
+
+Whoever loads the plan compiles them again. The options in a file are compared with those that the user gives, and never
+followed: with some of them, Inductor runs a program of one's choice, and a file is data and nothing else.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rotor_py.compiled.compiled_stage import CompiledStage
+from rotor_py.compiled.stage_code import Config
+from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.errors import PlanMismatchError
+from rotor_py.measure.cut import JOINT, Cut, Layer
+from rotor_py.stage.graph_effects import recall_effects, remember_effects
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStages:
+    """The names of the compiled stages, and Inductor's options. There may be none of both: defaults, and no gain."""
+
+    stages: list[str]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, stages: list[str], config: Config) -> CompiledStages:
+        """Those of a plan that was made. ValueError if a file cannot hold an option."""
+        for name, value in config:
+            if type(value) not in _PLAIN:
+                raise ValueError(
+                    f"compile= has the option {name!r}, which is a {type(value).__name__}, and a file of a plan holds "
+                    "numbers and texts alone; plan anew in each process"
+                )
+        return cls(stages, dict(config))
+
+    @classmethod
+    def from_data(cls, data: Any, stages: Sequence[list[str]]) -> CompiledStages | None:
+        """What a file says of a plan for these `stages`. ValueError if it cannot be."""
+        match data:
+            case None:
+                return None
+            case {"stages": [*names], "options": dict(options)} if len(data) == 2:
+                known = [JOINT.join(group) for group in stages]
+                if all(name in known for name in names) and all(type(each) in _PLAIN for each in options.values()):
+                    return cls(names, options)
+        raise ValueError(f"what is compiled of it is {reprlib.repr(data)}")
+
+    @property
+    def config(self) -> Config:
+        """The options as Inductor is told them."""
+        return tuple(sorted(self.options.items()))
+
+    def compiled_again(self, cut: Cut, compiler: StageCompiler) -> Cut:
+        """The same cut, with these stages compiled by `compiler` when they run for the first time."""
+        stages: list[Layer] = []
+        for name, function in cut.stages:
+            if name in self.stages:
+                compiled = CompiledStage(function, name, compiler)
+                remember_effects(compiled, recall_effects(function))
+                stages.append((name, compiled))
+            else:
+                stages.append((name, function))
+        return replace(cut, stages=tuple(stages))
+
+
+def config_beside(file: CompiledStages | None, given: Config | None) -> Config | None:
+    """What Inductor is told by a plan from a file, where `compile=` says `given`.
+
+    Inductor's defaults need not be given. PlanMismatchError for other options than the file's: they decide about bytes
+    and last digits.
+    """
+    planned = None if file is None else file.config
+    if given is None and planned == ():
+        return planned
+    if planned != given:
+        raise PlanMismatchError("compile=", _as_given(planned), _as_given(given))
+    return planned
+
+
+def _as_given(config: Config | None) -> bool | dict[str, Any]:
+    return config is not None and (dict(config) or True)

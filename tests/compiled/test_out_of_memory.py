@@ -1,0 +1,73 @@
+"""`on_oom="replan"` with compiled stages: what runs out of memory is undone, and runs again by the same code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rotor_profiling import measured_peak
+from rotor_py import Checkpointable
+from rotor_py.compiled.stage_code import StageCode
+from rotor_solver import Persistent, Sequence, store_all
+from tests.compiled.network import batch, loss, network, results, same
+from tests.execute.starved import out_of_memory
+
+
+class Starved:
+    """Runs out of memory when a stage has run compiled for the time whose number is `at`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at, self.runs, self.errors = 0, 0, 0
+        run = StageCode.run
+
+        def starved(code: StageCode, *arguments: Any) -> Any:
+            self.runs += 1
+            made = run(code, *arguments)  # buffers and the random state have moved
+            if self.runs == self.at:
+                self.errors += 1
+                raise out_of_memory()
+            return made
+
+        monkeypatch.setattr(StageCode, "run", starved)
+
+    def begin(self, at: int) -> None:
+        self.at, self.runs, self.errors = at, 0, 0
+
+
+def middle(found: Checkpointable) -> Sequence:
+    """A sequence that computes some stages again, and is not the one that needs least."""
+    assert found.budget is not None
+    least, most = found.budget.least_bytes(), found.budget.peak_bytes(store_all(found.budget.chain))
+    return found.budget.solve((least + most) // 2, Persistent())
+
+
+def test_numbers_are_those_of_the_compiled_step_wherever_it_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = network(blocks=3, on_oom="replan")
+    assert found.chain is not None
+    starved = Starved(monkeypatch)
+    expected = results(found, store_all(found.chain), batch())
+    for sequence in (store_all(found.chain), middle(found)):
+        starved.begin(0)
+        assert same(results(found, sequence, batch()), expected)
+        runs = starved.runs
+        for at in range(1, runs + 1):
+            starved.begin(at)
+            assert same(results(found, sequence, batch()), expected), at
+            assert starved.errors == 1
+            assert found.sequence is not sequence
+    assert runs > len(found.names)  # what was run again ran out, too
+
+
+def test_the_step_takes_what_is_predicted() -> None:
+    found, value = network(blocks=3, on_oom="replan"), batch()
+    assert found.budget is not None
+    found.watch, found.sequence = False, middle(found)
+    peaks = []
+    for _ in range(2):
+        found.zero_grad()
+        present = [*found.parameters(), *found.buffers(), value]
+        peaks.append(measured_peak(lambda: loss(found(value)).backward(), present, torch.device("cpu")))
+    predicted = found.budget.peak_bytes(found.sequence)
+    assert 0.9 * predicted <= peaks[-1] <= predicted

@@ -1,0 +1,101 @@
+"""Plans with compiled stages as files: which stages they are, and what Inductor was told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, Plan, PlanMismatchError
+from rotor_solver import Persistent, store_all
+from tests.compiled.network import Net, batch, loss, network, results, run_compiled, same
+
+EAGER_DRAWS = {"fallback_random": True}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpointable, Path]:
+    """A model that recomputes some of its compiled stages, and the file of its plan."""
+    found = network()
+    assert found.budget is not None
+    least, most = found.budget.least_bytes(), found.budget.peak_bytes(store_all(found.budget.chain))
+    found.sequence = found.budget.solve((least + most) // 2, Persistent())
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    found.save_plan(path)
+    return found, path
+
+
+def loaded(path: Path, **given: Any) -> Checkpointable:
+    torch.manual_seed(0)
+    return Checkpointable(Net(), plan=path, granularity=4, **given)
+
+
+@pytest.mark.parametrize("given", [{}, {"compile": True}])
+def test_who_loads_it_has_the_same_numbers(saved: tuple[Checkpointable, Path], given: dict[str, Any]) -> None:
+    found, path = saved
+    again = loaded(path, **given)
+    assert again.compiled == found.compiled
+    assert "compiled" in again.summary()
+    assert found.sequence is not None
+    assert again.sequence is not None
+    assert same(results(again, again.sequence, batch()), results(found, found.sequence, batch()))
+    assert again.compiled == found.compiled  # now that the stages are known
+    assert again.plan() == Plan.load(path)
+
+
+def test_a_chain_is_captured_again(tmp_path: Path) -> None:
+    def chain() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3)))
+
+    found = Checkpointable(chain(), batch(), "1GB", compile=True, loss=loss, granularity=3)
+    run_compiled(found)
+    found.save_plan(tmp_path / "plan.json")
+    again = Checkpointable(chain(), plan=tmp_path / "plan.json", granularity=3)
+    assert found.sequence is not None
+    assert same(results(again, found.sequence, batch()), results(found, found.sequence, batch()))
+    assert again.compiled == found.compiled
+
+
+def test_options_have_to_be_given_again(tmp_path: Path) -> None:
+    network(EAGER_DRAWS, blocks=1).save_plan(tmp_path / "plan.json")
+    for given, text in (({}, "False"), ({"compile": True}, "True")):
+        with pytest.raises(PlanMismatchError, match="compile= was {'fallback_random': True} then and is " + text):
+            Checkpointable(Net(1), plan=tmp_path / "plan.json", granularity=1, **given)
+    torch.manual_seed(0)
+    found = Checkpointable(Net(1), plan=tmp_path / "plan.json", granularity=1, compile=EAGER_DRAWS)
+    loss(found(batch())).backward()
+    assert found.compiled
+
+
+def test_a_plan_without_compiled_stages_is_not_compiled(tmp_path: Path) -> None:
+    plain = Checkpointable(Net(1), batch(), "1GB", loss=loss)
+    plain.save_plan(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["schema"] == 5
+    assert "compiled" not in data
+    with pytest.raises(PlanMismatchError, match="compile= was False then and is True now"):
+        Checkpointable(Net(1), plan=tmp_path / "plan.json", compile=True)
+
+
+def test_another_torch_would_compile_otherwise(
+    saved: tuple[Checkpointable, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.raises(PlanMismatchError, match=r"the torch that compiles its stages was .* and is 2\.99\.0 now"):
+        Plan.load(saved[1])
+
+
+def test_an_option_that_is_no_data_is_not_saved(saved: tuple[Checkpointable, Path], tmp_path: Path) -> None:
+    found, _ = saved
+    before = found._planner.settings.inductor
+    found._planner.settings.inductor = (("post_grad_custom_post_pass", len),)
+    try:
+        with pytest.raises(ValueError, match=r"'post_grad_custom_post_pass'.*holds numbers and texts alone"):
+            found.save_plan(tmp_path / "plan.json")
+    finally:
+        found._planner.settings.inductor = before

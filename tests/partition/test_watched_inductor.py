@@ -1,0 +1,153 @@
+"""What Inductor's code takes is watched: above the budget, the graph is compiled again, or it is said."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import memory_budget
+from rotor_py.partition.graph_watch import GraphWatch
+from rotor_py.partition.partitioner import BudgetPartitioner
+from rotor_py.partition.watched_inductor import WatchedGraph
+from tests.partition.compiled_steps import Block, Loss, take_step
+
+CPU = torch.device("cpu")
+UNIT = 4 * 2**16
+SCALARS = 100
+BUDGET = 4 * UNIT + SCALARS
+
+
+class Code(torch.autograd.Function):
+    """Stands for compiled code: it doubles a tensor, and needs so many more of its size in forward and backward."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, more: tuple[int, int]) -> torch.Tensor:
+        context.more = more
+        return _doubled(value, more[0])
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        return _doubled(gradients[0], context.more[1]), None
+
+
+def _doubled(value: torch.Tensor, more: int) -> torch.Tensor:
+    held = [torch.empty_like(value) for _ in range(more)]
+    made = value * 2
+    del held
+    return made
+
+
+def step(run: Callable[..., Any]) -> None:
+    value = torch.ones(2**16, requires_grad=True)
+    beside = torch.empty(2**20)  # what the caller does is not the graph's
+    (made,) = run(value)
+    del beside
+    made.backward(torch.ones_like(made))
+    assert value.grad is not None
+
+
+@pytest.mark.parametrize(("more", "units"), [((0, 0), 4), ((3, 0), 5), ((0, 3), 7)])
+def test_the_peak_is_that_of_the_graph(more: tuple[int, int], units: int) -> None:
+    watches = []
+
+    def watched(value: torch.Tensor) -> list[torch.Tensor]:
+        watches.append(GraphWatch(CPU, UNIT))
+        made = Code.apply(value, more)
+        watches[0].forward_returned([made])
+        return [made]
+
+    step(watched)
+    # The input, the output, its gradient, that of the input, and more; and some numbers.
+    assert 0 <= watches[0].peak - units * UNIT < SCALARS
+
+
+def test_nothing_listens_on_where_there_is_no_backward() -> None:
+    watch = GraphWatch(CPU, UNIT)
+    made = Code.apply(torch.ones(2**16, requires_grad=True), (0, 0))
+    watch.forward_returned([made])
+    assert torch.autograd._profiler_enabled()
+    del made
+    assert not torch.autograd._profiler_enabled()
+    assert watch.peak is None
+
+
+class Compilations:
+    """Code that takes so many units more with each compilation; notes the reserve and the fusions of each."""
+
+    def __init__(self, *more: int) -> None:
+        self.more = list(more)
+        self.asked: list[tuple[int, bool]] = []
+
+    def __call__(self, partitioner: BudgetPartitioner, *, narrow: bool) -> Callable[..., Any]:
+        self.asked.append((round(partitioner.reserve / UNIT), narrow))
+        more = self.more[len(self.asked) - 1]
+        return lambda value: [Code.apply(value, (0, more))]
+
+
+def test_a_graph_that_stays_within_its_budget_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    compilations = Compilations(0)
+    graph = WatchedGraph(compilations, BudgetPartitioner(BUDGET))
+    for _ in range(3):
+        step(graph)
+    assert compilations.asked == [(0, False)]
+    assert caplog.messages == []
+
+
+def test_forwards_in_flight_together_are_not_judged() -> None:
+    compilations = Compilations(3, 0)
+    graph = WatchedGraph(compilations, BudgetPartitioner(BUDGET))
+    made = [graph(torch.ones(2**16, requires_grad=True))[0] for _ in range(2)]
+    sum(made).sum().backward()
+    del made
+    step(graph)
+    assert compilations.asked == [(0, False)]
+    step(graph)
+    assert compilations.asked == [(0, False), (0, True)]
+
+
+def test_what_is_missing_is_left_to_inductor(caplog: pytest.LogCaptureFixture) -> None:
+    compilations = Compilations(3, 2, 0)
+    graph = WatchedGraph(compilations, BudgetPartitioner(BUDGET))
+    with caplog.at_level(logging.INFO, logger="rotor_py"):
+        for _ in range(5):
+            step(graph)
+    assert compilations.asked == [(0, False), (0, True), (2, True)]
+    assert [line.count("compiled again to take less") for line in caplog.messages] == [1, 1]
+
+
+def test_where_nothing_helps_it_is_said_once_and_the_best_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    compilations = Compilations(3, 1, 2, 4)
+    graph = WatchedGraph(compilations, BudgetPartitioner(BUDGET))
+    for _ in range(6):
+        step(graph)
+    assert len(compilations.asked) == 4
+    (line,) = caplog.messages
+    assert f"its memory budget is 1.05 MB ({BUDGET} bytes); it was compiled 4 times" in line
+    value = torch.ones(2**16, requires_grad=True)
+    watch = GraphWatch(CPU, UNIT)
+    (made,) = graph(value)
+    watch.forward_returned([made])
+    made.backward(torch.ones_like(made))
+    del made
+    gc.collect()
+    assert watch.peak is not None
+    assert 0 <= watch.peak - 5 * UNIT < SCALARS
+
+
+@pytest.mark.slow  # Inductor compiles a Llama twice
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_inductor_stays_within_the_budget_after_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, value = Loss(nn.Sequential(*(Block(64) for _ in range(3)))), torch.randn(4, 128, 64)
+    with memory_budget("6MB"):
+        run = torch.compile(model)
+    with caplog.at_level(logging.INFO, logger="rotor_py"):
+        assert take_step(model, run, value).peak <= 6_000_000  # the second step
+    assert "is compiled again to take less" in caplog.text
