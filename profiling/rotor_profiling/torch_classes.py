@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from torch import nn
+
 if TYPE_CHECKING:
     from torch._dynamo.eval_frame import OptimizedModule
     from torch.distributed.tensor import DTensor
@@ -25,10 +27,32 @@ def is_optimized(module: object) -> TypeGuard[OptimizedModule]:
 
 def is_fsdp_module(module: object) -> bool:
     """Whether `fully_shard` was applied to a module."""
+    return isinstance(module, _fsdp_classes())
+
+
+def has_fsdp_module(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to any module of a model. Quick, since it is asked in every step."""
+    classes = _fsdp_classes()
+    if not any(classes):
+        return False
+    pending = [model]  # not by `modules()`, which takes longer, since it leaves out what comes twice
+    while pending:
+        module = pending.pop()
+        if isinstance(module, classes):
+            return True
+        pending += [child for child in module._modules.values() if child is not None]
+    return False
+
+
+def _fsdp_classes() -> tuple[Any, ...]:
     folders = "torch.distributed.fsdp", "torch.distributed._composable.fsdp"  # the second one before torch 2.6
-    return any(_is_of(module, folder, "FSDPModule") for folder in folders)
+    return tuple(_class(folder, "FSDPModule") for folder in folders)
 
 
 def _is_of(value: object, module: str, name: str) -> bool:
-    kind: Any = getattr(sys.modules.get(module), name, ())  # () also while the module is being imported
-    return isinstance(value, kind)
+    return isinstance(value, _class(module, name))
+
+
+def _class(module: str, name: str) -> Any:
+    """The class, or () where nobody has imported it, or somebody is about to."""
+    return getattr(sys.modules.get(module), name, ())

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rotor_profiling.torch_classes import is_fsdp_module
+from rotor_profiling.torch_classes import has_fsdp_module, is_fsdp_module
 from rotor_py.distributed.shard_groups import ShardGroup, Sharding, cast, groups_of
 
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -16,7 +16,7 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to any module of the model."""
-    return any(is_fsdp_module(module) for module in model.modules())
+    return has_fsdp_module(model)
 
 
 def keeps_gradients(model: nn.Module) -> bool:
