@@ -27,9 +27,10 @@ from rotor_py.measure.stages import MeasuredCut, unmeasured_loss
 from rotor_py.plan.inputs.input_spec import reaches, spec_of
 from rotor_py.plan.noticed.forwards import Forwards
 from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
+from rotor_py.plan.room import StepRoom
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import solve
-from rotor_py.plan.sources import LayerSource, Measured
+from rotor_py.plan.sources import LayerSource
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import parse_bytes
@@ -165,15 +166,17 @@ class GraphPlanner:
         stages.settle_layouts(())
         context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, 0)
         plain = MeasuredGraph(graph, cut, stages, context, loss, value, ())
-        variants = [] if self._compiler is None else compiled_variants(plain, self._compiler)
-        ways = [MeasuredCut(each.cut, each.measurement) for each in (*variants, plain)]
         # Parameters that no stage uses, and the optimizer, are unknown here and do not count.
         whole = CompiledModel(module for _, module in graph.layers)
         model = PlannedGraph(whole, whole, settings)
         sample = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        budget = model.budget(Measured(ways, (sample, value)), device, None)
-        found = ways[0]
-        plan = StepPlan(LayerSource(whole), found.measurement, budget, spec=None, cut=found.cut, ways=tuple(ways))
+        budget = model.budget(plain.measurement, (sample, value), device, None)
+        variants = []
+        if self._compiler is not None:
+            room = StepRoom(budget, model.limit_bytes(device), settings.fresh_grads)
+            variants = compiled_variants(plain, self._compiler, room=room)
+        ways = tuple(MeasuredCut(each.cut, each.measurement) for each in (*variants, plain))
+        plan = StepPlan(LayerSource(whole), plain.measurement, budget, spec=None, cut=cut, ways=ways)
         if self.plan is not None:
             plan.most_in_flight, plan.order = self.plan.most_in_flight, self.plan.order
         solve(plan, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -340,6 +341,13 @@ class Checkpointable(Transparent):
     def compiled(self) -> list[str]:
         """The names of the stages that run compiled."""
         return [] if (plan := self._plan_in_use) is None else plan.compiled
+
+    def compiled_without_budget(self) -> AbstractContextManager[None]:
+        """Inside, what is compiled saves what the compiler would save without a limit: steps may take more memory.
+
+        ValueError before anything has been measured.
+        """
+        return self._planner.in_use.without_budget()
 
     @property
     def functions(self) -> list[nn.Module]:

@@ -23,6 +23,8 @@ from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs
 from rotor_py.capture.saved_outside import SavedOutside
 from rotor_py.capture.variants import compiled_variants
+from rotor_py.capture.whole_graph import RoomOf
+from rotor_py.capture.whole_step import whole_step
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.shard_groups import Sharding, sharding_of
@@ -50,11 +52,12 @@ def measure_graphs(
     *,
     loss: Callable[[Any], torch.Tensor] | None,
     compiler: StageCompiler | None = None,
+    room: RoomOf | None = None,
     **options: Any,
 ) -> MeasuredGraphs:
     """Capture and measure all graphs of a model, and the loss; `options` are those of `measure.stages.measure`.
 
-    With a `compiler`, the main graph is measured with its stages compiled, too.
+    With a `compiler`, the main graph is measured compiled, too; `room` says what there is for it, once it is measured.
 
     The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
     if operators outside all graphs keep more than a hundredth of what the graphs keep, and UnusableLossError if the
@@ -92,16 +95,16 @@ def measure_graphs(
                 f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
                 "TORCH_LOGS=graph_breaks says why"
             )
-        if compiler is not None:
-            found.variants = compiled_variants(
-                found.main,
-                compiler,
-                options["progress"],
-                partial(largest_anywhere, group=options["group"], device=device),
-            )
-            state.restore()
         if loss is not None:
             found.measure_loss(loss, device)
+        if compiler is not None:
+            main = found.main
+            # Where stages wait for other processes, all of them would have to find alike what fits.
+            alone = room is not None and options["group"] is None
+            there = room(whole_step(found, main.measurement), main.shared) if room is not None and alone else None
+            agree = partial(largest_anywhere, group=options["group"], device=device)
+            found.add_variants(compiled_variants(main, compiler, options["progress"], there, agree))
+            state.restore()
     return found
 
 

@@ -21,6 +21,7 @@ from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement, PrefixCost
 from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_solver.progress import Progress
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +41,13 @@ class MeasuredGraph:
     def measurement(self) -> Measurement:
         """The graph as a chain, without what runs outside it."""
         return replace(self.stages.measurement(self.loss), prefix=self.context)
+
+    def measured_as(self, cut: Cut, progress: Progress | None = None) -> MeasuredGraph:
+        """The same graph, where `cut` runs its stages in another way. What a stage raises passes through."""
+        stages = self.stages.of(cut)
+        stages.walk(progress)
+        stages.settle_layouts(())
+        return replace(self, cut=cut, stages=stages)
 
     @property
     def saved_bytes(self) -> int:
@@ -65,14 +73,25 @@ class MeasuredGraphs:
     loss: LossCost | None = None
     """What the loss costs, if one was given."""
     variants: list[MeasuredGraph] = field(default_factory=list)
-    """The main graph with stages compiled, the best guess first; none if nothing is to be compiled, or can be."""
+    """The main graph compiled, the best guess first; none if nothing is to be compiled, or can be."""
+    _layouts: Layouts | None = None
+    """Those of the gradients that the loss gives to what the model returned."""
 
     def measure_loss(self, loss: Callable[[Any], torch.Tensor], device: torch.device) -> None:
         """Measure the loss on what the model returned, and what its gradients change in the main graph."""
         self.loss = measure_loss(loss, self.output, device=device, output_bytes=_trained_bytes(self.output))
-        layouts = loss_layouts(loss, self.output, device)
-        for each in (self.main, *self.variants):
-            each.settle_layouts(tensors_in(self.output), layouts)
+        self._layouts = loss_layouts(loss, self.output, device)
+        self._settle(self.main)
+
+    def add_variants(self, found: list[MeasuredGraph]) -> None:
+        """Add ways to run the main graph."""
+        self.variants += found
+        for each in found:
+            self._settle(each)
+
+    def _settle(self, graph: MeasuredGraph) -> None:
+        if self._layouts is not None:
+            graph.settle_layouts(tensors_in(self.output), self._layouts)
 
     @property
     def main(self) -> MeasuredGraph:

@@ -93,8 +93,8 @@ class CaptureSession:
         """Capture and measure all graphs; nothing of the model is changed.
 
         Returns the main graph's stages with the measurement of the whole step, and the values that all stages share. If
-        stages have been compiled, there are several ways to run them. The first is followed unless told otherwise; the
-        last one is plain, and the one before it has all stages compiled that can be.
+        the graph has been compiled, there are several ways to run it: the last one is plain, and is followed unless
+        told otherwise. If the one before it is compiled stage by stage, it has all stages compiled that can be.
         Raises UnsupportedModelError if no graph has a gradient, or if too much is kept outside all graphs, and
         UnusableLossError if the loss cannot be trained with.
         """
@@ -106,7 +106,7 @@ class CaptureSession:
         self.answers = next((each.graph.answers for each in found.graphs if each.graph.answers), ())
         self._unplanned = {each.graph for each in found.graphs if each is not main}
         ways = [MeasuredCut(each.cut, whole_step(found, each.measurement)) for each in (*found.variants, main)]
-        self.follow(ways[0].cut)
+        self.follow(ways[-1].cut)
         return ways, main.shared
 
     def follow(self, cut: Cut) -> None:

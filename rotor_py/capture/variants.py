@@ -1,4 +1,4 @@
-"""A measured graph with its stages compiled: all that can be, and those that are faster for it."""
+"""A measured graph compiled: as a whole if that fits, or else stage by stage."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from rotor_profiling import StageCost
 from rotor_py.capture.measured_graphs import MeasuredGraph
+from rotor_py.capture.whole_graph import Room, compiled_whole, compiling
 from rotor_py.compiled.compiled_stage import CompiledStage
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.measure.cut import Cut
@@ -22,7 +23,20 @@ def compiled_variants(
     plain: MeasuredGraph,
     compiler: StageCompiler,
     progress: Progress | None = None,
+    room: Room | None = None,
     agree: Agree = list,
+) -> list[MeasuredGraph]:
+    """The ways to run the graph compiled: as a whole if that fits into the `room`, or else stage by stage.
+
+    Only one of both is compiled, since that takes long, and where the whole fits it is faster: nothing ends at the
+    border of a stage.
+    """
+    whole = None if room is None else compiled_whole(plain, compiler, room, progress)
+    return _stage_by_stage(plain, compiler, progress, agree) if whole is None else [whole]
+
+
+def _stage_by_stage(
+    plain: MeasuredGraph, compiler: StageCompiler, progress: Progress | None, agree: Agree
 ) -> list[MeasuredGraph]:
     """The graph with its stages compiled: first those that are faster so, then all that can be compiled.
 
@@ -31,20 +45,20 @@ def compiled_variants(
     each other in stages measure the same graphs: `agree` returns of each number the largest in any of them.
     """
     kinds, seconds = compiler.kinds, compiler.seconds
-    wrapped = [CompiledStage(function, name, compiler) for name, function in plain.cut.stages]
+    wrapped = [CompiledStage(function, f"stage {name}", compiler) for name, function in plain.cut.stages]
     # Measuring runs them, and the first run compiles.
-    _measured(plain, _with(plain.cut, wrapped), None if progress is None else _Compiling(progress))
+    plain.measured_as(_with(plain.cut, wrapped), None if progress is None else compiling(progress))
     can = [not plain_somewhere for plain_somewhere in agree([not stage.compiled for stage in wrapped])]
     if not any(can):
         return []
     _log.info("compiled %d kinds of stages in %.1f s", compiler.kinds - kinds, compiler.seconds - seconds)
-    every = _measured(plain, _with(plain.cut, _chosen(wrapped, can)))
+    every = plain.measured_as(_with(plain.cut, _chosen(wrapped, can)))
     costs = zip(plain.measurement.stages, every.measurement.stages, strict=True)
     slow = agree([_seconds(now) >= _seconds(before) for before, now in costs])
     fast = [possible and not slower for possible, slower in zip(can, slow, strict=True)]
     if fast == can or not any(fast):
         return [every]
-    return [_measured(plain, _with(plain.cut, _chosen(wrapped, fast))), every]
+    return [plain.measured_as(_with(plain.cut, _chosen(wrapped, fast))), every]
 
 
 def _chosen(wrapped: list[CompiledStage], chosen: list[bool]) -> list[CompiledStage | None]:
@@ -57,22 +71,5 @@ def _with(cut: Cut, compiled: Sequence[CompiledStage | None]) -> Cut:
     return replace(cut, stages=tuple((name, plain if code is None else code) for (name, plain), code in pairs))
 
 
-def _measured(plain: MeasuredGraph, cut: Cut, progress: Progress | None = None) -> MeasuredGraph:
-    stages = plain.stages.of(cut)
-    stages.walk(progress)
-    stages.settle_layouts(())
-    return replace(plain, cut=cut, stages=stages)
-
-
 def _seconds(cost: StageCost) -> float:
     return cost.forward_seconds + cost.backward_seconds
-
-
-class _Compiling:
-    """Tells what is compiled, by the same means by which it is told what is measured."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def __call__(self, done: int, total: int, name: str) -> None:
-        self._progress(done, total, f"{name}, compiled")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,12 +14,22 @@ from rotor_profiling import tensors_in
 from rotor_profiling.stage.kind import HasKind, stage_kind
 from rotor_py.compiled.stage_code import StageCode
 from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.stage.graph_effects import recall_effects, remember_effects
 from rotor_py.stage.protocol import StageOffers, offers_of
+from rotor_py.stage.surroundings import recall_moving, remember_moving
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 _log = logging.getLogger("rotor_py")
 
 MOST_SHAPES = 8
 """For how many shapes of its input a stage is compiled: as many as TorchDynamo compiles a function by default."""
+
+
+def partitioned_freely(stage: nn.Module) -> nn.Module:
+    """The stage without a budget inside it."""
+    return stage.freely() if isinstance(stage, CompiledStage) else stage
 
 
 def is_compiled(stage: object) -> bool:
@@ -32,12 +42,22 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
 
     It offers no other ways to run: there is one forward of each kind, see the Note in `stage_code.py`. Where it cannot
     be compiled, it runs as `plain`; where only pieces of it can be compiled, each of these is a stage of this class.
-    Which inputs need a gradient `plain` says, or else it is seen in the first run, or is that of `like`, the same stage
-    for other shapes.
+    `name` is how the log calls it. Its `partitioner` decides what is saved, or else AOTAutograd's own. Which inputs
+    need a gradient `plain` says, or else it is seen in the first run, or is that of `like`, the same stage for other
+    shapes.
     """
 
-    def __init__(self, plain: nn.Module, name: str, compiler: StageCompiler, like: CompiledStage | None = None) -> None:
+    def __init__(
+        self,
+        plain: nn.Module,
+        name: str,
+        compiler: StageCompiler,
+        *,
+        partitioner: CustomPartitionerFn | None = None,
+        like: CompiledStage | None = None,
+    ) -> None:
         super().__init__()
+        self._partitioner = partitioner
         self.plain = plain
         self._name = name
         self._compiler = compiler
@@ -50,6 +70,13 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._pieces: list[CompiledStage] = []
         self._in_pieces = offers_of(plain).in_pieces(self._piece)
 
+    def prepare(self, value: Any) -> bool:
+        """Compile it for `value`, without running it. Whether that was possible.
+
+        InfeasibleError if the partitioner finds nothing that fits.
+        """
+        return self._code(value) is not None
+
     @property
     def compiled(self) -> bool:
         """Whether there is code for the first shape that came."""
@@ -57,9 +84,23 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
             return any(piece.compiled for piece in self._pieces)
         return next(iter(self._codes.values()), None) is not None
 
+    @property
+    def room(self) -> int | None:
+        """The bytes that its partition was chosen for; None if AOTAutograd chose it."""
+        return getattr(self._partitioner, "limit", None)
+
     def like(self, other: nn.Module) -> CompiledStage:
         """This stage for other shapes: `other` is the same piece of the model, plain."""
-        return CompiledStage(other, self._name, self._compiler, self)
+        return CompiledStage(other, self._name, self._compiler, partitioner=self._partitioner, like=self)
+
+    def freely(self) -> CompiledStage:
+        """This stage, of which AOTAutograd's own partitioner decides what is saved."""
+        if self._partitioner is None:
+            return self
+        found = CompiledStage(self.plain, self._name, self._compiler, like=self)
+        remember_effects(found, recall_effects(self))
+        remember_moving(found, recall_moving(self))
+        return found
 
     def forward(self, value: Any) -> Any:
         if self._in_pieces is not None:
@@ -68,7 +109,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         return self.plain(value) if code is None else code.run(self.plain, value)
 
     def kind(self, value: Any) -> Hashable:
-        return stage_kind(self.plain, value)
+        return stage_kind(self.plain, value), self._partitioner
 
     def gather_begun(self) -> None:
         offers_of(self.plain).gather_begun()
@@ -87,10 +128,12 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
                 # Seen once: in a later run without a graph, tensors may have forgotten it.
                 self._needs_gradient = [tensor.requires_grad for tensor in tensors_in(value)]
             if len(self._codes) < MOST_SHAPES:
-                self._codes[shapes] = self._compiler.code(self.plain, self._name, value, self._needs_gradient)
+                self._codes[shapes] = self._compiler.code(
+                    self.plain, self._name, value, self._needs_gradient, self._partitioner
+                )
             else:
                 _log.warning(
-                    "stage %s has been compiled for %d shapes, and runs as it is for another one",
+                    "%s has been compiled for %d shapes, and runs as it is for another one",
                     self._name,
                     MOST_SHAPES,
                 )

@@ -9,8 +9,11 @@
 #  1. A stage is compiled or plain for a whole plan. Which of them it is belongs to the cut (`Cut`), beside the stage's
 #     name. It is no option of a single run, as storing in part is.
 #  2. A kind of stage has one forward and one backward: those of AOTAutograd's partitioner, which stores what is
-#     expensive to make and no more. A run without a graph is the same forward, on inputs that need no gradient. Another
-#     partition (all stored, a smaller budget) would be another forward, with other kernels and other last digits.
+#     expensive to make and no more. A run without a graph is the same forward, on inputs that need no gradient. A graph
+#     that is compiled as a whole (`capture/whole_graph.py`) has another partition for each limit. That is other code,
+#     but never mixed within a plan. What is made again are the same operators on the same values, and on the CPU
+#     Inductor lets the compiler contract no products and sums: mostly, all bits are the same. Sums may be in another
+#     order, so this is no promise.
 #  3. What a run depends on beside its inputs is restored as for any stage (`stage.surroundings`). Generated kernels
 #     draw their seed from PyTorch's generator, so the same random state gives the same numbers, and the seed goes to
 #     the backward as a saved tensor. Buffers are inputs of the code, which writes into those that it is given: a later
@@ -28,13 +31,16 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from rotor_profiling.isolate import Slot, buffer_slots, substituted
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 Config = tuple[tuple[str, Any], ...]
 """Options of Inductor, by name."""
@@ -89,12 +95,21 @@ def owned_tensors(stage: nn.Module) -> list[torch.Tensor]:
     return list({id(tensor): tensor for _, _, tensor in owned_slots(stage)}.values())
 
 
-def compile_code(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], config: Config) -> StageCode:
+def compile_code(
+    stage: nn.Module,
+    value: Any,
+    needs_gradient: Sequence[bool],
+    config: Config,
+    partitioner: CustomPartitionerFn | None = None,
+) -> StageCode:
     """Compile `stage` for the shapes, strides and dtypes of `value`, and for the autocast that is on.
 
-    `needs_gradient` says so of every tensor in `value`. Nothing of the stage is changed. NotCompilableError, or
-    whatever AOTAutograd and Inductor raise, if it cannot be compiled.
+    `needs_gradient` says so of every tensor in `value`. What the forward saves is decided by the `partitioner`, or else
+    by AOTAutograd's own. Nothing of the stage is changed. NotCompilableError, or whatever the partitioner, AOTAutograd
+    and Inductor raise, if it cannot be compiled.
     """
+    if partitioner is not None:
+        config = (*config, ("custom_partitioner_fn", partitioner))
     owned = owned_tensors(stage)
     leaves, spec = tree_flatten(value)
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

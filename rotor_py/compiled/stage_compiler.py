@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx, nn
@@ -12,8 +13,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rotor_profiling.stage.kind import stage_kind
 from rotor_py.compiled.stage_code import Config, StageCode, compile_code, owned_slots
+from rotor_py.errors import InfeasibleError
 from rotor_py.stage.autocast import autocast_now
 from rotor_py.stage.protocol import offers_of
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 _log = logging.getLogger("rotor_py")
 
@@ -35,29 +40,46 @@ class StageCompiler:
         """How many kinds of stages have been compiled."""
         return sum(code is not None for code in self._codes.values())
 
-    def code(self, stage: nn.Module, name: str, value: object, needs_gradient: Sequence[bool]) -> StageCode | None:
+    def code(
+        self,
+        stage: nn.Module,
+        name: str,
+        value: object,
+        needs_gradient: Sequence[bool],
+        partitioner: CustomPartitionerFn | None = None,
+    ) -> StageCode | None:
         """The code for `stage` on inputs like `value`; `needs_gradient` says so of every tensor in it.
 
-        None, after one line in the log, if stages of its kind cannot be compiled.
+        None, after one line in the log, if stages of its kind cannot be compiled. InfeasibleError if the partitioner
+        finds nothing that fits.
         """
         leaves, spec = tree_flatten(value)
         flags = iter(needs_gradient)
         like = [
             leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
-        kind = _kind(stage, tree_unflatten(like, spec))
+        kind = _kind(stage, tree_unflatten(like, spec)), partitioner
         if kind not in self._codes:
-            self._codes[kind] = self._compile(stage, name, value, needs_gradient)
+            self._codes[kind] = self._compile(stage, name, value, needs_gradient, partitioner)
         return self._codes[kind]
 
-    def _compile(self, stage: nn.Module, name: str, value: object, needs_gradient: Sequence[bool]) -> StageCode | None:
+    def _compile(
+        self,
+        stage: nn.Module,
+        name: str,
+        value: object,
+        needs_gradient: Sequence[bool],
+        partitioner: CustomPartitionerFn | None,
+    ) -> StageCode | None:
         began = time.perf_counter()
         try:
-            return compile_code(stage, value, needs_gradient, self._config)
+            return compile_code(stage, value, needs_gradient, self._config, partitioner)
+        except InfeasibleError:
+            raise
         # Whatever AOTAutograd, Inductor or the compiler of the machine raise: plain, the stage trains as well.
         except Exception as error:
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
-            _log.warning("stage %s is not compiled, and runs as it is: %s", name, cause)
+            _log.warning("%s is not compiled: %s", name, cause)
             return None
         finally:
             self.seconds += time.perf_counter() - began

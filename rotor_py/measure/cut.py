@@ -30,16 +30,20 @@ class Cut:
     """A model as a chain: `prefix` runs first and never has a gradient; `stages` are what a sequence is about.
 
     `input_owned` says that the caller holds the chain's input throughout, so that dropping it would free nothing.
-    `sharding` has the parameters that have to be gathered to measure a stage by itself.
+    `sharding` has the parameters that have to be gathered to measure a stage by itself. `members` are the layers of
+    every stage, where its name does not say them.
     """
 
     prefix: tuple[Layer, ...]
     stages: tuple[Layer, ...]
     input_owned: bool = False
     sharding: Sharding = field(default_factory=dict)
+    members: tuple[tuple[str, ...], ...] | None = None
 
     def groups(self) -> list[list[str]]:
         """The names of the layers of every stage."""
+        if self.members is not None:
+            return [list(names) for names in self.members]
         return [name.split(JOINT) for name, _ in self.stages]
 
 

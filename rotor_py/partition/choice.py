@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
+from torch import fx
+
 from rotor_py.partition.chain.stages import Stages
 from rotor_py.partition.follow import follow
-from rotor_py.partition.joint_graph import JointGraph
-from rotor_py.partition.operator_costs import operator_costs
+from rotor_py.partition.fused_costs import fused_costs
+from rotor_py.partition.joint_graph import JointGraph, usually_saved
+from rotor_py.partition.operator_costs import Cost, operator_costs
 from rotor_py.partition.peak import Weight, weigh
 from rotor_py.partition.program import Program, in_time
 from rotor_solver import frontier
@@ -33,9 +36,12 @@ class Candidate:
     weight: Weight
 
 
-def candidates(joint: JointGraph) -> list[Candidate]:
-    """Programs that no other beats in both memory and time, the one of least memory first."""
-    costs = operator_costs(joint)
+def candidates(joint: JointGraph, *, fused: bool = False) -> list[Candidate]:
+    """Programs that no other beats in both memory and time, the one of least memory first.
+
+    Operators run one by one, or `fused` by Inductor.
+    """
+    costs = _costs(joint, fused)
     stages = Stages(joint, costs)
     most = max(_FEWEST, _WORK // (3 * (len(joint.forward) + len(joint.backward))))
     programs = _mixed(stages, most)
@@ -58,6 +64,17 @@ def undominated(found: list[Candidate]) -> list[Candidate]:
 def fastest_within(found: list[Candidate], limit: int) -> Candidate | None:
     """The fastest of `candidates` within `limit` bytes."""
     return next((each for each in reversed(found) if each.weight.peak <= limit), None)
+
+
+def usual(joint: JointGraph) -> Candidate:
+    """What PyTorch's partitioner makes of a graph for Inductor without a budget: nothing is known to be faster."""
+    program = in_time(joint, {joint.root.get(node, node) for node in usually_saved(joint)[0]})
+    return Candidate(program, weigh(joint, _costs(joint, fused=True), program))
+
+
+def _costs(joint: JointGraph, fused: bool) -> dict[fx.Node, Cost]:
+    costs = operator_costs(joint)
+    return fused_costs(joint, costs) if fused else costs
 
 
 def _mixed(stages: Stages, most: int) -> list[Program]:

@@ -54,6 +54,9 @@ def extract(
         num_fwd_outputs=joint.num_outputs,
         static_lifetime_input_nodes=OrderedSet(node for position, node in enumerate(primals) if position in static),
     )
+    # PyTorch leaves a random operator of the forward in the backward, where nobody reads it, if all that it reads is
+    # there. Attention counts as random, and takes long.
+    backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     return forward, partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)

@@ -58,16 +58,14 @@ class JointGraph:
     @cached_property
     def forward(self) -> list[fx.Node]:
         """What runs forward, in order: what the outputs need, and what is not known to belong to the backward."""
-        needed = ancestors(self.outputs)
-        tangents = {node for node in self.inputs if _is_tangent(node)}
-        after: set[fx.Node] = set(tangents)
-        found = []
+        after: set[fx.Node] = {node for node in self.inputs if _is_tangent(node)}
         for node in self._calls:
             if not after.isdisjoint(node.all_input_nodes):
                 after.add(node)
-            elif node in needed or not _tagged_backward(node):
-                found.append(node)
-        return found
+        before = [node for node in self._calls if node not in after]
+        # With what these read: a pass may have put a node of the backward in the place of an equal one of the forward.
+        needed = ancestors([*self.outputs, *(node for node in before if not _tagged_backward(node))])
+        return [node for node in before if node in needed]
 
     @cached_property
     def backward(self) -> list[fx.Node]:

@@ -45,7 +45,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         """Options of `torch.compile` for the backend inductor."""
         from rotor_py.partition.partitioner import BudgetPartitioner
 
-        return {"custom_partitioner_fn": BudgetPartitioner(self.limit)}
+        return {"custom_partitioner_fn": BudgetPartitioner(self.limit, fused=True)}
 
     def __enter__(self) -> memory_budget:
         self._tokens.append(_current.set(self))
@@ -98,7 +98,9 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         from torch._dynamo.backends.debugging import boxed_nop
         from torch._dynamo.backends.registry import lookup_backend
 
-        partition = self.options["custom_partitioner_fn"]
+        from rotor_py.partition.partitioner import BudgetPartitioner
+
+        partition = BudgetPartitioner(self.limit)
         if backend == "aot_eager":  # a function around such an object, made anew for every graph
             return AotAutograd(
                 fw_compiler=boxed_nop,

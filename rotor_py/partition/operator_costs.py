@@ -35,10 +35,14 @@ _RUNS = 3
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one run, and the bytes beyond inputs and outputs that it holds at some moment of it."""
+    """Seconds of one run, and the bytes beyond inputs and outputs that it holds at some moment of it.
+
+    `keeping` are the seconds that it takes to have the value in memory, for the backward, and to read it there.
+    """
 
     seconds: float = 0.0
     scratch: int = 0
+    keeping: float = 0.0
 
 
 _known: dict[Hashable, Cost] = {}
@@ -149,14 +153,15 @@ def _seconds(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torc
 
 
 def _once(run: Callable[[], Any], device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     run()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for what runs on `device`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from rotor_profiling.storage import tensors_in
 from rotor_py.errors import InfeasibleError
 from rotor_py.measure.device import limit_bytes
-from rotor_py.partition.choice import candidates, fastest_within
+from rotor_py.partition.choice import Candidate, candidates, fastest_within, usual
 from rotor_py.partition.dropout import add_stand_ins
 from rotor_py.partition.extract import extract
 from rotor_py.partition.joint_graph import JointGraph
@@ -36,6 +36,8 @@ class BudgetPartitioner(CustomPartitionerFn):
     """Partitions joint graphs so that each of them stays within `limit`. Partitioners of equal limits are equal."""
 
     limit: int | str
+    fused: bool = False
+    """Whether Inductor fuses the operators of the graphs."""
     chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
     """What was chosen last for every frame of the model. Breaks of the graph begin new frames."""
     reserve: int = 0
@@ -44,7 +46,7 @@ class BudgetPartitioner(CustomPartitionerFn):
 
     def for_one_graph(self, reserve: int) -> BudgetPartitioner:
         """The same partitioner, which remembers what it chose: the graph of one call alone comes to it."""
-        return BudgetPartitioner(self.limit, self.chosen, reserve)
+        return BudgetPartitioner(self.limit, self.fused, self.chosen, reserve)
 
     @property
     def weight(self) -> Weight | None:
@@ -60,7 +62,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         return self  # torch copies its settings before every compilation
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BudgetPartitioner, (self.limit, {}, self.reserve)
+        return BudgetPartitioner, (self.limit, self.fused, {}, self.reserve)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -82,12 +84,22 @@ class BudgetPartitioner(CustomPartitionerFn):
             )
         guard_sizes(joint.inputs)
         limit = limit_bytes(self.limit, _device(joint))
-        found = candidates(joint)
-        best = fastest_within(found, limit - self.reserve)
+        best = self._best(joint, limit)
+        self._for_graph["weight"] = best.weight
+        self._note(best.weight, limit)
+        return extract(joint, best.program, static_inputs)
+
+    def _best(self, joint: JointGraph, limit: int) -> Candidate:
+        room = limit - self.reserve
+        self._for_graph["least"] = False
+        if self.fused and (found := usual(joint)).weight.peak <= room:
+            return found
+        others = candidates(joint, fused=self.fused)
+        best = fastest_within(others, room)
         if best is None and self.reserve:
-            best = found[0]
+            best = others[0]
         if best is None:
-            least = found[0].weight.peak
+            least = others[0].weight.peak
             raise InfeasibleError(
                 f"a training step of this graph needs at least {format_bytes(least)} ({least} bytes), and its memory "
                 f"budget is {format_bytes(limit)} ({limit} bytes); take a smaller batch, or a budget of "
@@ -95,9 +107,8 @@ class BudgetPartitioner(CustomPartitionerFn):
                 min_bytes=least,
                 mem_limit=limit,
             )
-        self._for_graph.update(weight=best.weight, least=best is found[0])
-        self._note(best.weight, limit)
-        return extract(joint, best.program, static_inputs)
+        self._for_graph["least"] = best is others[0]
+        return best
 
     def _note(self, weight: Weight, limit: int) -> None:
         _log.info(
@@ -125,7 +136,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         limit: object = self.limit
         if isinstance(limit, str) and limit.rstrip().endswith("%"):  # other bytes on another machine
             limit = [limit_bytes(self.limit, device) for device in (torch.device("cpu"), *_accelerators())]
-        return f"rotor_py.memory_budget {limit} {self.reserve} {_code()}"
+        return f"rotor_py.memory_budget {limit} {self.fused} {self.reserve} {_code()}"
 
 
 def _device(joint: JointGraph) -> torch.device:

@@ -33,7 +33,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a program costs: its peak in bytes, what it saves, and the seconds of all its operators."""
+    """What a program costs: its peak in bytes, what it saves, the seconds of all its operators and of what it keeps."""
 
     peak: int
     forward_peak: int
@@ -66,6 +66,8 @@ def weigh(joint: JointGraph, costs: dict[fx.Node, Cost], program: Program) -> We
     replayed = sum(costs[node].seconds for node in program.replayed)
     ran = (*program.forward, *(run.node for run in program.backward))
     seconds = sum(costs[node].seconds for node in ran)
+    roots = {joint.root.get(node, node) for node in program.saved}
+    seconds += sum(costs[node].keeping for node in roots if node in costs)
     return Weight(
         max(forward_peak, backward_peak), forward_peak, backward_peak, saved, seconds, replayed, tuple(curve[1:])
     )

@@ -60,7 +60,7 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
         fresh_grads=model.settings.fresh_grads,
         costs=costs,
         limited=not unlimited,
-        compiled=None if inductor is None else CompiledStages.of(plan.compiled, inductor),
+        compiled=None if inductor is None else CompiledStages.of(plan.cut, inductor),
     )
 
 

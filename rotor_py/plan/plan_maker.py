@@ -11,15 +11,17 @@ import torch
 from torch import nn
 
 from rotor_py.errors import UnsupportedModelError
+from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.inputs.input_spec import describe
 from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
 from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
 from rotor_py.plan.out_of_memory.guarded_budget import guarded
 from rotor_py.plan.refusals import Refusals
+from rotor_py.plan.room import StepRoom
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import agree, make_room_for_optimizer
-from rotor_py.plan.sources import source_of
+from rotor_py.plan.sources import Rooms, source_of
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.steps.step_plans import StepPlans
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
@@ -82,22 +84,35 @@ class PlanMaker:
         source = self.blank.renewed()
         device = self.model.device_of(spec.input)
         with planning, torch.enable_grad(), telling(self.settings, type(self.model.core).__name__) as progress:
-            measured = source.measure(value, device, self.settings, progress)
-        budget = self.model.budget(measured, device, noticed_cost(self))
+            rooms = None if self.settings.inductor is None else self._rooms(device)
+            measured = source.measure(value, device, self.settings, progress, rooms)
+        budget = self.model.budget(measured.plain.measurement, measured.sample, device, noticed_cost(self))
         # Capturing may have changed the model: buffers and modules that its first forward makes.
         spec = replace(spec, model=ModelState.of(self.model.core), answers=source.answers)
         plan = StepPlan(
             source,
-            measured.ways[0].measurement,
+            measured.plain.measurement,
             budget,
             spec=spec,
-            cut=measured.ways[0].cut,
+            cut=measured.plain.cut,
             ways=() if self.settings.inductor is None else tuple(measured.ways),
             fresh_gradients=self.settings.fresh_grads,
         )
         if plan.ways:
             plan.turn_to(fastest_stored(plan.ways))
         self.plans.take_up(guarded(plan) if self.settings.replans else plan, spec.model)
+
+    def _rooms(self, device: torch.device) -> Rooms | None:
+        """What steps leave for a graph that is compiled whole. None for a strategy by hand, which is about stages."""
+        if self.settings.by_hand is not None:
+            return None
+
+        def room(measurement: Measurement, sample: Any) -> StepRoom:
+            budget = self.model.budget(measurement, sample, device, noticed_cost(self))
+            budget = self.model.with_communication(budget)
+            return StepRoom(budget, self.model.limit_bytes(device), self.settings.fresh_grads)
+
+        return room
 
     def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
         """Have a plan in use that serves a step on `value`, and a sequence. Other forwards may be `in_flight`."""
@@ -122,7 +137,10 @@ class PlanMaker:
             if not self.model.alone or self.blank.covers(spec.input, plan.input_spec):
                 raise
         else:
-            return
+            # A late optimizer, or a smaller limit: the graph is compiled for the room that it leaves.
+            if in_flight or not plan.outgrown or plan.sequence is not plan.found:
+                return
+            plan.outgrown = False
         self.plan_for(spec, value)
 
     def plan_for(self, spec: StepSpec, value: Any) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from rotor_py.execute.node_seconds import node_seconds
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import Cut, Layer, cut, is_chain
+from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stages import MeasuredCut, measure
 from rotor_py.plan.inputs.input_spec import covers, describe, reaches, spec_of
 from rotor_py.plan.saved.plan import Plan
@@ -27,6 +29,9 @@ from rotor_py.plan.settings import Settings
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from rotor_solver.progress import Progress
+
+if TYPE_CHECKING:
+    from rotor_py.capture.whole_graph import Room
 
 _log = logging.getLogger("rotor_py")
 _MOST_READ = 8
@@ -36,11 +41,20 @@ _MOST_READ = 8
 class Measured(NamedTuple):
     """What measuring a step found out; `sample` is all that the caller passes in, and holds during the step.
 
-    `ways` are those to run the stages, the first of which is followed until another one is chosen.
+    `ways` are those to run the stages, the last of which is plain, and is followed until another one is chosen.
     """
 
     ways: list[MeasuredCut]
     sample: Any
+
+    @property
+    def plain(self) -> MeasuredCut:
+        """The way in which nothing is compiled."""
+        return self.ways[-1]
+
+
+Rooms = Callable[[Measurement, Any], "Room"]
+"""What a step leaves for a graph that is compiled whole, by what the plain step costs and its sample."""
 
 
 class Source(Protocol):
@@ -67,8 +81,18 @@ class Source(Protocol):
     def covers(self, planned: Any, value: Any) -> bool:
         """Whether `value` needs no more memory than the input whose spec is `planned`."""
 
-    def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
-        """Cut the model into stages and measure them on `value`. UnsupportedModelError if it cannot be cut."""
+    def measure(
+        self,
+        value: Any,
+        device: torch.device,
+        settings: Settings,
+        progress: Progress | None,
+        rooms: Rooms | None = None,
+    ) -> Measured:
+        """Cut the model into stages and measure them on `value`; `rooms` are for what is compiled whole.
+
+        UnsupportedModelError if it cannot be cut.
+        """
 
     def follow(self, cut: Cut) -> None:
         """Run the stages as `cut` has them: one of the ways that were measured."""
@@ -123,7 +147,14 @@ class LayerSource:
         """Whether `value` is a batch with no more samples. Of other sizes nothing is known: a layer may do anything."""
         return covers(planned, value)
 
-    def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
+    def measure(
+        self,
+        value: Any,
+        device: torch.device,
+        settings: Settings,
+        progress: Progress | None,
+        rooms: Rooms | None = None,
+    ) -> Measured:
         found = cut(self._model, value, device)
         options = _options(self._model, settings, device)
         measurement = measure(found, value, device, loss=settings.loss, progress=progress, **options)
@@ -186,7 +217,14 @@ class GraphSource:
         """
         return reaches(planned, value)
 
-    def measure(self, value: Any, device: torch.device, settings: Settings, progress: Progress | None) -> Measured:
+    def measure(
+        self,
+        value: Any,
+        device: torch.device,
+        settings: Settings,
+        progress: Progress | None,
+        rooms: Rooms | None = None,
+    ) -> Measured:
         arguments, keywords = value
         ways, shared = self._session.measure(
             arguments,
@@ -195,6 +233,7 @@ class GraphSource:
             loss=settings.loss,
             progress=progress,
             compiler=self._compiler,
+            room=rooms and (lambda measurement, shared: rooms(measurement, (arguments, keywords, shared))),
             **_options(self._model, settings, device),
         )
         return Measured(ways, (arguments, keywords, shared))

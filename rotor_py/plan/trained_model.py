@@ -21,7 +21,6 @@ from rotor_py.measure.fixed_memory import trained_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.plan.inputs.input_spec import TensorSpec, spec_of
 from rotor_py.plan.settings import Settings
-from rotor_py.plan.sources import Measured
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
 
 
@@ -72,22 +71,24 @@ class TrainedModel:
         """The limit of the whole step, in bytes. ValueError if it is not one."""
         return limit_bytes(self.settings.mem_limit, device)
 
-    def budget(self, measured: Measured, device: torch.device, noticed: OptimizerCost | None) -> Budget:
-        """The memory of a step that was measured; `noticed` is what optimizers cost that nobody named."""
+    def budget(
+        self, measurement: Measurement, sample: Any, device: torch.device, noticed: OptimizerCost | None
+    ) -> Budget:
+        """The memory of a step that was measured on `sample`; `noticed` is what optimizers cost that nobody named."""
         given = self.settings.optimizer
         several = self.sharded or not self.alone
         with at_rest(self.core):
             budget = make_budget(
                 self.core,
-                measured.sample,
-                measured.ways[0].measurement,
+                sample,
+                measurement,
                 device,
                 fresh_gradients=self.settings.fresh_grads,
                 optimizer=noticed if given is None else optimizer_cost(given),
                 communication=communication_bytes(self.whole) if several else 0,
                 buckets=around(self.whole) is not None,
             )
-        budget = self.with_forwards(budget, measured.ways[0].measurement, device, self.settings.forwards_in_flight)
+        budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
         return budget.with_backward_order(self.settings.backward_order or "any")
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:

@@ -1,4 +1,4 @@
-"""Which way to run the stages: plain or compiled, whichever has the faster plan inside the limit."""
+"""Which way to run the stages: plain, compiled as a whole or one by one, whichever has the faster plan in the limit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from rotor_py.distributed.processes import anywhere, size_of
+from rotor_py.compiled.compiled_stage import is_compiled
+from rotor_py.distributed.processes import size_of
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.stages import MeasuredCut
-from rotor_py.plan.agreement import slowest
+from rotor_py.plan.agreement import gather_objects, slowest
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_solver import InfeasibleError, Sequence
 
@@ -38,15 +39,36 @@ def fastest_way(
         # With several processes, the slowest counts, so that all choose alike.
         return slowest(found, group, device) if group is not None and size_of(group) > 1 else found
 
-    way, sequence = fastest(ways, plan.budget_of, solve, seconds)
+    # What was compiled as a whole was compiled for the room that there was then.
+    wholes = [budget for way in ways if way.cut.members is not None for budget in [plan.budget_of(way)]]
+    plan.outgrown = False
+
+    def solved(budget: Budget) -> Sequence:
+        try:
+            return solve(budget)
+        except InfeasibleError:
+            plan.outgrown |= budget in wholes
+            raise
+
+    # A whole graph is there only if it is not slower than plain. Its time cannot be compared with that of stages, which
+    # were measured one by one.
+    groups = [[way for way in ways if (way.cut.members is not None) == whole] for whole in (True, False)]
+    try:
+        way, sequence = fastest(groups[0] or ways, plan.budget_of, solved, seconds)
+    except InfeasibleError:
+        if not groups[0]:
+            raise
+        way, sequence = fastest(groups[1], plan.budget_of, solved, seconds)
     plan.turn_to(way)
     return sequence
 
 
 def fastest_stored(ways: Iterable[MeasuredCut]) -> MeasuredCut:
     """The way that takes least time where nothing is computed twice: the one to begin with, before there is a limit."""
+    found = list(ways)
     return min(
-        ways, key=lambda way: sum(each.forward_seconds + each.backward_seconds for each in way.measurement.stages)
+        [way for way in found if way.cut.members is not None] or found,
+        key=lambda way: sum(each.forward_seconds + each.backward_seconds for each in way.measurement.stages),
     )
 
 
@@ -76,9 +98,14 @@ def fastest(
 def _alike(
     ways: tuple[MeasuredCut, ...], group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[MeasuredCut, ...]:
-    """The ways that all processes have: which stages are faster compiled, each has measured for itself."""
+    """The ways that all processes have, in one order: which is faster or fits, each has measured for itself."""
     if group is None or size_of(group) == 1 or not ways:
         return ways
-    if anywhere(len(ways) == 1, group, device):  # somewhere, nothing can be compiled
-        return ways[-1:]
-    return ways[-2:]
+    by_kind = {_kind(way): way for way in ways}
+    first, *others = gather_objects(list(by_kind), group, device)
+    return tuple(by_kind[kind] for kind in first if all(kind in other for other in others))
+
+
+def _kind(way: MeasuredCut) -> tuple[tuple[str, bool], ...]:
+    """What tells ways apart, in any process: the stages, and which of them are compiled."""
+    return tuple((name, is_compiled(stage)) for name, stage in way.cut.stages)

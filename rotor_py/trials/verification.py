@@ -116,7 +116,7 @@ def verify(
             noise, plain = _difference(_measure_outcome(step, second).results, found.results), found
         eager: float | None = None
         if network.compiled:
-            with suppress(torch.OutOfMemoryError), _same_plan_afterwards(network):
+            with suppress(torch.OutOfMemoryError), _same_plan_afterwards(network), network.compiled_without_budget():
                 assert network.chain is not None
                 network.sequence = store_all(network.chain)
                 stored, again = (_measure_outcome(step, network) for _ in range(2))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,13 +55,22 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 
 
 def network(compile: Compile = True, blocks: int = 4, **given: Any) -> Checkpointable:
-    """A `Net` whose stages run compiled, all that can be, whatever was measured."""
+    """A `Net` whose stages run compiled one by one, all that can be, whatever was measured."""
     torch.manual_seed(0)
-    found = Checkpointable(
-        Net(blocks), batch(), "1GB", compile=compile, loss=loss, fresh_grads=True, granularity=blocks, **given
-    )
+    with stage_by_stage():
+        found = Checkpointable(
+            Net(blocks), batch(), "1GB", compile=compile, loss=loss, fresh_grads=True, granularity=blocks, **given
+        )
     run_compiled(found)
     return found
+
+
+@contextmanager
+def stage_by_stage() -> Iterator[None]:
+    """What is measured inside is not compiled as a whole, although it fits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rotor_py.capture.variants.compiled_whole", lambda *_: None)
+        yield
 
 
 def run_compiled(found: Checkpointable) -> None:

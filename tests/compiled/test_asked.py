@@ -26,8 +26,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     compiled = variants.compiled_variants
 
-    def watched(plain: Any, compiler: Any, *rest: Any) -> Any:
-        result = compiled(plain, compiler, *rest)
+    def watched(plain: Any, compiler: Any, *rest: Any, **options: Any) -> Any:
+        result = compiled(plain, compiler, *rest, **options)
         found.append(compiler.kinds)
         return result
 

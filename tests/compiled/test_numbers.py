@@ -9,7 +9,7 @@ from torch import nn
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, verify
 from rotor_solver import Sequence, recompute_all, store_all
-from tests.compiled.network import WIDTH, batch, gradients, loss, network, results, run_compiled, same
+from tests.compiled.network import WIDTH, batch, gradients, loss, network, results, run_compiled, same, stage_by_stage
 
 CPU = torch.device("cpu")
 
@@ -129,7 +129,8 @@ def test_equal_blocks_read_what_is_theirs() -> None:
     torch.manual_seed(0)
     model = Alternating()
     values = (batch(), batch().sin(), batch().cos())
-    found = Checkpointable(model, values, "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
+    with stage_by_stage():
+        found = Checkpointable(model, values, "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
     run_compiled(found)
     _, again = sequences(found)
     found.sequence = again

@@ -61,6 +61,20 @@ def test_a_chain_is_captured_again(tmp_path: Path) -> None:
     assert again.compiled == found.compiled
 
 
+def test_a_graph_compiled_as_a_whole_is_loaded_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotor_py.capture.whole_graph.slower", lambda *_: False)
+    torch.manual_seed(0)
+    found = Checkpointable(Net(), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
+    found.compute_sequence()
+    assert len(found.compiled) == len(found.names) == 1
+    found.save_plan(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["compiled"]["room"] > 0
+    again = loaded(tmp_path / "plan.json")
+    assert found.sequence is not None
+    assert same(results(again, found.sequence, batch()), results(found, found.sequence, batch()))
+    assert len(again.compiled) == 1
+
+
 def test_options_have_to_be_given_again(tmp_path: Path) -> None:
     network(EAGER_DRAWS, blocks=1).save_plan(tmp_path / "plan.json")
     for given, text in (({}, "False"), ({"compile": True}, "True")):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py import Checkpointable
 from rotor_solver import recompute_all, store_all
-from tests.compiled.network import Net, batch, gradients, loss
+from tests.compiled.network import Net, batch, gradients, loss, stage_by_stage
 from tests.distributed.processes import Processes
 
 
@@ -19,7 +19,8 @@ def train(rank: int) -> tuple[list[str], str, bool, bool, list[torch.Tensor]]:
     recomputes all are those of one that stores all, both compiled, whether what was chosen is kept, and gradients.
     """
     torch.manual_seed(0)
-    found = Checkpointable(Net(), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
+    with stage_by_stage():
+        found = Checkpointable(Net(), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
     model = DistributedDataParallel(found)
 
     def step() -> list[torch.Tensor]:

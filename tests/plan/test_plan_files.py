@@ -121,8 +121,9 @@ def test_any_character_that_is_changed_or_missing_is_noticed(saved: tuple[Any, s
         ("model", {"layers": {"0": ["Linear"]}, "parameters": {}}, "the layers of the model"),
         ("input", {"device": "cpu", "autocast": "off", "tensors": [{"shape": [True]}]}, "a shape"),
         ("traits", [], "traits of 0 stages"),
-        ("compiled", {"stages": ["no such stage"], "options": {}}, "what is compiled of it is"),
-        ("compiled", {"stages": [], "options": {"cpp.cxx": ["sh"]}}, "what is compiled of it is"),
+        ("compiled", {"stages": ["no such stage"], "options": {}, "room": None}, "what is compiled of it is"),
+        ("compiled", {"stages": [], "options": {}, "room": 7}, "what is compiled of it is"),
+        ("compiled", {"stages": [], "options": {"cpp.cxx": ["sh"]}, "room": None}, "what is compiled of it is"),
     ],
 )
 def test_a_field_that_is_not_what_it_was_is_named(saved: tuple[Any, str], path: Path, field, value, words) -> None:

@@ -32,7 +32,7 @@ class Stages(KeptParts):
             scratch = max((self.costs[node].scratch for node in members), default=0)
             options = tuple(
                 Option(
-                    forward,
+                    forward + sum(self.costs[node].keeping for node in kept),
                     seconds[number] + self.again(number, kept),
                     self.joint_bytes(kept | output if keep_outputs else kept),
                     scratch,

@@ -23,13 +23,17 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, slots=True)
 class CompiledStages:
-    """The names of the compiled stages, and Inductor's options. There may be none of both: defaults, and no gain."""
+    """The names of the compiled stages, and Inductor's options. There may be none of both: defaults, and no gain.
+
+    If the graph is one stage, compiled as a whole, `room` is the bytes that its partition was chosen for.
+    """
 
     stages: list[str]
     options: dict[str, Any]
+    room: int | None = None
 
     @classmethod
-    def of(cls, stages: list[str], config: Config) -> CompiledStages:
+    def of(cls, cut: Cut, config: Config) -> CompiledStages:
         """Those of a plan that was made. ValueError if a file cannot hold an option."""
         for name, value in config:
             if type(value) not in _PLAIN:
@@ -37,7 +41,10 @@ class CompiledStages:
                     f"compile= has the option {name!r}, which is a {type(value).__name__}, and a file of a plan holds "
                     "numbers and texts alone; plan anew in each process"
                 )
-        return cls(stages, dict(config))
+        pairs = zip(cut.groups(), cut.stages, strict=True)
+        compiled = [(JOINT.join(group), stage) for group, (_, stage) in pairs if isinstance(stage, CompiledStage)]
+        rooms = [stage.room for _, stage in compiled if stage.room is not None]
+        return cls([name for name, _ in compiled], dict(config), min(rooms, default=None))
 
     @classmethod
     def from_data(cls, data: Any, stages: Sequence[list[str]]) -> CompiledStages | None:
@@ -45,10 +52,12 @@ class CompiledStages:
         match data:
             case None:
                 return None
-            case {"stages": [*names], "options": dict(options)} if len(data) == 2:
+            case {"stages": [*names], "options": dict(options), "room": room} if len(data) == 3:
                 known = [JOINT.join(group) for group in stages]
-                if all(name in known for name in names) and all(type(each) in _PLAIN for each in options.values()):
-                    return cls(names, options)
+                right = room is None or (type(room) is int and room > 0 and len(names) == len(known) == 1)
+                named = all(name in known for name in names)
+                if right and named and all(type(each) in _PLAIN for each in options.values()):
+                    return cls(names, options, room)
         raise ValueError(f"what is compiled of it is {reprlib.repr(data)}")
 
     @property
@@ -58,10 +67,13 @@ class CompiledStages:
 
     def compiled_again(self, cut: Cut, compiler: StageCompiler) -> Cut:
         """The same cut, with these stages compiled by `compiler` when they run for the first time."""
+        from rotor_py.partition.partitioner import BudgetPartitioner
+
+        partitioner = None if self.room is None else BudgetPartitioner(self.room, fused=True)
         stages: list[Layer] = []
         for name, function in cut.stages:
             if name in self.stages:
-                compiled = CompiledStage(function, name, compiler)
+                compiled = CompiledStage(function, f"stage {name}", compiler, partitioner=partitioner)
                 remember_effects(compiled, recall_effects(function))
                 stages.append((name, compiled))
             else:

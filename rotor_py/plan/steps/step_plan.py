@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from rotor_profiling import OptimizerCost
-from rotor_py.compiled.compiled_stage import is_compiled
+from rotor_py.compiled.compiled_stage import is_compiled, partitioned_freely
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
@@ -72,6 +74,8 @@ class StepPlan:
     """the limit that was set when the device ran out of memory, and the bytes that are left of it since"""
     ways: tuple[MeasuredCut, ...] = ()
     """the ways to run its stages, if there is a choice: some compiled, all compiled, all plain; `cut` is one of them"""
+    outgrown: bool = False
+    """whether the graph was compiled as a whole for more room than there was when it was solved last"""
     guard_bytes: int | None = None
     """bytes of the budget for undoing what runs out of memory; None where nothing is undone"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
@@ -181,6 +185,17 @@ class StepPlan:
             self.guard_bytes = _guard_bytes(way)
         self.source.follow(way.cut)
         self._effects = tuple(recall_effects(function) for function in self.functions)
+
+    @contextmanager
+    def without_budget(self) -> Iterator[None]:
+        """Inside, what is compiled saves what the compiler would save without a limit."""
+        assert self.cut is not None
+        stages = tuple((name, partitioned_freely(stage)) for name, stage in self.cut.stages)
+        self.source.follow(replace(self.cut, stages=stages))
+        try:
+            yield
+        finally:
+            self.source.follow(self.cut)
 
     def _measurement_of(self, way: MeasuredCut) -> Measurement:
         """What was measured, with what steps have shown of the loss since."""

@@ -1,0 +1,137 @@
+"""A measured graph as one stage, compiled whole: of the partitions of its joint graph, the fastest that fits.
+
+Cut into stages, a graph is compiled piece by piece, and nothing is fused, laid out or shared across a border. As one
+stage it is as fast as under `torch.compile`. What its forward saves is then no matter of the plan, which can but store
+the one stage, but of the partitioner. That knows the bytes of every partition before anything is compiled, as far as
+they show in the graph. What Inductor makes of it is measured, as any stage is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from rotor_profiling import storage_bytes, tensors_in
+from rotor_py.capture.measured_graphs import MeasuredGraph
+from rotor_py.compiled.compiled_stage import CompiledStage
+from rotor_py.compiled.stage_code import owned_tensors
+from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.errors import InfeasibleError
+from rotor_py.measure.cut import joined
+from rotor_py.measure.measurement import Measurement
+from rotor_solver.progress import Progress
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+_log = logging.getLogger("rotor_py")
+
+_ATTEMPTS = 2
+"""Partitions that are compiled for one limit, at most: a second one where the first needs more than was foreseen."""
+
+
+_UNCERTAIN = 1.1
+"""How much more than the limit the least partition may take by its graph, to be tried all the same. A guess: fused
+operators do not allocate what they hand to each other, so most graphs take less than they show.
+"""
+
+
+class Room(Protocol):
+    """What a step leaves for a graph that is compiled whole, in bytes."""
+
+    @property
+    def limit(self) -> int:
+        """The limit of the whole step."""
+
+    @property
+    def fixed(self) -> int:
+        """What is in memory throughout the step, whatever the plan."""
+
+    def peak(self, measurement: Measurement) -> int:
+        """The peak of a step that stores all stages of a graph measured so."""
+
+    def partitioner(self, limit: int) -> Partitioner:
+        """What partitions a graph within `limit`, counting all that its compiled code is given, and makes."""
+
+
+class Partitioner(Protocol):
+    """Chooses what the forward of a compiled graph saves."""
+
+    @property
+    def function(self) -> CustomPartitionerFn:
+        """As Inductor takes it."""
+
+    @property
+    def peak(self) -> int:
+        """The bytes of what was chosen last."""
+
+
+RoomOf = Callable[[Measurement, Any], Room]
+"""The room that a step leaves, by what it costs plain and by what goes into the graph."""
+
+
+def compiled_whole(
+    plain: MeasuredGraph, compiler: StageCompiler, room: Room, progress: Progress | None = None
+) -> MeasuredGraph | None:
+    """The graph as one compiled stage, the fastest inside the room.
+
+    None if there is none that fits, or if plain it fits as well, and is faster.
+    """
+    if plain.cut.prefix:  # its stages take what the layers before them return, which nobody has at hand
+        return None
+    layers = dict(plain.graph.layers)
+    names = tuple(name for group in plain.cut.groups() for name in group)
+    name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    _, whole = joined([(each, layers[each]) for each in names])
+    given = storage_bytes([*owned_tensors(whole), *tensors_in(plain.shared)])
+    began, attempts = compiler.seconds, _ATTEMPTS
+    room_here = room.limit - room.fixed
+    limit, least = room_here + given, 0
+    while attempts:
+        if progress is not None:
+            progress(0, 1, "the whole graph, compiled")
+        partitioner = room.partitioner(limit)
+        stage = CompiledStage(whole, "the graph as a whole", compiler, partitioner=partitioner.function)
+        try:
+            if not stage.prepare(plain.shared):
+                return None
+        except InfeasibleError as error:
+            if least or error.min_bytes > _UNCERTAIN * limit:
+                return None
+            limit = least = error.min_bytes
+            continue
+        attempts -= 1
+        try:
+            found = plain.measured_as(replace(plain.cut, stages=((name, stage),), members=(names,)))
+        except torch.OutOfMemoryError:  # what it needs was not foreseen
+            return None
+        peak = room.peak(found.measurement)
+        if peak <= room.limit:
+            _log.info("compiled the graph as a whole in %.1f s", compiler.seconds - began)
+            if room.peak(plain.measurement) > room.limit:  # plain, it would have to run again what it cannot store
+                return found
+            # Not beside the stages' times: one by one they find their memory in caches, and together they do not.
+            as_one = plain.measured_as(replace(plain.cut, stages=((name, whole),), members=(names,)))
+            return None if slower(found, as_one) else found
+        # As much more than foreseen, the next one will need as well.
+        more = (peak - room.fixed) / max(1, partitioner.peak - given)
+        limit = min(given + int(room_here / more), partitioner.peak - 1)
+    return None
+
+
+def slower(found: MeasuredGraph, other: MeasuredGraph) -> bool:
+    """Whether a step with everything stored takes longer than another way of it."""
+    return _seconds(found) > _seconds(other)
+
+
+def _seconds(graph: MeasuredGraph) -> float:
+    return sum(stage.forward_seconds + stage.backward_seconds for stage in graph.measurement.stages)
+
+
+def compiling(progress: Progress) -> Progress:
+    """Tells what is compiled, by the same means by which it is told what is measured."""
+    return lambda done, total, name: progress(done, total, f"{name}, compiled")
