@@ -86,6 +86,7 @@ class Checkpointable(Transparent):
             the step over the limit, and from the next step on the plan is for any order.
         progress: called with (stages done, all stages, name of the next) while measuring. Without it, a bar is shown on
             a terminal if measuring takes longer than a moment. True: lines of the log, too. False: no bar.
+        cache: whether measurements are kept on disk, in `~/.cache/rotor_plan`, for the next run.
         plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring. What was
             measured for it is in the file, so that `report()` and `memory()` say what they said there. Stages that
             were compiled are compiled again, in the first step; options of `compile` have to be given again.
@@ -145,6 +146,7 @@ class Checkpointable(Transparent):
         backward_order: Literal["any", "reverse"] | None = None,
         plan: str | Path | Plan | None = None,
         progress: Progress | bool | None = None,
+        cache: bool = True,
         granularity: int = 100,
         process_group: ProcessGroup | None = None,
         watch: bool | None = None,
@@ -168,6 +170,7 @@ class Checkpointable(Transparent):
             optimizer=optimizer,
             fresh_grads=fresh_grads,
             progress=progress,
+            cache=cache,
             granularity=granularity,
             process_group=process_group,
             forwards_in_flight=forwards_in_flight,

@@ -7,6 +7,7 @@ process is left with it when the others are done.
 """
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -62,6 +63,16 @@ def stages_timed_once(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         monkeypatch.setattr("rotor_profiling.timing.ENOUGH_SECONDS", 0.0)
         monkeypatch.setattr("rotor_py.measure.walks.stage_times.FEWEST_RUNS", 1)
         monkeypatch.setattr("rotor_py.measure.walks.stage_times.GOOD_ENOUGH", float("inf"))
+
+
+_cache_folders = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def measured_anew(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test finds what another one has measured, nor does a process that it starts."""
+    folder = tmp_path_factory.getbasetemp() / f"cache {next(_cache_folders)}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 @pytest.fixture(autouse=True)

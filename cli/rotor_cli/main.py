@@ -94,6 +94,7 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
     "--verify", is_flag=True, help="Train one step, and compare peak, time and gradients with the plain step."
 )
 @click.option("--compile", is_flag=True, help="Have Inductor compile the stages, where that makes the plan faster.")
+@click.option("--no-cache", is_flag=True, help="Measure what an earlier run has measured, and keep nothing.")
 @click.option(
     "--json", "json_file", metavar="FILE", shell_complete=files, help="Write the report as JSON; - is stdout."
 )

@@ -43,6 +43,7 @@ class Request:
     config: str | None
     slots: int
     fresh_grads: bool
+    no_cache: bool
     forwards_in_flight: int
     backward_order: Literal["any", "reverse"]
     verify: bool

@@ -5,7 +5,7 @@ from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
 from rotor_profiling.stage.bytes import Place, StageBytes
-from rotor_profiling.stage.cost import StageCost, measure_options, measure_ways, time_ways
+from rotor_profiling.stage.cost import StageCost, measure_options, measure_ways, run_before_measuring, time_ways
 from rotor_profiling.stage.gradients import Layouts, leaves_of
 from rotor_profiling.stage.kind import stage_kind, value_kind
 from rotor_profiling.stage.layouts import loss_layouts, stage_layouts
@@ -38,6 +38,7 @@ __all__ = [
     "measured_phases",
     "memory_meter",
     "optimizer_cost",
+    "run_before_measuring",
     "stage_kind",
     "stage_layouts",
     "storage_bytes",

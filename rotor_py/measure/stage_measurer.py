@@ -28,6 +28,7 @@ from rotor_profiling import (
     isolated,
     leaves_of,
     measure_ways,
+    run_before_measuring,
     stage_kind,
     stage_layouts,
     storage_bytes,
@@ -39,15 +40,18 @@ from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import stopwatch, together
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
+from rotor_py.measure.cache.kept_kinds import KeptKinds
+from rotor_py.measure.cache.measurement_cache import measurement_cache
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.prefix import run_prefix
 from rotor_py.measure.walks.carried_tensors import CarriedTensors
+from rotor_py.measure.walks.found import Surveyed, Weighed
 from rotor_py.measure.walks.gradient_layouts import GradientLayouts
 from rotor_py.measure.walks.stage_times import StageTimes
 from rotor_py.stage.activity import During
 from rotor_py.stage.decisions import decided_bytes
-from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
+from rotor_py.stage.graph_effects import find_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moving
@@ -58,7 +62,8 @@ class StageMeasurer:
     """Measures the stages of a chain on the input `value`, of equal ones the first.
 
     `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `node_seconds`
-    are added to the time of a run without a graph. The processes of `group` measure the same stages together.
+    are added to the time of a run without a graph. The processes of `group` measure the same stages together. With
+    `cache`, kinds of stages that an earlier run has measured are not measured again.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class StageMeasurer:
         silent: tuple[int, ...] = (),
         group: dist.ProcessGroup | None = None,
         node_seconds: float = 0.0,
+        cache: bool = True,
     ) -> None:
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
@@ -84,9 +90,12 @@ class StageMeasurer:
         self._fresh_gradients = fresh_gradients
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
-        self._surveyed: dict[Hashable, _Surveyed] = {}
+        self._surveyed: dict[Hashable, Surveyed] = {}
         self._known: dict[Hashable, _Found] = {}
         self._times = StageTimes(node_seconds)
+        self._kept = KeptKinds(
+            measurement_cache(device, fresh_gradients, preserve_rng_state) if cache and not cut.sharding else None
+        )
         self._needs_gradient: dict[int, list[bool]] = {}
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
         self._input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(self._input))
@@ -152,8 +161,12 @@ class StageMeasurer:
         del value
         if progress is not None:
             progress(len(self._stages), len(self._stages), "again, for their times")
+        timed = set()
         while wanted := self._wanted():
             self._time_stages(wanted)
+            timed |= {self._kinds[number] for number in wanted}
+        for kind in timed:
+            self._kept.keep_measured(kind, self._known[kind].weighed, self._times.runs_of(kind))
 
     def measurement(self, loss: LossCost) -> Measurement:
         """What was measured, and what the loss costs."""
@@ -182,17 +195,13 @@ class StageMeasurer:
 
     def _survey_stage(self, number: int, value: Any) -> Any:
         """What a stage has to be run for before it is measured; returns its output, the input of the next one."""
-        name, function = self._stages[number]
+        _, function = self._stages[number]
         silent, arriving = self._silent_of(number), self._layouts.arriving[number]
         with gathered(function, self._cut.sharding):
             kind = (stage_kind(function, value), silent, arriving)
             # Where stages wait for other processes, all of them run a stage that is new to any of them.
             if anywhere(kind not in self._surveyed, self._group, self._device):
-                with During("measuring", name):
-                    effects = find_effects(function, value, self._device)
-                remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
-                layouts = stage_layouts(self._runner(number), value, self._device, silent=silent, arriving=arriving)
-                self._surveyed[kind] = _Surveyed(effects, layouts)
+                self._surveyed[kind] = self._kept.survey(kind) or self._look_at(number, value, kind)
             found = self._surveyed[kind]
             remember_effects(function, found.effects)
             # Run again for its output: a stage of a known kind did not run, and its numbers are its own.
@@ -201,6 +210,18 @@ class StageMeasurer:
         self._needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
         return value
 
+    def _look_at(self, number: int, value: Any, kind: Hashable) -> Surveyed:
+        """Run a stage with a graph and without one."""
+        name, function = self._stages[number]
+        silent, arriving = self._silent_of(number), self._layouts.arriving[number]
+        with During("measuring", name):
+            effects = find_effects(function, value, self._device)
+        remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
+        layouts = stage_layouts(self._runner(number), value, self._device, silent=silent, arriving=arriving)
+        found = Surveyed(effects, layouts)
+        self._kept.keep_survey(kind, found)
+        return found
+
     def _measure_stage(self, number: int, value: Any) -> Any:
         """Measure the bytes of a stage on its input; return its output, the input of the next one."""
         _, function = self._stages[number]
@@ -208,8 +229,8 @@ class StageMeasurer:
         with gathered(function, self._cut.sharding):
             beside = self._carried.addresses(value)
             found = self._find(number, value, beside, carried)
-            cost = found.bytes[0]
-            self._decided_bytes += found.decided_bytes
+            cost = found.weighed.bytes[0]
+            self._decided_bytes += found.weighed.decided_bytes
             self.activation_bytes = cost.activation_bytes
             value = self._run(self._runner(number), value)
             self._carried.count_gradients(cost.gradient_storage_bytes)
@@ -231,7 +252,7 @@ class StageMeasurer:
                     if number in wanted:
                         kind = self._kinds[number]
                         found = self._known[kind]
-                        ways = self._ways(number)[: len(found.bytes)]
+                        ways = self._ways(number)[: len(found.weighed.bytes)]
                         run, output = time_ways(ways, value, found.place, watch)
                         self._times.add(kind, run)
                     else:
@@ -272,16 +293,28 @@ class StageMeasurer:
             place = Place(
                 self._device, self.activation_bytes, owned, self._fresh_gradients, last, apart, silent, arriving
             )
-            whole, *others = measure_ways(self._ways(number), value, place)
-            # Another way that saves no less would only take longer, so it is not timed.
-            less = [way for way in others if anywhere(_saves_less(way, whole), self._group, self._device)]
-            found = (whole, *less)
-            place = replace(place, owned=())  # addresses of this stage, and it is timed with others of its kind
-            self._known[kind] = _Found(place, found, decided_bytes(function), recall_moving(function))
+            weighed = self._weigh(number, value, place, kind)
+            # Without the addresses of this stage: it is timed with others of its kind.
+            self._known[kind] = _Found(replace(place, owned=()), weighed)
         self._kinds.append(kind)
         known = self._known[kind]
-        remember_moving(function, known.moving)
+        remember_moving(function, known.weighed.moving)
         return known
+
+    def _weigh(self, number: int, value: Any, place: Place, kind: Hashable) -> Weighed:
+        """The bytes of a stage, measured here or in an earlier run."""
+        if (kept := self._kept.measured(kind)) is not None:
+            weighed, runs = kept
+            self._times.settle(kind, runs)
+            return weighed
+        _, function = self._stages[number]
+        ways = self._ways(number)
+        if self._kept.used:  # so the first walk need not have run it backward
+            run_before_measuring(ways[:1], value, place)
+        whole, *others = measure_ways(ways, value, place)
+        # Another way that saves no less would only take longer, so it is not timed.
+        less = [way for way in others if anywhere(_saves_less(way, whole), self._group, self._device)]
+        return Weighed((whole, *less), decided_bytes(function), recall_moving(function))
 
     def _ways(self, number: int) -> list[StageRunner]:
         """A runner for each way to run a stage."""
@@ -292,7 +325,7 @@ class StageMeasurer:
 
     def _costs_of(self, kind: Hashable) -> list[StageCost]:
         """The costs of the ways to run stages of a kind."""
-        return list(map(StageCost.of, self._known[kind].bytes, self._times.of(kind)))
+        return list(map(StageCost.of, self._known[kind].weighed.bytes, self._times.of(kind)))
 
     def _runner(self, number: int) -> StageRunner:
         name, function = self._stages[number]
@@ -305,23 +338,11 @@ class StageMeasurer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Surveyed:
-    """What the first walk finds of a kind of stage: `layouts` are those of its input's gradients."""
-
-    effects: GraphEffects
-    layouts: Layouts
-
-
-@dataclass(frozen=True, slots=True)
 class _Found:
-    """What the second walk finds of a kind of stage: the bytes of its ways to run, those of what it decides, and the
-    positions of the buffers that it changes; and where in the chain it was.
-    """
+    """What is known of a kind of stage, and where in the chain one of it was."""
 
     place: Place
-    bytes: tuple[StageBytes, ...]
-    decided_bytes: int
-    moving: frozenset[int]
+    weighed: Weighed
 
 
 def _saves_less(way: StageBytes | StageCost, whole: StageBytes | StageCost) -> bool:

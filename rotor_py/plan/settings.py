@@ -32,6 +32,7 @@ class Settings:
     optimizer: torch.optim.Optimizer | None = None
     fresh_grads: bool = False
     progress: Progress | bool | None = None
+    cache: bool = True
     granularity: int = 100
     process_group: ProcessGroup | None = None
     by_hand: ByHand | None = None

@@ -329,5 +329,6 @@ def _options(model: nn.Module, settings: Settings, device: torch.device) -> dict
         "preserve_rng_state": settings.preserve_rng_state,
         "fresh_gradients": settings.fresh_grads,
         "loss_temp_bytes": settings.loss_tmp_memory_usage,
+        "cache": settings.cache,
         "node_seconds": node_seconds() if device.type == "cpu" else 0.0,  # elsewhere the device works meanwhile
     }

@@ -26,6 +26,7 @@ def choose(found: ModelFile, limit: int, request: Request, shown: Activities) ->
                 mem_slots=request.slots,
                 forwards_in_flight=request.forwards_in_flight,
                 backward_order=request.backward_order,
+                cache=not request.no_cache,
             )
         except InfeasibleError as error:
             raise Failure(str(error), INFEASIBLE) from error

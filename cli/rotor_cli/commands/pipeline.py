@@ -71,6 +71,7 @@ def _measure(found: ModelFile, request: Request, shown: Activities) -> tuple[Che
             loss=found.loss or default_loss,
             optimizer=found.optimizer,
             progress=shown.doing("measuring"),
+            cache=not request.no_cache,
         )
         network.measure(found.sample)
         assert network.inspection_values is not None

@@ -64,6 +64,7 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
             forwards_in_flight=request.forwards_in_flight,
             backward_order=request.backward_order,
             progress=shown.doing("measuring"),
+            cache=not request.no_cache,
             compile=request.compile,
         )
         network.measure(found.sample)

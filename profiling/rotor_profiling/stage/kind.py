@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -13,6 +14,17 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from rotor_profiling.storage import layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class Unlike:
+    """Stands in a kind for an object that is equal to itself alone, as long as it lives and in this process."""
+
+    address: int
+
+    @classmethod
+    def any_but(cls, value: object) -> Unlike:
+        return cls(id(value))
 
 
 class HasKind(ABC):
@@ -37,7 +49,7 @@ def stage_kind(function: Callable[..., Any], value: Any) -> Hashable:
     Anything that cannot be compared makes a kind of its own: better one measurement too many than one too few.
     """
     if not isinstance(function, nn.Module):
-        return id(function), value_kind(value)  # functions do not show what they do
+        return Unlike.any_but(function), value_kind(value)  # functions do not show what they do
     described = [module for module in function.modules() if isinstance(module, HasKind)]
     read = tuple(module.kind(value) for module in described) if described else value_kind(value)
     return _module_kind(function), read
@@ -74,7 +86,7 @@ def _plain(value: Any) -> Hashable:
         return tuple(sorted(value))
     if isinstance(value, FunctionType | partial):
         return _function(value)
-    return value if _equal_by_value(value) else id(value)
+    return value if _equal_by_value(value) else Unlike.any_but(value)
 
 
 def _function(function: Any) -> Hashable:
@@ -82,20 +94,20 @@ def _function(function: Any) -> Hashable:
     every module.
     """
     if isinstance(function, partial):
-        return id(function.func), _bound(function.args), _bound(tuple(function.keywords.items()))
+        return Unlike.any_but(function.func), _bound(function.args), _bound(tuple(function.keywords.items()))
     try:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a cell that is still empty
-        return id(function)
+        return Unlike.any_but(function)
     defaults = function.__defaults__, tuple((function.__kwdefaults__ or {}).items())
-    return function.__code__, id(function.__globals__), _bound(defaults), _bound(cells)
+    return function.__code__, Unlike.any_but(function.__globals__), _bound(defaults), _bound(cells)
 
 
 def _bound(value: Any) -> Hashable:
     """What a function is bound to. A function in it that has a closure of its own may refer to the first one."""
     if isinstance(value, list | tuple):
         return tuple(map(_bound, value))
-    return id(value) if isinstance(value, FunctionType) and value.__closure__ else _plain(value)
+    return Unlike.any_but(value) if isinstance(value, FunctionType) and value.__closure__ else _plain(value)
 
 
 def _equal_by_value(value: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rotor_profiling.stage.kind import Unlike
 from rotor_py.capture.graph.graph_facts import GraphFacts, Modes
 from rotor_py.capture.graph.graph_nodes import attribute_of
 from rotor_py.capture.marks.fsdp_marks import Table
@@ -45,7 +46,7 @@ class Emitter:
         if node.op in ("get_attr", "call_module"):
             self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
         # Only functions and methods are comparable; any other node makes the piece unlike all others.
-        target = node.target if node.op in ("call_function", "call_method") else id(node)
+        target = node.target if node.op in ("call_function", "call_method") else Unlike.any_but(node)
         args = node.args
         if node.target in MARKS:
             self.copies[node].target = getattr(self.facts.marks, MARKS[node.target])
@@ -125,4 +126,4 @@ class Emitter:
             return tuple((key, self._plain(each)) for key, each in value.items())
         if isinstance(value, slice):
             return "slice", self._plain(value.start), self._plain(value.stop), self._plain(value.step)
-        return (type(value).__name__, value) if isinstance(value, Hashable) else id(value)
+        return (type(value).__name__, value) if isinstance(value, Hashable) else Unlike.any_but(value)

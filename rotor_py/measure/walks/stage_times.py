@@ -32,10 +32,20 @@ class StageTimes:
     def __init__(self, node_seconds: float = 0.0) -> None:
         self._node_seconds = node_seconds
         self._runs: dict[Hashable, list[StageRun]] = {}
+        self._settled: set[Hashable] = set()
 
     def add(self, kind: Hashable, run: StageRun) -> None:
         """A stage of this `kind` was timed."""
         self._runs.setdefault(kind, []).append(run)
+
+    def settle(self, kind: Hashable, runs: Sequence[StageRun]) -> None:
+        """Stages of this `kind` were timed earlier, by these `runs`, and not once more."""
+        self._runs[kind] = list(runs)
+        self._settled.add(kind)
+
+    def runs_of(self, kind: Hashable) -> Sequence[StageRun]:
+        """The runs of stages of a `kind`."""
+        return self._runs[kind]
 
     def of(self, kind: Hashable) -> list[StageSeconds]:
         """The seconds of stages of a `kind`, in each way to run them."""
@@ -44,7 +54,7 @@ class StageTimes:
 
     def wanted(self, kinds: Sequence[Hashable]) -> set[int]:
         """Which stages of a chain to time in the next walk, by position; `kinds` has that of each stage."""
-        few = {kind for kind in kinds if len(self._runs.get(kind, ())) < FEWEST_RUNS}
+        few = {kind for kind in kinds if len(self._runs.get(kind, ())) < FEWEST_RUNS} - self._settled
         # Processes have to run equally often, but their clocks differ: then no clock decides.
         if not few and not together():
             few = self._uncertain(kinds)
@@ -68,7 +78,8 @@ class StageTimes:
         errors = {kind: spread_of(runs) / sqrt(len(runs)) for kind in seconds for runs in [self._runs[kind]]}
         if sum(errors[kind] * seconds[kind] for kind in seconds) <= GOOD_ENOUGH * sum(seconds.values()):
             return set()
-        return {kind for kind in seconds if errors[kind] > GOOD_ENOUGH and len(self._runs[kind]) < MOST_RUNS}
+        open_ones = seconds.keys() - self._settled
+        return {kind for kind in open_ones if errors[kind] > GOOD_ENOUGH and len(self._runs[kind]) < MOST_RUNS}
 
     def _seconds(self, kind: Hashable) -> float:
         found = self.of(kind)[0]

@@ -1,0 +1,87 @@
+"""What was found of kinds of stages, kept for the next run of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import asdict
+from typing import Any
+
+from rotor_profiling import StageBytes
+from rotor_profiling.stage.seconds import StageRun
+from rotor_py.measure.cache.measurement_cache import MeasurementCache
+from rotor_py.measure.walks.found import Runs, Surveyed, Weighed
+from rotor_py.stage.graph_effects import GraphEffects
+
+_UNREADABLE = (KeyError, TypeError, ValueError)
+"""What a file raises that somebody has written into."""
+
+
+class KeptKinds:
+    """What `cache` knows of kinds of stages: nothing without one."""
+
+    def __init__(self, cache: MeasurementCache | None) -> None:
+        self.used = False
+        """Whether any first walk was spared."""
+        self._cache = cache
+        if cache is not None:
+            cache.make_room()
+
+    def survey(self, kind: Hashable) -> Surveyed | None:
+        """What the first walk of an earlier run has found."""
+        data = self._find("survey", kind)
+        try:
+            found = None if data is None else _surveyed(data)
+        except _UNREADABLE:
+            return None
+        self.used |= found is not None
+        return found
+
+    def keep_survey(self, kind: Hashable, found: Surveyed) -> None:
+        """Keep what the first walk has found."""
+        self._keep("survey", kind, {**asdict(found.effects), "layouts": found.layouts})
+
+    def measured(self, kind: Hashable) -> tuple[Weighed, Runs] | None:
+        """What the other walks of an earlier run have found: bytes and seconds."""
+        data = self._find("measured", kind)
+        try:
+            return None if data is None else (_weighed(data), tuple(map(_run, data["runs"])))
+        except _UNREADABLE:
+            return None
+
+    def keep_measured(self, kind: Hashable, found: Weighed, runs: Runs) -> None:
+        """Keep what the other walks have found."""
+        data = {
+            "bytes": [asdict(way) for way in found.bytes],
+            "decided_bytes": found.decided_bytes,
+            "moving": sorted(found.moving),
+            "runs": [asdict(run) for run in runs],
+        }
+        self._keep("measured", kind, data)
+
+    def _find(self, what: str, kind: Hashable) -> dict[str, Any] | None:
+        return None if self._cache is None else self._cache.find((what, kind))
+
+    def _keep(self, what: str, kind: Hashable, data: dict[str, Any]) -> None:
+        if self._cache is not None:
+            self._cache.keep((what, kind), data)
+
+
+def _surveyed(data: dict[str, Any]) -> Surveyed:
+    effects = GraphEffects(bool(data["graph_dependent"]), tuple(map(int, data["without_gradient"])))
+    layouts = tuple(None if strides is None else tuple(map(int, strides)) for strides in data["layouts"])
+    return Surveyed(effects, layouts)
+
+
+def _weighed(data: dict[str, Any]) -> Weighed:
+    ways = tuple(
+        StageBytes(**{**way, "gradient_storage_bytes": tuple(map(int, way["gradient_storage_bytes"]))})
+        for way in data["bytes"]
+    )
+    if not ways:
+        raise ValueError("a stage has one way to run at least")
+    return Weighed(ways, int(data["decided_bytes"]), frozenset(map(int, data["moving"])))
+
+
+def _run(data: dict[str, Any]) -> StageRun:
+    ways = tuple((float(forward), float(backward)) for forward, backward in data["ways"])
+    return StageRun(float(data["nograd"]), ways, float(data["again"]))

@@ -1,0 +1,196 @@
+"""Measurements that are kept on disk: found again where all is the same, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import operator
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling.stage.kind import Unlike, stage_kind
+from rotor_py import Checkpointable
+from rotor_py.measure import stage_measurer
+from rotor_py.measure.cache import stable_key
+from rotor_py.measure.cache.measurement_cache import MeasurementCache, cache_folder
+from rotor_py.measure.cache.stable_key import UnstableKeyError, digest_of, environment
+
+BATCH = torch.randn(16, 8)
+
+
+class Own(nn.Module):
+    """A layer whose code may change from run to run."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value.tanh()
+
+
+class Mixing(nn.Module):
+    """A model that is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + nn.functional.gelu(layer(value))
+        return value
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(32), nn.Linear(32, 8))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is measured from now on."""
+    found: list[str] = []
+    for name in ("find_effects", "stage_layouts", "measure_ways", "time_ways"):
+        monkeypatch.setattr(stage_measurer, name, _noting(found, name, getattr(stage_measurer, name)))
+    return found
+
+
+def _noting(found: list[str], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(*args: Any, **keywords: Any) -> Any:
+        found.append(name)
+        return run(*args, **keywords)
+
+    return noting
+
+
+def costs(model: nn.Module, value: torch.Tensor = BATCH, **options: Any) -> Any:
+    network = Checkpointable(model, loss=torch.sum, **options)
+    network.measure(value)
+    assert network.inspection_values is not None
+    return network.inspection_values
+
+
+@pytest.mark.parametrize("make", [layers, Mixing])
+def test_a_copy_and_a_second_run_measure_nothing(make: Callable[[], nn.Module], measured: list[str]) -> None:
+    first = costs(make())
+    assert {"find_effects", "measure_ways", "time_ways"} <= set(measured)
+    measured.clear()
+    second = costs(make())
+    assert measured == []
+    assert (second.stages, second.in_part, second.carried) == (first.stages, first.in_part, first.carried)
+    assert second.snapshot_bytes == first.snapshot_bytes
+
+
+def test_another_process_finds_it(measured: list[str]) -> None:
+    program = (
+        "import torch; from torch import nn; from rotor_py import Checkpointable;"
+        "Checkpointable(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(32),"
+        " nn.Linear(32, 8)), loss=torch.sum).measure(torch.randn(16, 8))"
+    )
+    threads = f"torch.set_num_threads({torch.get_num_threads()});"
+    subprocess.run([sys.executable, "-c", program.replace("import torch;", f"import torch;{threads}", 1)], check=True)
+    costs(layers())
+    assert measured == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: costs(layers(), BATCH[:8]),
+        lambda: costs(layers().double(), BATCH.double()),
+        lambda: costs(layers(), fresh_grads=True),
+        lambda: costs(layers(), preserve_rng_state=False),
+        lambda: costs(layers().requires_grad_(False).append(nn.Linear(8, 8))),
+        lambda: _with_threads(torch.get_num_threads() + 1),
+        lambda: _under_autocast(),
+        lambda: costs(layers(), cache=False),
+    ],
+    ids=["batch", "dtype", "gradients", "random state", "frozen", "threads", "autocast", "off"],
+)
+def test_what_is_different_is_measured(change: Callable[[], object], measured: list[str]) -> None:
+    costs(layers())
+    measured.clear()
+    change()
+    assert "measure_ways" in measured
+
+
+def _with_threads(count: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        costs(layers())
+    finally:
+        torch.set_num_threads(before)
+
+
+def _under_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        costs(layers())
+
+
+def test_code_of_the_users_is_measured_every_time(measured: list[str]) -> None:
+    for _ in range(2):
+        measured.clear()
+        costs(nn.Sequential(nn.Linear(8, 8), Own()))
+        assert measured.count("measure_ways") >= 1
+    kept = [json.loads(file.read_text()) for file in cache_folder().iterdir()]
+    assert kept  # of the linear layer
+    with pytest.raises(UnstableKeyError, match="Own, whose code may change"):
+        digest_of(stage_kind(Own(), BATCH))
+
+
+def test_hooks_and_replaced_forwards_are_not_kept() -> None:
+    hooked, replaced = nn.Linear(8, 8), nn.Linear(8, 8)
+    hooked.register_forward_hook(lambda *_: None)
+    replaced.forward = lambda value: value  # type: ignore[method-assign]  # what users do
+    for layer in (hooked, replaced):
+        with pytest.raises(UnstableKeyError):
+            digest_of(stage_kind(layer, BATCH))
+
+
+def test_keys_say_what_a_value_is() -> None:
+    values: list[Any] = [1, 1.0, True, "1", b"1", None, (1,), ((1,),), (1, 1), frozenset({1}), torch.float32, slice(1)]
+    values += [torch.nn.functional.linear, torch.cos, torch.sin, torch.ops.aten.mm.default, operator.add, nn.Linear]
+    digests = [digest_of(value) for value in values]
+    assert len(set(digests)) == len(values)
+    assert digests == [digest_of(value) for value in values]
+    for value in (Unlike.any_but(values), lambda: None, object(), BATCH, Own):
+        with pytest.raises(UnstableKeyError):
+            digest_of(value)
+
+
+def test_the_environment_holds_versions_device_and_our_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = environment(torch.device("cpu"))
+    assert {torch.__version__, torch.get_num_threads()} <= set(before)
+    monkeypatch.setattr(stable_key, "_code", lambda: "changed")
+    assert environment(torch.device("cpu")) != before
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"runs": [], "bytes": []}', '{"layouts": 7}'])
+def test_a_file_that_somebody_has_written_into_is_as_good_as_none(text: str, measured: list[str]) -> None:
+    expected = costs(layers())
+    for file in cache_folder().iterdir():
+        file.write_text(text)
+    measured.clear()
+    found = costs(layers())
+    assert "measure_ways" in measured
+    assert [each.saved_bytes for each in found.stages] == [each.saved_bytes for each in expected.stages]
+
+
+def test_a_folder_that_cannot_be_written_to_costs_nothing_but_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert costs(layers()).stages
+
+
+def test_very_many_files_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotor_py.measure.cache.measurement_cache._MOST_FILES", 10)
+    cache = MeasurementCache(tmp_path, "here")
+    for number in range(12):
+        cache.keep(number, {})
+    cache.make_room()
+    assert len(list(tmp_path.iterdir())) == 6
