@@ -64,6 +64,16 @@ def test_a_stage_of_little_time_may_be_noisy() -> None:
     assert times.wanted(["short", "short"]) == {1, 0}
 
 
+def test_runs_of_an_earlier_time_count_unless_the_machine_was_busy() -> None:
+    def runs(*seconds: float) -> list[StageRun]:
+        return [StageRun(each, ((each, each),), each) for each in seconds]
+
+    times = StageTimes()
+    times.settle("quiet", runs(1.0, 1.02, 1.0))
+    times.settle("busy", runs(1.0, 3.0, 2.0))
+    assert times.wanted(["quiet", "busy"]) == {1}
+
+
 def test_stages_are_timed_walk_by_walk_and_not_several_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
     time_ways = stage_measurer.time_ways

@@ -77,8 +77,8 @@ def _weighed(data: dict[str, Any]) -> Weighed:
         StageBytes(**{**way, "gradient_storage_bytes": tuple(map(int, way["gradient_storage_bytes"]))})
         for way in data["bytes"]
     )
-    if not ways:
-        raise ValueError("a stage has one way to run at least")
+    if not ways or not data["runs"]:
+        raise ValueError("a stage has one way to run at least, and was run")
     return Weighed(ways, int(data["decided_bytes"]), frozenset(map(int, data["moving"])))
 
 

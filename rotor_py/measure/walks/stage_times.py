@@ -20,6 +20,8 @@ MOST_PER_WALK = 2
 """Of stages of one kind, so many are timed in a walk."""
 GOOD_ENOUGH = 0.02
 """Times are good enough if the time of a whole step is known as well as this."""
+TOO_FAR = 0.10
+"""Times that are known no better than this are not taken from an earlier run."""
 
 
 class StageTimes:
@@ -39,9 +41,10 @@ class StageTimes:
         self._runs.setdefault(kind, []).append(run)
 
     def settle(self, kind: Hashable, runs: Sequence[StageRun]) -> None:
-        """Stages of this `kind` were timed earlier, by these `runs`, and not once more."""
-        self._runs[kind] = list(runs)
-        self._settled.add(kind)
+        """Stages of this `kind` were timed earlier, by these `runs`: not once more, unless the machine was busy then."""
+        if _error(runs) <= TOO_FAR:
+            self._runs[kind] = list(runs)
+            self._settled.add(kind)
 
     def runs_of(self, kind: Hashable) -> Sequence[StageRun]:
         """The runs of stages of a `kind`."""
@@ -75,7 +78,7 @@ class StageTimes:
     def _uncertain(self, kinds: Sequence[Hashable]) -> set[Hashable]:
         """The kinds to time again, so that the time of a step is known well enough; none if it is."""
         seconds = {kind: kinds.count(kind) * self._seconds(kind) for kind in set(kinds)}
-        errors = {kind: spread_of(runs) / sqrt(len(runs)) for kind in seconds for runs in [self._runs[kind]]}
+        errors = {kind: _error(self._runs[kind]) for kind in seconds}
         if sum(errors[kind] * seconds[kind] for kind in seconds) <= GOOD_ENOUGH * sum(seconds.values()):
             return set()
         open_ones = seconds.keys() - self._settled
@@ -84,3 +87,8 @@ class StageTimes:
     def _seconds(self, kind: Hashable) -> float:
         found = self.of(kind)[0]
         return found.forward_seconds + found.backward_seconds
+
+
+def _error(runs: Sequence[StageRun]) -> float:
+    """How well the time of a kind of stage is known from its runs, as a part of it."""
+    return spread_of(runs) / sqrt(len(runs))
