@@ -41,7 +41,7 @@ class StageTimes:
         self._runs.setdefault(kind, []).append(run)
 
     def settle(self, kind: Hashable, runs: Sequence[StageRun]) -> None:
-        """Stages of this `kind` were timed earlier, by these `runs`: not once more, unless the machine was busy then."""
+        """Stages of this `kind` were timed earlier, by these `runs`, and not once more if the machine was quiet."""
         if _error(runs) <= TOO_FAR:
             self._runs[kind] = list(runs)
             self._settled.add(kind)
