@@ -36,12 +36,12 @@ def verified(facts: Facts) -> Text:
         said += "; the plain step does not fit into this device, so nothing could be compared with it"
     else:
         overhead = found.measured_step_seconds / found.plain_step_seconds - 1
-        other, beside = "plain", ""
+        other, step, beside = "plain", "plain step", ""
         if found.eager_difference is not None:
-            other = "compiled, storing everything"
+            other, step = "compiled, storing everything", "that step"
             beside = f", and those of the model uncompiled by {found.eager_difference:g}"
         said += (
-            f", {overhead:+.1%} over {other} ({facts.overhead - 1:+.1%} predicted); that step "
+            f", {overhead:+.1%} over {other} ({facts.overhead - 1:+.1%} predicted); {step} "
             f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; gradients and "
             f"buffers differ by at most {found.max_grad_difference:g}{beside}"
         )
