@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 from rotor_py.report.facts import ReportFacts
 from rotor_py.report.html import batch_picture as batch
 from rotor_py.report.html import curve_picture as curve
 from rotor_py.report.html import schedule_picture as schedule
+from rotor_py.report.html.axis import PHONE, SCREEN
 from rotor_py.report.html.memory_picture import LEFT, memory_picture
 from rotor_py.report.stage_rows import HEADINGS, StageRow, stage_rows
 from rotor_py.report.sweep import Sweep
@@ -36,14 +38,12 @@ def page(facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = ()) -> str
         remarks=(*facts.remarks(), *remarks),
         amounts=_amounts(facts),
         parts=facts.budget.parts() or "nothing",
-        curve=curve.curve_picture(facts, sweep),
+        **_pictures(facts, sweep, SCREEN, math.inf),
+        phone=_pictures(facts, sweep, PHONE, PHONE),
         axes=curve,
-        batch=None if facts.batches is None else batch.batch_picture(facts.batches),
         plane=batch,
         saving=saving(sweep),
-        memory=memory_picture(facts),
         left=LEFT,
-        schedule=schedule.schedule_picture(facts),
         cell=schedule,
         headings=("#", "stage", *HEADINGS, "what happens"),
         stages=[(row.name, _cells(row), row.action) for row in stage_rows(facts)],
@@ -55,6 +55,16 @@ def frame(text: str) -> str:
     """A page in a frame, for a notebook, whose own page its styles and scripts then do not touch."""
     source = escape(text, quote=True)
     return f'<iframe srcdoc="{source}" title="plan" style="width: 100%; height: 720px; border: 0"></iframe>'
+
+
+def _pictures(facts: ReportFacts, sweep: Sweep, room: float, most: float) -> dict[str, object]:
+    """The pictures in `room` pixels; those with a column for each operation or stage may need up to `most`."""
+    return {
+        "curve": curve.curve_picture(facts, sweep, room),
+        "batch": None if facts.batches is None else batch.batch_picture(facts.batches, room),
+        "memory": memory_picture(facts, room, most),
+        "schedule": schedule.schedule_picture(facts, most),
+    }
 
 
 def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
