@@ -40,7 +40,7 @@ def swept(model: Checkpointable, report: Report) -> Report:
 def pages(report: Report, swept: Report, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     report.to_html(folder / "plain.html")
-    swept.to_html(folder / "swept.html", remarks=("measured peak 1.00 GB",))
+    swept.to_html(folder / "swept.html", ("measured peak 1.00 GB",), usage="model = Checkpointable(" + "model, " * 30)
     over = replace(report, mem_limit=report.peak_bytes // 2, title="A" * 120)
     over.to_html(folder / "over.html")
     head = '<!doctype html><meta name="viewport" content="width=device-width"><title>notebook</title><h1>Cell</h1>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import datetime
 from html import escape
 
 from rotor_py.report.facts import ReportFacts
@@ -11,14 +12,21 @@ from rotor_py.report.html import curve_picture as curve
 from rotor_py.report.html import schedule_picture as schedule
 from rotor_py.report.html.axis import PHONE, SCREEN
 from rotor_py.report.html.memory_picture import LEFT, memory_picture
+from rotor_py.report.origin import origin
 from rotor_py.report.stage_rows import HEADINGS, StageRow, stage_rows
 from rotor_py.report.sweep import Sweep
 from rotor_py.report.wording import format_gap, saving, spread_of_times
 from rotor_py.units import format_bytes, format_seconds
 
 
-def page(facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = ()) -> str:
-    """The page as text; `remarks` are lines under the verdict."""
+def page(
+    facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = (), usage: str = "", made: datetime | None = None
+) -> str:
+    """The page as text.
+
+    `remarks` are lines under the verdict, `usage` the Python that follows the plan. `made` is when the page is made,
+    if that is not now.
+    """
     # Imported here because most who train never make a page.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -47,6 +55,8 @@ def page(facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = ()) -> str
         cell=schedule,
         headings=("#", "stage", *HEADINGS, "what happens"),
         stages=[(row.name, _cells(row), row.action) for row in stage_rows(facts)],
+        usage=usage,
+        origin=origin(facts.device, made),
         sequences=[("" if name == "sequence" else name, str(each)) for name, each in facts.by_forwards().items()],
     )
 
