@@ -178,7 +178,7 @@ def test_a_loss_that_is_no_number_is_named_and_the_measured_overhead_stands_besi
     for factor, named in (("float('nan')", True), ("1", False)):
         shown = plan(model_file(text.format(factor)), "--mem-limit", "1GB", "--verify").stdout.replace("\n", " ")
         assert ("the loss is nan, so equal gradients say little" in shown) == named
-        assert re.search(r"[+-]\d+\.\d% over plain +\(\+0\.0% predicted\)", shown)
+        assert re.search(r"[+-]\d+\.\d% over plain +\(\+0\.0% predicted\); +plain +step +\d", shown)
 
 
 def test_the_order_of_backwards_is_planned_for_and_shown(plan, model_file):
