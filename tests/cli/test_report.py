@@ -32,7 +32,17 @@ def test_json_has_every_key_of_the_schema(loose):
     assert loose["schema"] == 1
     assert loose["device"] == "cpu"
     assert loose["mem_limit"] == 10**9
-    assert set(loose) == {"schema", "device", "mem_limit", "fixed_bytes", "min_bytes", "store_all", "plan", "stages"}
+    assert set(loose) == {
+        "schema",
+        "device",
+        "mem_limit",
+        "fixed_bytes",
+        "min_bytes",
+        "store_all",
+        "plan",
+        "stages",
+        "time_spread",
+    }
     assert set(loose["store_all"]) == {"peak_bytes", "step_seconds"}
     of_forwards = {"forwards_in_flight", "backward_order", "sequences"}
     assert (
