@@ -84,6 +84,7 @@ def run(repeats: int) -> dict[str, Any]:
     limit = of_plain // 2
     planned.compute_sequence(limit)
     (measured, _), difference = steps(pair)
+    gradients = sum(p.grad.untyped_storage().nbytes() for p in plain.parameters() if p.grad is not None)
     time = ratios(pair, repeats)[0]
     curves = lasting(recorded(pair[0], 5), time), lasting(recorded(pair[1], 5), 1.0)
     end = max(time, 1.0)
@@ -93,6 +94,7 @@ def run(repeats: int) -> dict[str, Any]:
         "plain_bytes": of_plain,
         "measured_bytes": measured,
         "fixed_bytes": budget.fixed.total,
+        "gradient_bytes": gradients,
         "time": time,
         "largest_difference": difference,
         "planned": thinned(curves[0], end),
@@ -130,6 +132,8 @@ def draw(row: dict[str, Any], path: Path) -> None:
             axes.step(seconds, sizes, where="post", color=colour, linewidth=1.4, label=label)
         axes.axhline(row["limit_bytes"], color=LIMIT, linewidth=1.2, linestyle="--", label="limit")
         axes.axhline(row["fixed_bytes"], color=GREY, linewidth=0.8, linestyle=":", label="parameters, optimizer")
+        fixed = row["fixed_bytes"] + row["gradient_bytes"]  # there when the backward has ended
+        axes.axhline(fixed, color=GREY, linewidth=0.8, linestyle="-.", label="with gradients")
         axes.set(xlim=(0, None), ylim=(0, None))
         axes.set_xlabel("time in the step: forward, loss, backward, optimizer (plain step = 1)")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / 1e6:g} MB"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from rotor_py.report.facts import ReportFacts
@@ -29,12 +30,20 @@ class Report(ReportFacts):
     def _repr_html_(self) -> str:
         return frame(page(self, self._swept()))
 
-    def to_html(self, path: str | os.PathLike[str], remarks: tuple[str, ...] = ()) -> None:
+    def to_html(
+        self,
+        path: str | os.PathLike[str],
+        remarks: tuple[str, ...] = (),
+        *,
+        usage: str = "",
+        made: datetime | None = None,
+    ) -> None:
         """Write one self-contained page, which loads nothing: no script, style, font or image from elsewhere.
 
-        `remarks` are shown as lines under the verdict. OSError if the file cannot be written.
+        `remarks` are shown as lines under the verdict, `usage` as the Python that follows the plan; `made` is the date
+        of the page, if that is not now. OSError if the file cannot be written.
         """
-        Path(path).write_text(page(self, self._swept(), remarks), encoding="utf-8")
+        Path(path).write_text(page(self, self._swept(), remarks, usage, made), encoding="utf-8")
 
     def _swept(self) -> Sweep:
         """The curve, solved for now if it is not known: only pages show it, and it takes time."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rotor_cli.main import main
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -52,6 +54,18 @@ def test_a_shell_completes_options_and_files(typed, completed):
         env={**os.environ, "PYTHONPATH": path, **asked},
     )
     assert completed in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_documented_as_the_command_offers_it(shell, monkeypatch, capsys):
+    text = (ROOT / "docs" / "model-file.md").read_text(encoding="utf-8")
+    assert 'eval "$(_ROTOR_PLAN_COMPLETE=bash_source rotor-plan)"' in text
+    assert f"{shell}_source" in text
+    monkeypatch.setenv("_ROTOR_PLAN_COMPLETE", f"{shell}_source")
+    with pytest.raises(SystemExit) as ended:
+        main(prog_name="rotor-plan")
+    assert ended.value.code == 0
+    assert "_ROTOR_PLAN_COMPLETE" in capsys.readouterr().out
 
 
 def test_help_loads_neither_torch_nor_numba():

@@ -32,7 +32,17 @@ def test_json_has_every_key_of_the_schema(loose):
     assert loose["schema"] == 1
     assert loose["device"] == "cpu"
     assert loose["mem_limit"] == 10**9
-    assert set(loose) == {"schema", "device", "mem_limit", "fixed_bytes", "min_bytes", "store_all", "plan", "stages"}
+    assert set(loose) == {
+        "schema",
+        "device",
+        "mem_limit",
+        "fixed_bytes",
+        "min_bytes",
+        "store_all",
+        "plan",
+        "stages",
+        "time_spread",
+    }
     assert set(loose["store_all"]) == {"peak_bytes", "step_seconds"}
     of_forwards = {"forwards_in_flight", "backward_order", "sequences"}
     assert (
@@ -178,7 +188,7 @@ def test_a_loss_that_is_no_number_is_named_and_the_measured_overhead_stands_besi
     for factor, named in (("float('nan')", True), ("1", False)):
         shown = plan(model_file(text.format(factor)), "--mem-limit", "1GB", "--verify").stdout.replace("\n", " ")
         assert ("the loss is nan, so equal gradients say little" in shown) == named
-        assert re.search(r"[+-]\d+\.\d% over plain +\(\+0\.0% predicted\)", shown)
+        assert re.search(r"[+-]\d+\.\d% over plain +\(\+0\.0% predicted\); +plain +step +\d", shown)
 
 
 def test_the_order_of_backwards_is_planned_for_and_shown(plan, model_file):

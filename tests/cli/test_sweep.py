@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -152,14 +153,32 @@ def test_the_chart_is_a_step_function_with_letters_on_it():
     marks = [("A", 4, 3.0), ("E", 4, 3.0), ("B", 8, 0.0), ("C", 9, 1.0), ("D", 0, 5.0)]
     drawn = chart(steps, marks, width=19, height=5, top="400 %", ends=("0 B", "8 B"))
     assert drawn == [
-        "   400 % │●●●●",
+        "   400 % │D↑●●",
         "         │    AE",
         "         │    ●●●●",
-        "         │        ·",
+        "         │       C→",
         "     0 % │        B",
         "         └─────────",
         "          0 B   8 B",
     ]
+
+
+def test_every_letter_of_the_list_is_drawn_where_strategies_coincide_and_far_outside():
+    names = [f"strategy {number}" for number in range(26)]
+    same = [Point(name, 1100, 1.0, 1.0, NONE) for name in names[:24]]
+    far = [Point(names[24], 2000, 9.0, 9.0, NONE), Point(names[25], 900, 0.9, 0.9, NONE)]
+    shown = curve(replace(HAND, strategies=(*same, *far)), "net.py")
+    out = console(60)
+    with out.capture() as captured:
+        out.print(shown)
+    drawn, _, listed = captured.get().partition("└")
+    letters = re.findall(r"^([A-Z])  strategy", listed, re.MULTILINE)
+    assert len(letters) == 26
+    cells = "".join(line.partition("│")[2] for line in drawn.splitlines())
+    assert sorted(re.findall("[A-Z]", cells)) == letters
+    assert "Y→↑" in cells
+    assert "Z↓" in cells
+    assert "arrows: further out than the chart" in " ".join(drawn.split())
 
 
 @pytest.mark.parametrize("width", [60, 100])
@@ -171,7 +190,9 @@ def test_the_curve_is_as_wide_as_the_console(width):
     assert max(map(len, lines)) == width
     chart_lines = [line for line in lines if "│" in line]
     assert len(chart_lines) == 14
-    assert all(any("●" in line[column : column + 1] for line in chart_lines) for column in range(10, width - 1))
+    curve_or_mark = re.compile("[●AB←↑]")
+    assert all(any(curve_or_mark.match(line, column) for line in chart_lines) for column in range(10, width - 1))
+    assert "←B↑" in chart_lines[0], "revolve needs less memory and more time than any plan"
     text = "\n".join(lines)
     assert "A  sqrt" in text
     assert "B  revolve" in text

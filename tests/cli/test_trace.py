@@ -178,6 +178,8 @@ def test_the_command_writes_trace_and_page(plan, model_file, tmp_path) -> None:
     assert measured["args"]["peak_bytes"] == report["verify"]["measured_peak_bytes"]
     assert "<b>net.py fits</b>" in page.read_text()
     assert "measured peak" in page.read_text()
+    lines = "from rotor_py import Checkpointable\nmodel = Checkpointable(model, mem_limit=&#34;1GB&#34;, loss=loss"
+    assert lines in page.read_text(), "the page says how to use the plan"
 
 
 @pytest.mark.parametrize("option", ["--trace", "--html", "--save"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -65,10 +66,21 @@ def test_what_is_recorded_is_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(size for _, size in curve) == peak
 
 
+def test_what_is_labelled_as_gradients_is_what_is_held_at_the_end_of_both_steps() -> None:
+    labelled = ROW["fixed_bytes"] + ROW["gradient_bytes"]
+    for key in ("plain", "planned"):
+        assert labelled <= ROW[key][-1][1] < 1.05 * labelled
+
+
+def test_the_picture_of_the_page_labels_the_gradients() -> None:
+    texts = {element.text for element in ElementTree.parse(ROOT / "docs" / "step.svg").iter()}
+    assert {"parameters, optimizer", "with gradients"} <= texts
+
+
 def test_it_is_drawn_with_limit_and_both_ways(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     picture.draw(ROW, tmp_path / "step.svg")
     text = (tmp_path / "step.svg").read_text(encoding="utf-8")
-    for part in ("plain training", "limit", "50 MB"):
+    for part in ("plain training", "limit", "50 MB", "parameters, optimizer", "with gradients"):
         assert part in text
         assert part in (ROOT / "docs" / "step.svg").read_text(encoding="utf-8")

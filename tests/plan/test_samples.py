@@ -54,6 +54,12 @@ def test_a_limit_in_the_place_of_the_sample_is_told(limit: Any) -> None:
         Checkpointable(CHAIN, limit)
 
 
+def test_a_limit_may_be_a_float() -> None:
+    found = Checkpointable(CHAIN, DATA[:4], mem_limit=1e9)
+    assert found.mem_limit == 10**9
+    assert found.sequence is not None
+
+
 def test_a_loader_without_a_batch_is_told() -> None:
     with pytest.raises(UnsupportedModelError, match="its dataset is empty"):
         Checkpointable(CHAIN, DataLoader(TensorDataset(DATA[:0])), mem_limit="1GB")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from rotor_py.report import Report
 from rotor_py.report.batch_choice import BatchChoice, BatchPoint, format_rate
+from rotor_py.report.html.axis import PHONE
 from rotor_py.report.html.batch_picture import HEIGHT, LEFT, TOP, WIDTH, batch_picture
 
 POINTS = (
@@ -35,6 +37,18 @@ def test_points_are_at_the_logarithm_of_their_batch_and_higher_where_more_sample
     assert picture.line.count("L") == 3
     assert picture.stored.count("L") == 1
     assert [text for _, text in picture.batches] == ["2", "4", "8", "16", "32"]
+
+
+def test_a_phone_has_the_numbers_of_fewer_batches_and_always_the_largest() -> None:
+    points = tuple(BatchPoint(2**at, 10.0 + at, None, True) for at in range(13))
+    many = replace(CHOICE, batch=4096, points=points)
+    wide, phone = batch_picture(many), batch_picture(many, PHONE)
+    assert wide is not None
+    assert phone is not None
+    assert len(wide.batches) == 13
+    assert phone.batches[-1][1] == "4096"
+    assert len(phone.batches) > 3
+    assert all(after - before >= 32 for (before, _), (after, _) in pairwise(phone.batches))
 
 
 def test_every_place_says_what_its_batch_is_worth() -> None:

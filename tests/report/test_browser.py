@@ -40,7 +40,7 @@ def swept(model: Checkpointable, report: Report) -> Report:
 def pages(report: Report, swept: Report, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     report.to_html(folder / "plain.html")
-    swept.to_html(folder / "swept.html", remarks=("measured peak 1.00 GB",))
+    swept.to_html(folder / "swept.html", ("measured peak 1.00 GB",), usage="model = Checkpointable(" + "model, " * 30)
     over = replace(report, mem_limit=report.peak_bytes // 2, title="A" * 120)
     over.to_html(folder / "over.html")
     head = '<!doctype html><meta name="viewport" content="width=device-width"><title>notebook</title><h1>Cell</h1>'
@@ -64,13 +64,30 @@ def test_every_text_can_be_read(driver: Chrome, pages: dict[str, Path], name: st
     assert_good(look(driver))
 
 
+@pytest.mark.parametrize("width", [390, 340])
+def test_a_phone_shows_the_verdict_whole_pictures_and_what_happens(
+    driver: Chrome, pages: dict[str, Path], report: Report, width: int
+) -> None:
+    show(driver, pages["swept"], width, "light")
+    assert inside(driver, driver.find_element(By.TAG_NAME, "h1"), None)
+    shown = [picture for picture in driver.find_elements(By.TAG_NAME, "svg") if picture.is_displayed()]
+    assert [picture.get_attribute("id") for picture in shown] == ["curve-phone", "memory-phone", "schedule-phone"]
+    for picture in shown:
+        assert inside(driver, picture, picture.find_element(By.XPATH, ".."))
+    actions = driver.find_elements(By.CSS_SELECTOR, "tr > :last-child")
+    box = driver.find_element(By.XPATH, "//table/..")
+    assert [action.text for action in actions] == ["what happens", *report.actions()]
+    for action in actions[:3]:
+        assert inside(driver, action, box)
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_notebook_shows_the_same_in_a_frame(driver: Chrome, pages: dict[str, Path], width: int) -> None:
     show(driver, pages["notebook"], width, "light")
     outside = driver.find_element(By.CSS_SELECTOR, "h1").value_of_css_property("font-size")
     driver.switch_to.frame(driver.find_element(By.TAG_NAME, "iframe"))
     assert_good(look(driver))
-    assert driver.find_element(By.ID, "curve").is_displayed()
+    assert driver.find_element(By.ID, "curve" if width > 600 else "curve-phone").is_displayed()
     heads(driver)["kept"].click()
     assert heads(driver)["kept"].get_attribute("aria-sort") == "ascending"
     driver.switch_to.default_content()
@@ -126,7 +143,7 @@ def test_pointing_at_the_curve_says_limit_peak_and_time(driver: Chrome, pages: d
 
 def test_a_finger_does_what_a_mouse_does(driver: Chrome, pages: dict[str, Path]) -> None:
     show(driver, pages["plain"], 390, "dark")
-    column = driver.find_elements(By.CSS_SELECTOR, "#memory .column")[2]
+    column = driver.find_elements(By.CSS_SELECTOR, "#memory-phone .column")[2]
     column.click()
     assert "while it runs" in driver.find_element(By.CSS_SELECTOR, "[data-for=memory]").text
 
@@ -153,6 +170,19 @@ def point_at(driver: Chrome, element: Any, picture: str) -> str:
     middle = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
     driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **middle})
     return str(driver.find_element(By.CSS_SELECTOR, f"[data-for={picture}]").text)
+
+
+def inside(driver: Chrome, element: Any, box: Any) -> bool:
+    """Whether all of the element is seen in the box, or in the first screen of the page, without any scrolling."""
+    return bool(driver.execute_script(_INSIDE, element, box))
+
+
+_INSIDE = """
+const [element, box] = [arguments[0].getBoundingClientRect(), arguments[1]?.getBoundingClientRect()];
+const {left, top, right, bottom} = box || {left: 0, top: 0, right: innerWidth, bottom: innerHeight};
+return element.width > 0 && element.left >= left && element.right <= right
+  && element.top >= top && element.bottom <= bottom;
+"""
 
 
 def heads(driver: Chrome) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rotor_py import Report
-from rotor_py.report.html.axis import round_numbers
-from rotor_py.report.html.curve_picture import HEIGHT, LEFT, TOP, WIDTH, curve_picture
+from rotor_py.report.html.axis import PHONE, round_numbers
+from rotor_py.report.html.curve_picture import HEIGHT, LEFT, RIGHT, TOP, WIDTH, curve_picture
 from rotor_py.report.html.page import page
 from rotor_py.report.sweep import Point, Sweep
 from rotor_py.report.sweeping import sweep_of
@@ -94,6 +94,17 @@ def test_where_there_is_nothing_to_choose_the_page_says_so_without_a_picture(rep
     text = page(report, Sweep(0, 1000, STEPS[2:]))
     assert "No plan needs less than storing everything: 1.00 kB." in text
     assert 'id="curve"' not in text
+
+
+def test_a_phone_has_the_same_curve_in_less_room_with_fewer_sizes(report: Report) -> None:
+    swept = sweep_of(report)
+    wide, phone = curve_picture(report, swept), curve_picture(report, swept, PHONE)
+    assert wide is not None
+    assert phone is not None
+    assert LEFT + phone.width + RIGHT == PHONE
+    assert [column.title for column in phone.columns] == [column.title for column in wide.columns]
+    assert 2 <= len(phone.sizes) < len(wide.sizes)
+    assert all(LEFT <= x <= LEFT + phone.width for x, _ in corners(phone.line))
 
 
 @pytest.mark.parametrize(

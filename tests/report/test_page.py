@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 import re
+from datetime import datetime, timezone
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
+import rotor_py
 from rotor_py import Report
 from rotor_py.report.html.page import page
 from rotor_py.report.sweeping import sweep_of
@@ -82,6 +86,25 @@ def test_every_stage_and_operation_is_there(report: Report, elements: Elements) 
     assert elements.texts["code"] == [str(report.sequence)]
 
 
+def test_the_page_says_how_to_use_it_and_where_it_comes_from(report: Report) -> None:
+    made = datetime(2031, 2, 3, 4, 5, tzinfo=timezone.utc)
+    known = sweep_of(report)
+    text = page(report, known, usage='model = Checkpointable(model, "<2>")', made=made)
+    assert text == page(report, known, usage='model = Checkpointable(model, "<2>")', made=made)
+    assert "model = Checkpointable(model, &#34;&lt;2&gt;&#34;)" in text
+    end = Elements(text).texts["footer"][0]
+    assert end.startswith("Made on 2031-02-03 at 04:05 UTC with ")
+    for part in (
+        rotor_py.__version__,
+        f"torch {torch.__version__}",
+        f"Python {platform.python_version()}",
+        "for cpu (",
+    ):
+        assert part in end
+    assert "Use it" not in page(report, known)
+    assert f"Made on {datetime.now(timezone.utc):%Y-}" in page(report, known)
+
+
 def test_names_are_escaped(text: str, elements: Elements) -> None:
     assert sum(tag == "script" for tag, _ in elements.found) == 1
     assert EVIL not in text
@@ -96,7 +119,12 @@ def test_numbers_of_the_table_sort_as_numbers(report: Report, elements: Elements
 
 
 def test_wide_things_scroll_in_their_own_box_and_colours_follow_the_reader(text: str) -> None:
-    assert len(re.findall(r'<div class="box"[^>]*>\s*<(svg|table)', text)) == text.count("<svg") + text.count("<table")
+    boxes = text.split('<div class="box"')[1:]
+    assert len(boxes) == 4
+    for box, inside in zip(boxes, ("<svg", "<svg", "<svg", "<table"), strict=True):
+        found = box.partition("</div>")[0]
+        assert found.count(inside) == (2 if inside == "<svg" else 1), "a picture is there for a screen and for a phone"
+    assert text.count("<svg") == 6
     assert re.search(r"\.box \{ overflow: auto;", text)
     assert "@media (prefers-color-scheme: dark)" in text
     assert 'name="viewport" content="width=device-width' in text

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 from rotor_py import Report, Sequence, simulate
+from rotor_py.report.html.axis import PHONE
 from rotor_py.report.html.memory_picture import HEIGHT, TOP, layers_of, memory_picture
 from rotor_py.report.html.schedule_picture import lives, schedule_picture
 from rotor_solver import moments
@@ -44,6 +46,17 @@ def test_every_operation_is_in_both_pictures(report: Report) -> None:
     assert [column.title.split()[0] for column in memory_picture(report).columns] == operations
     again = sum("(recompute)" in one.title for one in ran)
     assert again == sum(one.kind == "again" for one in ran) > 0
+
+
+def test_a_phone_has_room_for_every_operation_and_stage(report: Report) -> None:
+    memory, schedule = memory_picture(report, PHONE, PHONE), schedule_picture(report, PHONE)
+    assert memory.width <= PHONE
+    assert len(memory.columns) == len(memory_picture(report).columns)
+    assert schedule.width <= PHONE
+    narrow = schedule_picture(report, 120)
+    assert narrow.width <= 120
+    places = [stage * narrow.cell for stage, _ in narrow.numbers]
+    assert all(after - before >= 12 for before, after in pairwise(places)), "numbers stand apart"
 
 
 def test_lives_of_what_is_kept_by_hand(report: Report) -> None:

@@ -12,7 +12,7 @@ from rotor_cli.reporters.batch_chart import BatchChart
 from rotor_cli.reporters.comparison import Comparison
 from rotor_cli.reporters.json_report import json_report
 from rotor_cli.reporters.sweep import curve, plot
-from rotor_cli.reporters.text import console, render, verified
+from rotor_cli.reporters.text import console, render, usage_lines, verified
 from rotor_cli.reporters.trace import trace
 from rotor_cli.request import Request
 
@@ -22,7 +22,9 @@ def write(facts: Facts, request: Request) -> None:
     if request.trace_file is not None:
         Path(request.trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
     if request.html_file is not None:
-        facts.to_html(request.html_file, remarks=(verified(facts).plain,) if facts.verified is not None else ())
+        remarks = (verified(facts).plain,) if facts.verified is not None else ()
+        usage = usage_lines(facts, request.plan_file) if facts.limited else ""  # without a limit, nothing is planned
+        facts.to_html(request.html_file, remarks, usage=usage)
     if request.plot_file is not None and facts.sweep is not None:
         plot(facts.sweep, request.plot_file, facts.title)
     if request.json_file not in (None, "-"):

@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from rotor_cli.reporters.chart import chart
+from rotor_cli.reporters.chart import ARROWS, chart
 from rotor_py.report.sweep import Sweep
 from rotor_py.report.terminal.prose import Prose
 from rotor_py.report.wording import USUAL, format_share, saving
@@ -62,5 +62,7 @@ class _Chart:
             top=format_share(points[0].overhead - 1),
             ends=(format_bytes(points[0].mem_limit), format_bytes(points[-1].mem_limit)),
         )
-        yield Text("more time, by the limit of the whole step", style="dim")
+        outside = any(arrow in line for line in lines for arrow in ARROWS)
+        arrows = "; arrows: further out than the chart" if outside else ""
+        yield Text(f"more time, by the limit of the whole step{arrows}", style="dim")
         yield Text("\n".join(lines), no_wrap=True)

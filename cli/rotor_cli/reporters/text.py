@@ -36,12 +36,12 @@ def verified(facts: Facts) -> Text:
         said += "; the plain step does not fit into this device, so nothing could be compared with it"
     else:
         overhead = found.measured_step_seconds / found.plain_step_seconds - 1
-        other, beside = "plain", ""
+        other, step, beside = "plain", "plain step", ""
         if found.eager_difference is not None:
-            other = "compiled, storing everything"
+            other, step = "compiled, storing everything", "that step"
             beside = f", and those of the model uncompiled by {found.eager_difference:g}"
         said += (
-            f", {overhead:+.1%} over {other} ({facts.overhead - 1:+.1%} predicted); that step "
+            f", {overhead:+.1%} over {other} ({facts.overhead - 1:+.1%} predicted); {step} "
             f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; gradients and "
             f"buffers differ by at most {found.max_grad_difference:g}{beside}"
         )
@@ -52,19 +52,23 @@ def verified(facts: Facts) -> Text:
 
 
 def usage(facts: Facts, saved_plan: str | None) -> Table:
-    """The three lines of Python that use the plan; a line that is too long goes on below, as Python allows it."""
-    argument = f"mem_limit={typed(facts.mem_limit, facts.peak_bytes)}"
-    argument = f'plan="{saved_plan}"' if saved_plan else ", ".join([argument, *facts.arguments])
+    """The lines of Python that use the plan; a line that is too long goes on below, as Python allows it."""
     table = Table.grid(padding=(0, 4, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    code = f"model = Checkpointable(model, {argument})"
+    table.add_row("use it", Text(usage_lines(facts, saved_plan)))
+    return table
+
+
+def usage_lines(facts: Facts, saved_plan: str | None) -> str:
+    """Three lines of Python: the plan in the user's own program, from the file `saved_plan` if there is one."""
+    argument = f"mem_limit={typed(facts.mem_limit, facts.peak_bytes)}"
+    argument = f'plan="{saved_plan}"' if saved_plan else ", ".join([argument, *facts.arguments])
     step = "loss(model(batch)).backward()"
     if (chosen := facts.batches) is not None:
         steps = chosen.accumulation_steps
         step += f"  # {chosen.batch} samples" + (f", and optimizer.step() after every {steps}" if steps > 1 else "")
-    table.add_row("use it", Text(f"from rotor_py import Checkpointable\n{code}\n{step}"))
-    return table
+    return f"from rotor_py import Checkpointable\nmodel = Checkpointable(model, {argument})\n{step}"
 
 
 def typed(limit: int, peak: int) -> str:

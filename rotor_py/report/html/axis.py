@@ -1,9 +1,16 @@
-"""What pictures share: columns to point at, and round numbers along an axis."""
+"""What pictures share: how wide they are, columns to point at, and round numbers along an axis."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+SCREEN, PHONE = 804, 354
+"""Pixels: how wide a picture is, with all its labels, on a screen; and on a phone, whose own width is 390.
+
+A page has each picture in both widths, and shows the one that there is room for. One picture made smaller would have
+letters too small to read; one that can be moved in its frame never shows the whole curve.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from rotor_py.report.facts import ReportFacts
-from rotor_py.report.html.axis import Column, round_numbers
+from rotor_py.report.html.axis import SCREEN, Column, round_numbers
 from rotor_py.report.sweep import Point, Sweep
 from rotor_py.report.wording import format_share
 from rotor_py.units import format_bytes, format_seconds
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 240, 56, 28, 32, 44
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 240, 64, 28, 32, 44
+WIDTH = SCREEN - LEFT - RIGHT
+_LABEL = 90
+"""Pixels for a size along the axis, the room beside it included."""
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 _APART, _FINEST = 20, 0.02
 """The least distance between two labels of the time axis, in pixels; and a share for curves below a tenth."""
@@ -37,8 +40,9 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class CurvePicture:
-    """In pixels. `limit_x` is None where the limit is far from the curve, or there is none."""
+    """In pixels. `width` is that between the axes; `limit_x` is None where no limit is near the curve."""
 
+    width: float
     line: str
     columns: tuple[Column, ...]
     sizes: tuple[tuple[float, str], ...]
@@ -49,11 +53,12 @@ class CurvePicture:
     legend: tuple[tuple[str, str], ...]
 
 
-def curve_picture(facts: ReportFacts, sweep: Sweep) -> CurvePicture | None:
-    """The curve of `sweep` and the plan of `facts`; None where there is nothing to choose from."""
+def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> CurvePicture | None:
+    """The curve of `sweep` and the plan of `facts` in `room` pixels; None where there is nothing to choose from."""
     points = sweep.points
     if len(points) < 2:
         return None
+    width = room - LEFT - RIGHT
     plan = Point("", facts.peak_bytes, facts.step_seconds, facts.overhead, facts.sequence)
     least, most = min(points[0].mem_limit, plan.mem_limit), max(points[-1].mem_limit, plan.mem_limit)
     margin = 0.04 * (most - least)
@@ -65,7 +70,7 @@ def curve_picture(facts: ReportFacts, sweep: Sweep) -> CurvePicture | None:
     highest = 1.08 * max(highest, *(other for other in others if other <= 2 * highest), 0.0)
 
     def x(size: float) -> float:
-        return LEFT + WIDTH * (size - left) / (right - left)
+        return LEFT + width * (size - left) / (right - left)
 
     def y(overhead: float) -> float:
         return TOP + HEIGHT * (1 - math.log(max(1.0, overhead)) / highest)
@@ -75,10 +80,12 @@ def curve_picture(facts: ReportFacts, sweep: Sweep) -> CurvePicture | None:
 
     limit = facts.mem_limit
     limit_x = x(limit) if limit is not None and left <= limit <= right else None
+    sizes = round_numbers(left, right, max(2, int(width / _LABEL)))
     return CurvePicture(
-        line="".join(_line([(x(point.mem_limit), y(point.overhead)) for point in points])),
-        columns=tuple(_columns(sweep, [x(point.mem_limit) for point in points])),
-        sizes=tuple((x(size), format_bytes(int(size))) for size in round_numbers(left, right, 8)),
+        width=width,
+        line="".join(_line([(x(point.mem_limit), y(point.overhead)) for point in points], LEFT + width)),
+        columns=tuple(_columns(sweep, [x(point.mem_limit) for point in points], LEFT + width)),
+        sizes=tuple((x(size), format_bytes(int(size))) for size in sizes),
         shares=tuple((y(1 + share), f"+{share:.0%}" if share else "0%") for share in _shares(highest)),
         plan=Mark(x(plan.mem_limit), y(plan.overhead), f"this plan: {_cost(sweep, plan)}"),
         limit_x=limit_x,
@@ -91,24 +98,23 @@ def curve_picture(facts: ReportFacts, sweep: Sweep) -> CurvePicture | None:
                 ],
                 [(x(plan.mem_limit), y(plan.overhead))],
                 limit_x,
+                width,
             )
         ),
         legend=tuple((letter, _named(point, inside(point))) for letter, point in sweep.lettered()),
     )
 
 
-def _line(corners: list[tuple[float, float]]) -> Iterator[str]:
+def _line(corners: list[tuple[float, float]], end: float) -> Iterator[str]:
     yield f"M{corners[0][0]:.1f} {TOP}V{corners[0][1]:.1f}"
     yield from (f"H{x:.1f}V{y:.1f}" for x, y in corners[1:])
-    yield f"H{LEFT + WIDTH}"
+    yield f"H{end:.0f}"
 
 
-def _columns(sweep: Sweep, starts: list[float]) -> Iterator[Column]:
+def _columns(sweep: Sweep, starts: list[float], right: float) -> Iterator[Column]:
     """First the limits that are too small for any plan; then, from every limit to the next, what its plan costs."""
     yield Column(LEFT, starts[0] - LEFT, f"no plan needs less than {format_bytes(sweep.points[0].mem_limit)}")
-    for (point, above), (start, end) in zip(
-        pairwise((*sweep.points, None)), pairwise((*starts, float(LEFT + WIDTH))), strict=True
-    ):
+    for (point, above), (start, end) in zip(pairwise((*sweep.points, None)), pairwise((*starts, right)), strict=True):
         assert point is not None
         if above is None:
             limits = f"a limit of {format_bytes(point.mem_limit)} or more"
@@ -140,7 +146,7 @@ def _shares(highest: float) -> list[float]:
 
 
 def _placed(
-    points: list[tuple[str, float, float, str]], others: list[tuple[float, float]], wall: float | None
+    points: list[tuple[str, float, float, str]], others: list[tuple[float, float]], wall: float | None, width: float
 ) -> Iterator[Mark]:
     """The points, with each letter as near to its point as `others`, other letters and the line at `wall` allow.
 
@@ -151,14 +157,14 @@ def _placed(
     offsets = sorted(around, key=lambda by: (by[0] - 10) ** 2 + (by[1] + 13) ** 2)
     for letter, x, y, title in points:
         places = ((x + across, y + down) for across, down in offsets if across or down)
-        place = next((place for place in places if _free(place, taken, wall)), (x, y))
+        place = next((place for place in places if _free(place, taken, wall, width)), (x, y))
         taken.append(place)
         yield Mark(x, y, title, letter, *place)
 
 
-def _free(place: tuple[float, float], taken: list[tuple[float, float]], wall: float | None) -> bool:
+def _free(place: tuple[float, float], taken: list[tuple[float, float]], wall: float | None, width: float) -> bool:
     """Whether a letter can stand here: inside the picture, and on nothing else."""
     x, y = place
-    inside = LEFT + 6 <= x <= LEFT + WIDTH + RIGHT - 8 and TOP <= y <= TOP + HEIGHT - 6
+    inside = LEFT + 6 <= x <= LEFT + width + RIGHT - 8 and TOP <= y <= TOP + HEIGHT - 6
     clear = wall is None or abs(x - wall) >= 8
     return inside and clear and all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in taken)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rotor_py.report.facts import ReportFacts
-from rotor_py.report.html.axis import Column, round_numbers
+from rotor_py.report.html.axis import SCREEN, Column, round_numbers
 from rotor_py.report.optimizer_step import OptimizerStep, optimizer_step
 from rotor_py.report.wording import sentence
 from rotor_py.units import format_bytes
 from rotor_solver import Moment, moments
 
-HEIGHT, LEFT, TOP = 280, 64, 12
-_FEW, _NARROW, _WIDE = 600, 9, 40
-"""Pixels: the width that few operations share, and the least and the largest width of a column."""
+HEIGHT, LEFT, TOP, RIGHT = 280, 64, 12, 8
+_NARROW, _WIDE = 9, 40
+"""Pixels: the width of a column, where there is room for it, and the largest one."""
 _NEAR = 1.5
 """A limit above this multiple of the peak is not drawn: it would flatten everything else. The number is a guess."""
 
@@ -41,8 +42,10 @@ class MemoryPicture:
     limit_y: float | None
 
 
-def memory_picture(facts: ReportFacts) -> MemoryPicture:
+def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.inf) -> MemoryPicture:
     """One column for each operation, and one for the optimizer's step, where an optimizer is known.
+
+    They share `room` pixels; where they are too many for that, the picture may be up to `most` pixels wide.
 
     Without the topmost layer, a column adds up to the simulated memory after its operation; with it, to the memory
     while the operation runs.
@@ -57,7 +60,8 @@ def memory_picture(facts: ReportFacts) -> MemoryPicture:
     limit = facts.mem_limit
     near = limit is not None and limit <= _NEAR * top
     full = max(top, limit if near and limit is not None else 0) * 1.04
-    step = min(_WIDE, max(_NARROW, _FEW / len(sentences)))
+    step = max((room - LEFT - RIGHT) / len(sentences), min(_NARROW, (most - LEFT - RIGHT) / len(sentences)))
+    step = min(_WIDE, step)
 
     def y(size: float) -> float:
         return TOP + HEIGHT * (1 - size / full)
@@ -70,7 +74,7 @@ def memory_picture(facts: ReportFacts) -> MemoryPicture:
         layers.append(Layer(layer.name, layer.sizes, layer.colour, outline))
         below = above
     return MemoryPicture(
-        width=LEFT + step * len(sentences) + 8,
+        width=LEFT + step * len(sentences) + RIGHT,
         height=HEIGHT + TOP + 8,
         layers=tuple(layer for layer in layers if layer.outline),
         columns=tuple(

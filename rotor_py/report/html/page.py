@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from datetime import datetime
 from html import escape
 
 from rotor_py.report.facts import ReportFacts
 from rotor_py.report.html import batch_picture as batch
 from rotor_py.report.html import curve_picture as curve
 from rotor_py.report.html import schedule_picture as schedule
+from rotor_py.report.html.axis import PHONE, SCREEN
 from rotor_py.report.html.memory_picture import LEFT, memory_picture
+from rotor_py.report.origin import origin
 from rotor_py.report.stage_rows import HEADINGS, StageRow, stage_rows
 from rotor_py.report.sweep import Sweep
 from rotor_py.report.wording import format_gap, saving, spread_of_times
 from rotor_py.units import format_bytes, format_seconds
 
 
-def page(facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = ()) -> str:
-    """The page as text; `remarks` are lines under the verdict."""
+def page(
+    facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = (), usage: str = "", made: datetime | None = None
+) -> str:
+    """The page as text.
+
+    `remarks` are lines under the verdict, `usage` the Python that follows the plan. `made` is when the page is made,
+    if that is not now.
+    """
     # Imported here because most who train never make a page.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -36,17 +46,17 @@ def page(facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = ()) -> str
         remarks=(*facts.remarks(), *remarks),
         amounts=_amounts(facts),
         parts=facts.budget.parts() or "nothing",
-        curve=curve.curve_picture(facts, sweep),
+        **_pictures(facts, sweep, SCREEN, math.inf),
+        phone=_pictures(facts, sweep, PHONE, PHONE),
         axes=curve,
-        batch=None if facts.batches is None else batch.batch_picture(facts.batches),
         plane=batch,
         saving=saving(sweep),
-        memory=memory_picture(facts),
         left=LEFT,
-        schedule=schedule.schedule_picture(facts),
         cell=schedule,
         headings=("#", "stage", *HEADINGS, "what happens"),
         stages=[(row.name, _cells(row), row.action) for row in stage_rows(facts)],
+        usage=usage,
+        origin=origin(facts.device, made),
         sequences=[("" if name == "sequence" else name, str(each)) for name, each in facts.by_forwards().items()],
     )
 
@@ -55,6 +65,16 @@ def frame(text: str) -> str:
     """A page in a frame, for a notebook, whose own page its styles and scripts then do not touch."""
     source = escape(text, quote=True)
     return f'<iframe srcdoc="{source}" title="plan" style="width: 100%; height: 720px; border: 0"></iframe>'
+
+
+def _pictures(facts: ReportFacts, sweep: Sweep, room: float, most: float) -> dict[str, object]:
+    """The pictures in `room` pixels; those with a column for each operation or stage may need up to `most`."""
+    return {
+        "curve": curve.curve_picture(facts, sweep, room),
+        "batch": None if facts.batches is None else batch.batch_picture(facts.batches, room),
+        "memory": memory_picture(facts, room, most),
+        "schedule": schedule.schedule_picture(facts, most),
+    }
 
 
 def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,7 +10,9 @@ from rotor_py.report.facts import ReportFacts
 from rotor_py.report.wording import kind, sentence
 from rotor_solver import Backward, Loss, Moment, moments
 
-CELL, ROW, LEFT, TOP = 18, 14, 64, 20
+ROW, LEFT, TOP, RIGHT = 14, 64, 20, 8
+_CELL, _LABEL = 18, 24
+"""Pixels: the largest width of a stage, and from one number of a stage to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +42,24 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class SchedulePicture:
-    """In cells of `CELL` by `ROW` pixels."""
+    """In cells of `cell` by `ROW` pixels. `numbers` are the stages with their number above; the last is the loss."""
 
-    names: tuple[str, ...]
+    cell: float
+    numbers: tuple[tuple[int, str], ...]
     kept: tuple[Kept, ...]
     ran: tuple[Ran, ...]
-    width: int
+    width: float
     height: int
 
 
-def schedule_picture(facts: ReportFacts) -> SchedulePicture:
-    """Every operation of the plan, and from when to when each stage keeps something."""
+def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SchedulePicture:
+    """In `room` pixels: every operation of the plan, and from when to when each stage keeps something."""
     found = moments(facts.chain, facts.shown)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
     length = len(facts.chain)
+    cell = min(_CELL, (room - LEFT - RIGHT) / (length + 1))
+    every = max(5, 5 * math.ceil(_LABEL / (5 * cell)))
+    numbers = [(stage, str(stage)) for stage in range(0, length, every) if (length - stage) * cell >= _LABEL / 2]
     ran = (
         Ran(
             length if isinstance(moment.operation, Loss) else moment.operation.stage,
@@ -64,10 +71,11 @@ def schedule_picture(facts: ReportFacts) -> SchedulePicture:
         for row, moment in enumerate(found)
     )
     return SchedulePicture(
-        names=(*names, "loss"),
+        cell=cell,
+        numbers=(*numbers, (length, "L")),
         kept=tuple(life for stage in range(length) for life in lives(found, stage)),
         ran=tuple(ran),
-        width=LEFT + CELL * (length + 1) + 8,
+        width=LEFT + cell * (length + 1) + RIGHT,
         height=TOP + ROW * len(found) + 8,
     )
 

@@ -1,9 +1,9 @@
 for (const readout of document.querySelectorAll(".readout")) {
-  const picture = document.getElementById(readout.dataset.for);
+  const picture = document.getElementById(readout.dataset.for).closest(".box");
   for (const kind of ["pointerover", "click"]) {
     picture.addEventListener(kind, (event) => {
       const title = event.target.querySelector("title");
-      if (title && event.target !== picture) readout.textContent = title.textContent;
+      if (title && event.target.closest("svg")) readout.textContent = title.textContent;
     });
   }
 }
