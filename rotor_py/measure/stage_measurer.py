@@ -170,7 +170,8 @@ class StageMeasurer:
 
     def measurement(self, loss: LossCost) -> Measurement:
         """What was measured, and what the loss costs."""
-        costs = [self._costs_of(kind) for kind in self._kinds]
+        of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
+        costs = [of_kind[kind] for kind in self._kinds]
         in_part = [next((way for way in others if _saves_less(way, cost)), None) for cost, *others in costs]
         return Measurement(
             names=tuple(name for name, _ in self._stages),

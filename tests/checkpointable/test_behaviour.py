@@ -164,15 +164,18 @@ def test_equal_blocks_are_measured_once() -> None:
         assert len(set(planned.inspection_values.stages)) <= 6  # first, inner and last of each kind
         return len(runs)
 
-    assert measured(40) - measured(20) <= 3 * 20  # a few runs to cut and to pass the value on, none to measure
+    assert measured(40) - measured(20) <= 5 * 20  # a few runs to cut and to pass the value on, none to measure
 
 
 def test_progress_is_reported_by_stage() -> None:
     seen = []
     planned = Checkpointable(blocks(2, 8), progress=lambda *state: seen.append(state))
     planned.measure(images())
-    assert seen[:2] == [(0, len(planned.names), "0"), (1, len(planned.names), "1.0")]
-    assert seen[-1] == (len(planned.names), len(planned.names), "loss")
+    count = len(planned.names)
+    looked_at, measured = seen[:count], seen[count : 2 * count]
+    assert looked_at == [(0, count, name) for name in planned.names]
+    assert measured == [(number, count, name) for number, name in enumerate(planned.names)]
+    assert seen[-1] == (count, count, "again, for their times")
 
 
 def test_a_layer_before_the_chain_that_writes_into_its_input_does_not_while_measuring() -> None:
