@@ -35,7 +35,7 @@ class PlannedForward:
         self._planned_now = True
         self._replaced = planned.model.__dict__.get(_FORWARD)
         with suppress(TypeError, ValueError):  # forwards written in C may have no signature
-            self.__signature__ = inspect.signature(planned.model.forward)
+            self.__dict__["__signature__"] = inspect.signature(planned.model.forward)
 
     # Checkpointable says why it is this one, and not `torch.compiler.disable`.
     @_disable_dynamo

@@ -58,9 +58,11 @@ def test_a_run_is_the_plain_run_stays_inside_the_limit_and_leaves_the_plain_mode
 def test_a_model_that_the_trainer_makes_is_planned_under_its_autocast(tmp_path: Path) -> None:
     data, runs = examples(), []
     options = {"gradient_accumulation_steps": 2, "bf16": True, "max_steps": 2}
-    for callbacks in ([], [MemoryLimit("1.05MB")]):
+    for callbacks in ([], [MemoryLimit("730kB")]):
         arguments = trainer(llama(), tmp_path, data, **options).args
-        made = transformers.Trainer(args=arguments, train_dataset=data, model_init=lambda: llama(1), callbacks=callbacks)
+        made = transformers.Trainer(
+            args=arguments, train_dataset=data, model_init=lambda: llama(1), callbacks=callbacks
+        )
         made.train()
         runs.append(made)
     assert recomputes(callbacks[0].planned.sequence)
