@@ -20,7 +20,7 @@ ORDERS = ["outside", "inside"]
 KINDS = ["chain", "captured"]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [*ORDERS, "in place"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_are_those_of_plain_training_and_all_ranks_follow_one_sequence(
     processes: Processes, kind: str, order: str

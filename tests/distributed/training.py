@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
+from rotor_py.trainers.in_place import InPlace
 from rotor_solver import store_all
 from tests.distributed.processes import device, here, kept, present_bytes, random_state
 
@@ -96,16 +97,22 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 def wrapped(model: nn.Module, order: str, limit: int | None, **options: Any) -> nn.Module:
     """DistributedDataParallel, and for `order` "outside" or "inside" a plan inside or outside it.
 
+    For "in place", the model inside is planned where it stands, as by a trainer's callback.
+
     `limit` is that for what is made here and later.
     """
     if order == "outside":
         return DistributedDataParallel(Checkpointable(model, mem_limit=limit, loss=loss), **options)
     ddp = DistributedDataParallel(model, **options)
+    if order == "in place":
+        InPlace(limit, {"loss": loss}).plan(model)
+        return ddp
     return ddp if order == "plain" else Checkpointable(ddp, mem_limit=limit, loss=loss)
 
 
 def planned_part(model: nn.Module) -> Checkpointable:
     found = model if isinstance(model, Checkpointable) else model.module
+    found = getattr(found.forward, "planned", found)
     assert isinstance(found, Checkpointable)
     return found
 

@@ -1,0 +1,85 @@
+"""`limit_memory(accelerator, "4GB")`: what an Accelerator prepares trains inside a limit."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.trainers.in_place import InPlace
+
+try:
+    from accelerate import Accelerator
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "this hook is one around Accelerate, which is not installed: pip install accelerate", name="accelerate"
+    ) from error
+
+_log = logging.getLogger("rotor_py")
+
+
+class MemoryLimit:
+    """What `limit_memory` did to an Accelerator; `end()` undoes it."""
+
+    def __init__(self, accelerator: Accelerator, mem_limit: float | str | None, settings: dict[str, Any]) -> None:
+        self._models = InPlace(mem_limit, settings)
+        self._accelerator = accelerator
+        self._prepare, self._prepare_model = accelerator.prepare, accelerator.prepare_model
+        self._end_training = accelerator.end_training
+        self.planned: Checkpointable | None = None
+        """What knows the plan, for `report()` and `summary()`, once a model has been prepared."""
+        # Not `prepare_model` alone: FSDP2 and DeepSpeed do not come by it.
+        accelerator.prepare, accelerator.prepare_model = self._planned_first, self._planned_model
+        accelerator.end_training = self._end
+
+    def _planned_first(self, *args: Any, **kwargs: Any) -> Any:
+        for each in args:
+            if isinstance(each, nn.Module):
+                self._plan(each)
+        return self._prepare(*args, **kwargs)
+
+    def _planned_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._plan(model)
+        return self._prepare_model(model, *args, **kwargs)
+
+    def _plan(self, model: nn.Module) -> None:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        if self.planned is None:
+            self.planned = self._models.plan(model)
+        elif self.planned.model is not model:
+            _log.warning(
+                "the limit is that of %s, which was prepared first; %s is trained beside it without a plan, and its "
+                "memory is not part of the limit; for a plan, wrap it: Checkpointable(model, mem_limit=...)",
+                type(self.planned.model).__name__,
+                type(model).__name__,
+            )
+
+    def _end(self) -> None:
+        self.end()
+        self._end_training()
+
+    def end(self) -> None:
+        """Have the plain model back, and prepare as before; `accelerator.end_training()` does it too."""
+        self._models.take_away()
+        for name in ("prepare", "prepare_model", "end_training"):
+            self._accelerator.__dict__.pop(name, None)
+
+
+def limit_memory(accelerator: Accelerator, mem_limit: float | str | None = None, **settings: Any) -> MemoryLimit:
+    """Have the model that `accelerator.prepare` is given next follow a plan, until `accelerator.end_training()`.
+
+    It is the first one that has parameters to train; of others a warning is logged, since the limit is for one. Frozen
+    ones are left alone. Of several processes, the limit is that of each. A model that is a `Checkpointable` already
+    keeps its own limit.
+
+    Args:
+        accelerator: before the model is prepared.
+        mem_limit: the peak of a whole training step, as for `Checkpointable`.
+        settings: other arguments of `Checkpointable`: `loss`, above all, where the model does not compute it.
+
+    ValueError and TypeError as from `Checkpointable`.
+    """
+    return MemoryLimit(accelerator, mem_limit, settings)

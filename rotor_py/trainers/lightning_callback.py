@@ -1,0 +1,80 @@
+"""`lightning.Trainer(callbacks=[MemoryLimit("4GB")])`: the network of a LightningModule inside a limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.trainers.in_place import InPlace
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "this callback is one of Lightning's trainer, which is not installed: pip install lightning", name="lightning"
+    ) from error
+
+
+class MemoryLimit(Callback):
+    """Has the network of a LightningModule follow a plan during `fit`; it is plain again after it, and after an error.
+
+    Of several processes, the limit is that of each. A network that is a `Checkpointable` already keeps its own limit.
+
+    Args:
+        mem_limit: the peak of a whole training step, as for `Checkpointable`.
+        network: the name of what `training_step` calls, such as "model" or "model.encoder", as `get_submodule` takes
+            it; "" is the LightningModule itself, for a `training_step` that calls `self(batch)`. None: the child with
+            the most parameters.
+        settings: other arguments of `Checkpointable`: `loss`, above all, since `training_step` computes it.
+
+    UnsupportedModelError, when `fit` begins, if no name is given and no child has more than half of the parameters;
+    AttributeError if there is no such child. ValueError and TypeError as from `Checkpointable`.
+    """
+
+    def __init__(self, mem_limit: float | str | None = None, network: str | None = None, **settings: Any) -> None:
+        self._models = InPlace(mem_limit, settings)
+        self._network = network
+        self.planned: Checkpointable | None = None
+        """What knows the plan, for `report()` and `summary()`: of the last training, if it has begun."""
+
+    # Later than `setup`: modules that `configure_model` makes are there, on their device and in their precision.
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        name = largest_child(pl_module) if self._network is None else self._network
+        self.planned = self._models.plan(pl_module.get_submodule(name))
+        self._planned_name = name
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Raise UnsupportedModelError if the first step has not called what is planned: nothing would be saved."""
+        if not self._models.called:
+            raise UnsupportedModelError(
+                f"training_step of {type(pl_module).__name__} does not call its {self._planned_name or 'forward'}, "
+                "which is what should follow the plan; name what it calls, as in MemoryLimit(..., network='model'), or "
+                "network='' where it calls self(...)"
+            )
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._models.take_away()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._models.take_away()
+
+
+def largest_child(module: nn.Module) -> str:
+    """The name of the child with most of the parameters.
+
+    UnsupportedModelError if none has more than half of them: it would be a guess.
+    """
+    sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in module.named_children()}
+    largest = max(sizes, key=lambda name: sizes[name], default=None)
+    if largest is None or 2 * sizes[largest] <= sum(p.numel() for p in module.parameters()):
+        found = ", ".join(f"{name} ({size:,})" for name, size in sizes.items() if size) or "none"
+        raise UnsupportedModelError(
+            f"no child of {type(module).__name__} has more than half of its parameters ({found}); name the one that "
+            "training_step calls, as in MemoryLimit(..., network='model'), or network='' where it calls self(...)"
+        )
+    return largest

@@ -1,0 +1,54 @@
+"""`Trainer(model, args, callbacks=[MemoryLimit("4GB")])`: transformers' trainer inside a limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.trainers.in_place import InPlace
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "this callback is one of transformers' trainer, which is not installed: pip install transformers accelerate",
+        name="transformers",
+    ) from error
+
+
+class MemoryLimit(TrainerCallback):
+    """Has the model of a `Trainer` follow a plan from the beginning of `train()` to its end, when it is plain again.
+
+    Of several processes, the limit is that of each. A model that is a `Checkpointable` already keeps its own limit.
+
+    Args:
+        mem_limit: the peak of a whole training step, as for `Checkpointable`.
+        settings: other arguments of `Checkpointable`: `loss`, for one that is not computed by the model.
+
+    After an error `train()` does not tell its callbacks that it ends: call `end()` for the plain model.
+    ValueError and TypeError as from `Checkpointable`.
+    """
+
+    def __init__(self, mem_limit: float | str | None = None, **settings: Any) -> None:
+        self._models = InPlace(mem_limit, settings)
+        self.planned: Checkpointable | None = None
+        """What knows the plan, for `report()` and `summary()`: of the last training, if it has begun."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Plan the model: the one that is prepared by now, and not what `model_init` made before."""
+        if args.n_gpu > 1:
+            raise UnsupportedModelError(
+                f"one process trains the model on {args.n_gpu} devices (nn.DataParallel), and a plan is for one; start "
+                "a process for each device (torchrun), or show it one of them (CUDA_VISIBLE_DEVICES=0)"
+            )
+        self.planned = self._models.plan(kwargs["model"])
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Have the plain model back."""
+        self._models.take_away()
