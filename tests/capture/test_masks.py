@@ -112,6 +112,7 @@ def test_gradients_are_those_of_the_model_run_eagerly(make: Callable[[], nn.Modu
     assert_same_gradients(planned, model, batch)
 
 
+@pytest.mark.slow
 def test_a_window_shorter_than_the_text_and_packed_sequences_stay_masked() -> None:
     planned = Checkpointable(model := llama("Mistral", sliding_window=4), words())
     assert all(node.kwargs["attn_mask"] is not None for node in attentions(planned))

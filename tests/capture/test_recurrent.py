@@ -102,7 +102,7 @@ def test_a_plan_stores_some_layers_of_a_recurrent_module_and_not_others(case: st
     assert sum(name.startswith("layer") for name in planned.inspection_values.names) >= 2
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow)])
 def test_a_state_is_carried_from_batch_to_batch(kind: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
     layer = kind(24, 24, num_layers=2, dropout=0.2, batch_first=True)

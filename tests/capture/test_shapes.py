@@ -228,6 +228,7 @@ class Asking(nn.Module):
         return value
 
 
+@pytest.mark.slow
 def test_twenty_lengths_with_a_graph_each_all_follow_the_plan(
     captured: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:

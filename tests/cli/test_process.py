@@ -34,6 +34,7 @@ def test_stdout_is_json_and_stderr_is_silent(model_file):
     assert json.loads(result.stdout)["plan"]["overhead"] > 1
 
 
+@pytest.mark.slow
 def test_verify_leaves_stderr_silent(model_file):
     result = run(model_file(), "--mem-limit", "1GB", "--verify")
     assert result.returncode == 0

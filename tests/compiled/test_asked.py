@@ -166,6 +166,7 @@ sample = torch.randn(64, 32)
 """
 
 
+@pytest.mark.slow
 def test_the_command_compiles_and_verifies(tmp_path: Path, seen: list[int]) -> None:
     file = tmp_path / "net.py"
     file.write_text(MODEL, encoding="utf-8")
@@ -177,6 +178,7 @@ def test_the_command_compiles_and_verifies(tmp_path: Path, seen: list[int]) -> N
         assert report["verify"]["max_grad_difference"] == 0
 
 
+@pytest.mark.slow
 def test_the_command_saves_what_is_compiled(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(MODEL)
     options = ["--mem-limit", "1GB", "--compile", "--save", str(tmp_path / "plan.json")]

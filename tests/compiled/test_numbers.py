@@ -68,6 +68,7 @@ def test_two_forwards_in_flight(compiled: Checkpointable) -> None:
     assert same(both(again), expected)
 
 
+@pytest.mark.slow
 def test_another_shape_is_compiled_when_it_comes(compiled: Checkpointable) -> None:
     stored, again = sequences(compiled)
     made = results(compiled, again, batch(48))  # inside of nodes of autograd, where gradients are off
@@ -104,6 +105,7 @@ def test_verifying_compares_with_the_compiled_step_and_tells_the_distance_to_eag
     assert compiled.sequence is again
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = network(blocks=2)

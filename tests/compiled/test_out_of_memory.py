@@ -43,6 +43,7 @@ def middle(found: Checkpointable) -> Sequence:
     return found.budget.solve((least + most) // 2, Persistent())
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_compiled_step_wherever_it_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     found = network(blocks=3, on_oom="replan")
     assert found.chain is not None

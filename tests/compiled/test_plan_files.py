@@ -47,6 +47,7 @@ def test_who_loads_it_has_the_same_numbers(saved: tuple[Checkpointable, Path], g
     assert again.plan() == Plan.load(path)
 
 
+@pytest.mark.slow
 def test_a_chain_is_captured_again(tmp_path: Path) -> None:
     def chain() -> nn.Sequential:
         torch.manual_seed(0)
@@ -75,6 +76,7 @@ def test_a_graph_compiled_as_a_whole_is_loaded_as_one(tmp_path: Path, monkeypatc
     assert len(again.compiled) == 1
 
 
+@pytest.mark.slow
 def test_options_have_to_be_given_again(tmp_path: Path) -> None:
     network(EAGER_DRAWS, blocks=1).save_plan(tmp_path / "plan.json")
     for given, text in (({}, "False"), ({"compile": True}, "True")):

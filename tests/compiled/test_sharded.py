@@ -49,6 +49,7 @@ def test_a_smaller_batch_is_compiled_in_the_middle_of_a_step(processes: Processe
         assert compiled > 0
 
 
+@pytest.mark.slow
 def test_stages_that_one_process_cannot_compile_run_plain_in_all(processes: Processes) -> None:
     found, other = processes.run(sharded.failing_in_one)
     assert found == other

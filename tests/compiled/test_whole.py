@@ -100,10 +100,12 @@ def test_a_budget_changes_no_bit(free: Checkpointable, tight: Checkpointable) ->
     assert all(each == 1 for each in counts)
 
 
+@pytest.mark.slow
 def test_a_retained_graph_goes_backward_twice(free: Checkpointable, tight: Checkpointable) -> None:
     assert same(stepped(tight, passes=2), stepped(free, passes=2))
 
 
+@pytest.mark.slow
 def test_two_forwards_in_flight(free: Checkpointable, tight: Checkpointable) -> None:
     def both(found: Checkpointable) -> list[torch.Tensor]:
         before = copy.deepcopy(found.model.state_dict())
@@ -118,11 +120,13 @@ def test_two_forwards_in_flight(free: Checkpointable, tight: Checkpointable) -> 
     assert same(both(tight), both(free))
 
 
+@pytest.mark.slow
 def test_another_shape_is_compiled_when_it_comes(free: Checkpointable, tight: Checkpointable) -> None:
     made = [results(found, found.sequence, batch(48)) for found in (tight, free) if found.sequence is not None]
     assert same(*made)
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         free = whole("1GB")
@@ -141,6 +145,7 @@ def test_verifying_compares_with_the_graph_without_a_budget(tight: Checkpointabl
     assert found.plain_peak_bytes > found.measured_peak_bytes  # what it was compared with saves more
 
 
+@pytest.mark.slow
 def test_what_takes_more_than_foreseen_is_compiled_once_more_with_less(
     monkeypatch: pytest.MonkeyPatch, free: Checkpointable
 ) -> None:
@@ -155,6 +160,7 @@ def test_what_takes_more_than_foreseen_is_compiled_once_more_with_less(
     assert peak(found) * 23 // 20 <= limit
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_comes_late_has_it_compiled_for_the_room_that_is_left(free: Checkpointable) -> None:
     """Adam's state takes as much again as all parameters, twice."""
     torch.manual_seed(0)
@@ -174,6 +180,7 @@ def test_an_optimizer_that_comes_late_has_it_compiled_for_the_room_that_is_left(
     assert saved[0] > saved[1] == saved[2]
 
 
+@pytest.mark.slow
 def test_where_no_partition_fits_the_stages_are_compiled(
     monkeypatch: pytest.MonkeyPatch, free: Checkpointable, caplog: pytest.LogCaptureFixture
 ) -> None:

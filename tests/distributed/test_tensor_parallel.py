@@ -7,9 +7,12 @@ import pytest
 from tests.distributed import tensor_parallel
 from tests.distributed.processes import Processes
 
-LARGE = [pytest.param(kind, 0.3, marks=pytest.mark.slow) for kind in ("llama", "llama, sequence")]
+LARGE = [
+    pytest.param(kind, share, marks=pytest.mark.slow)
+    for kind, share in (("llama", 0.3), ("llama, sequence", 0.3), ("sequence", 0.1), ("all shared", 0.4))
+]
 """They repeat what the others show, on a model of a library."""
-ALONE = [("chain", 0.2), ("sequence", 0.1), ("all shared", 0.4), ("uneven", 0.2), *LARGE]
+ALONE = [("chain", 0.2), ("uneven", 0.2), *LARGE]
 """Model, and the limit between the least and storing everything."""
 WITH_FSDP = [("chain", 0.2), ("llama", 0.3), ("llama, sequence", 0.5)]
 

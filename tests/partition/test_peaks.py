@@ -42,7 +42,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "llama" else name for name in MODELS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "convolutions") else name for name in MODELS],
 )
 def test_peaks_are_within_ten_budgets_fall_with_them_and_numbers_stay(
     name: str, monkeypatch: pytest.MonkeyPatch

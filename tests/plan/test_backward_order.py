@@ -105,6 +105,7 @@ def test_without_being_told_the_order_is_noticed_and_planned_for(caplog: pytest.
     assert said_in(caplog) == [said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["any", "reverse"])
 def test_gradients_that_are_kept_wait_beside_those_of_the_step(order: str, caplog: pytest.LogCaptureFixture) -> None:
     """One pass adds up the gradients of both forwards before it adds them to those that are there."""
@@ -161,6 +162,7 @@ def test_what_fits_in_any_order_is_not_warned_of(caplog: pytest.LogCaptureFixtur
     assert said_in(caplog) == []
 
 
+@pytest.mark.slow
 def test_fewer_or_more_forwards_than_were_said_stay_inside(caplog: pytest.LogCaptureFixture) -> None:
     planned = planned_with("reverse")
 
@@ -181,6 +183,7 @@ def test_fewer_or_more_forwards_than_were_said_stay_inside(caplog: pytest.LogCap
     assert said_in(caplog)[-1].startswith("planning again: 3 forwards")
 
 
+@pytest.mark.slow
 def test_the_order_may_be_set_later_and_a_limit_as_well() -> None:
     planned = planned_with("any", watch=False)
     slower = planned.report().step_seconds

@@ -136,6 +136,7 @@ def test_a_refusal_keeps_nothing_of_the_step() -> None:
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_accelerate_finds_the_batch_size_that_fits() -> None:
     memory = pytest.importorskip("accelerate.utils")
     tried: list[int] = []

@@ -339,6 +339,7 @@ def test_modes_that_change_between_forward_and_backward_are_refused_where_a_stag
     square(planned(images())).backward()
 
 
+@pytest.mark.slow
 def test_more_kinds_than_there_may_be_larger_inputs() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(20))})
     model.forward = lambda value: sum(layer(value).sin() for layer in model["layers"])

@@ -38,7 +38,7 @@ class LimitedLoop(Loop):
             super().__init__(model, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"mixed_precision": "bf16"}, marks=pytest.mark.slow)])
 def test_a_loop_is_the_plain_loop_and_leaves_the_plain_model(
     options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

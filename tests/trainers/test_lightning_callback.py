@@ -33,7 +33,14 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_is_the_plain_run_and_leaves_the_plain_module(options: dict[str, Any], tmp_path: Path) -> None:
     callback = MemoryLimit(limit(), loss=entropy)
     plain, planned = Classifier(network()), Classifier(network())

@@ -55,6 +55,7 @@ def test_a_run_is_the_plain_run_stays_inside_the_limit_and_leaves_the_plain_mode
     assert run_peak(run.train, model) <= limit
 
 
+@pytest.mark.slow
 def test_a_model_that_the_trainer_makes_is_planned_under_its_autocast(tmp_path: Path) -> None:
     data, runs = examples(), []
     options = {"gradient_accumulation_steps": 2, "bf16": True, "max_steps": 2}
