@@ -28,7 +28,6 @@ from rotor_profiling import (
     isolated,
     leaves_of,
     measure_ways,
-    run_before_measuring,
     stage_kind,
     stage_layouts,
     storage_bytes,
@@ -202,7 +201,7 @@ class StageMeasurer:
             kind = (stage_kind(function, value), silent, arriving)
             # Where stages wait for other processes, all of them run a stage that is new to any of them.
             if anywhere(kind not in self._surveyed, self._group, self._device):
-                self._surveyed[kind] = self._kept.survey(kind) or self._look_at(number, value, kind)
+                self._surveyed[kind] = self._look_at(number, value)
             found = self._surveyed[kind]
             remember_effects(function, found.effects)
             # Run again for its output: a stage of a known kind did not run, and its numbers are its own.
@@ -211,7 +210,7 @@ class StageMeasurer:
         self._needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
         return value
 
-    def _look_at(self, number: int, value: Any, kind: Hashable) -> Surveyed:
+    def _look_at(self, number: int, value: Any) -> Surveyed:
         """Run a stage with a graph and without one."""
         name, function = self._stages[number]
         silent, arriving = self._silent_of(number), self._layouts.arriving[number]
@@ -219,9 +218,7 @@ class StageMeasurer:
             effects = find_effects(function, value, self._device)
         remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
         layouts = stage_layouts(self._runner(number), value, self._device, silent=silent, arriving=arriving)
-        found = Surveyed(effects, layouts)
-        self._kept.keep_survey(kind, found)
-        return found
+        return Surveyed(effects, layouts)
 
     def _measure_stage(self, number: int, value: Any) -> Any:
         """Measure the bytes of a stage on its input; return its output, the input of the next one."""
@@ -310,8 +307,6 @@ class StageMeasurer:
             return weighed
         _, function = self._stages[number]
         ways = self._ways(number)
-        if self._kept.used:  # so the first walk need not have run it backward
-            run_before_measuring(ways[:1], value, place)
         whole, *others = measure_ways(ways, value, place)
         # Another way that saves no less would only take longer, so it is not timed.
         less = [way for way in others if anywhere(_saves_less(way, whole), self._group, self._device)]

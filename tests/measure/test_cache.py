@@ -52,7 +52,7 @@ def layers() -> nn.Module:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is measured from now on."""
     found: list[str] = []
-    for name in ("find_effects", "stage_layouts", "measure_ways", "time_ways"):
+    for name in ("measure_ways", "time_ways"):
         monkeypatch.setattr(stage_measurer, name, _noting(found, name, getattr(stage_measurer, name)))
     return found
 
@@ -75,7 +75,7 @@ def costs(model: nn.Module, value: torch.Tensor = BATCH, **options: Any) -> Any:
 @pytest.mark.parametrize("make", [layers, Mixing])
 def test_a_copy_and_a_second_run_measure_nothing(make: Callable[[], nn.Module], measured: list[str]) -> None:
     first = costs(make())
-    assert {"find_effects", "measure_ways", "time_ways"} <= set(measured)
+    assert {"measure_ways", "time_ways"} <= set(measured)
     measured.clear()
     second = costs(make())
     assert measured == []
@@ -168,7 +168,7 @@ def test_the_environment_holds_versions_device_and_our_own_code(monkeypatch: pyt
     assert environment(torch.device("cpu")) != before
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"runs": [], "bytes": []}', '{"layouts": 7}'])
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"runs": [], "bytes": []}'])
 def test_a_file_that_somebody_has_written_into_is_as_good_as_none(text: str, measured: list[str]) -> None:
     expected = costs(layers())
     for file in cache_folder().iterdir():

@@ -1,4 +1,8 @@
-"""What was found of kinds of stages, kept for the next run of a program."""
+"""What was found of kinds of stages, kept for the next run of a program: bytes and seconds.
+
+What the first walk finds is not kept. Whether a stage's numbers depend on the graph may be seen with some weights and
+not with others, so every model is looked at anew.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,7 @@ from typing import Any
 from rotor_profiling import StageBytes
 from rotor_profiling.stage.seconds import StageRun
 from rotor_py.measure.cache.measurement_cache import MeasurementCache
-from rotor_py.measure.walks.found import Runs, Surveyed, Weighed
-from rotor_py.stage.graph_effects import GraphEffects
+from rotor_py.measure.walks.found import Runs, Weighed
 
 _UNREADABLE = (KeyError, TypeError, ValueError)
 """What a file raises that somebody has written into."""
@@ -20,25 +23,9 @@ class KeptKinds:
     """What `cache` knows of kinds of stages: nothing without one."""
 
     def __init__(self, cache: MeasurementCache | None) -> None:
-        self.used = False
-        """Whether any first walk was spared."""
         self._cache = cache
         if cache is not None:
             cache.make_room()
-
-    def survey(self, kind: Hashable) -> Surveyed | None:
-        """What the first walk of an earlier run has found."""
-        data = self._find("survey", kind)
-        try:
-            found = None if data is None else _surveyed(data)
-        except _UNREADABLE:
-            return None
-        self.used |= found is not None
-        return found
-
-    def keep_survey(self, kind: Hashable, found: Surveyed) -> None:
-        """Keep what the first walk has found."""
-        self._keep("survey", kind, {**asdict(found.effects), "layouts": found.layouts})
 
     def measured(self, kind: Hashable) -> tuple[Weighed, Runs] | None:
         """What the other walks of an earlier run have found: bytes and seconds."""
@@ -64,12 +51,6 @@ class KeptKinds:
     def _keep(self, what: str, kind: Hashable, data: dict[str, Any]) -> None:
         if self._cache is not None:
             self._cache.keep((what, kind), data)
-
-
-def _surveyed(data: dict[str, Any]) -> Surveyed:
-    effects = GraphEffects(bool(data["graph_dependent"]), tuple(map(int, data["without_gradient"])))
-    layouts = tuple(None if strides is None else tuple(map(int, strides)) for strides in data["layouts"])
-    return Surveyed(effects, layouts)
 
 
 def _weighed(data: dict[str, Any]) -> Weighed:
