@@ -50,7 +50,7 @@ from rotor_py.measure.walks.gradient_layouts import GradientLayouts
 from rotor_py.measure.walks.stage_times import StageTimes
 from rotor_py.stage.activity import During
 from rotor_py.stage.decisions import decided_bytes
-from rotor_py.stage.graph_effects import find_effects, remember_effects
+from rotor_py.stage.graph_effects import find_effects, recall_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moving
@@ -284,7 +284,10 @@ class StageMeasurer:
         last = number == len(self._stages) - 1
         # The bytes of the input belong to the key: they do not follow from its shape, since what is carried or owned
         # does not count.
-        kind = (stage_kind(function, value), self.activation_bytes, last, apart, arriving)
+        # Nor does what the first walk found follow from the kind of stage: see `KeptKinds`.
+        effects = recall_effects(function)
+        found = effects.graph_dependent, effects.without_gradient
+        kind = (stage_kind(function, value), self.activation_bytes, last, apart, arriving, found)
         if anywhere(kind not in self._known, self._group, self._device):
             parameters = storages(trained_parameters(function))
             owned = (*self._owned, *parameters, *beside)
