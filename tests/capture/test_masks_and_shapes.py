@@ -20,6 +20,7 @@ from tests.capture.test_masks import assert_same_gradients, attentions, llama, w
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
 
 
+@pytest.mark.slow
 def test_smaller_batches_use_the_plan_for_their_mask_at_once(caplog: Any) -> None:
     model = llama()
     planned = Checkpointable(model, words(mask=True), mem_limit="1GB")

@@ -63,6 +63,7 @@ def test_looking_for_it_holds_nothing_of_the_caller() -> None:
     assert alive() is None
 
 
+@pytest.mark.slow
 def test_so_does_its_own_method(seen: list[int]) -> None:
     found = planned()
     found.compile()

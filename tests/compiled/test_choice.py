@@ -64,6 +64,7 @@ def test_no_plan_is_slower_than_the_plain_one() -> None:
         assert simulate(found.budget.chain, found.sequence).makespan <= seconds
 
 
+@pytest.mark.slow
 def test_without_a_limit_it_is_the_way_that_is_fastest_with_everything_stored() -> None:
     found = Checkpointable(Net(), compile=True, loss=loss, fresh_grads=True, granularity=4)
     found.measure(batch())

@@ -138,6 +138,7 @@ def test_autocast() -> None:
         assert same(stepped(tight), stepped(free))
 
 
+@pytest.mark.slow
 def test_verifying_compares_with_the_graph_without_a_budget(tight: Checkpointable) -> None:
     (found,) = verify(tight, batch(ROWS), loss=loss, fresh_grads=True)
     assert found.max_grad_difference == 0

@@ -96,7 +96,7 @@ def test_several_forwards_in_flight_are_undone_one_by_one(kind: Kind) -> None:
     logging.getLogger("rotor_py").setLevel(logging.ERROR)
     try:
         network = planned(start, 0.9, forwards_in_flight=2, backward_order="any")
-        assert_exact_wherever_it_runs_out(network, start, train, every=9)
+        assert_exact_wherever_it_runs_out(network, start, train, every=23)
     finally:
         logging.getLogger("rotor_py").setLevel(logging.NOTSET)
 
@@ -147,7 +147,7 @@ def test_layers_around_and_hooks_on_parameters_see_one_backward() -> None:
     network = Checkpointable(copy.deepcopy(start), loss=square, on_oom="replan")
     network.measure(before(rows()).detach().requires_grad_())
     network.compute_sequence(between(network, 0.8))
-    assert_exact_wherever_it_runs_out(network, start, train, every=9)
+    assert_exact_wherever_it_runs_out(network, start, train, every=23)
 
 
 def test_the_random_state_before_a_backward_is_put_back() -> None:

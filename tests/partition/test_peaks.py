@@ -66,6 +66,7 @@ def test_peaks_are_within_ten_budgets_fall_with_them_and_numbers_stay(
     assert peaks[-1] < peaks[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(layers=st.lists(st.sampled_from(sorted(LAYERS)), min_size=3, max_size=8), place=st.floats(0, 1))
 def test_any_model_stays_within_any_budget_that_it_can(layers: list[str], place: float) -> None:

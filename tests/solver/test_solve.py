@@ -31,7 +31,7 @@ from tests.solver.strategies import plain_chains, rich_chains, unit_chain
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(rich_chains(max_stages=6), st.integers(1, 12), st.data())
 def test_coarse_slots_never_break_the_limit_and_the_bound_holds(chain: Chain, slots: int, data: st.DataObject) -> None:
     limit = data.draw(st.integers(min_bytes(chain), simulate(chain, store_all(chain)).peak), label="limit")

@@ -66,6 +66,7 @@ def test_adapters_get_the_gradients_of_plain_training_and_what_is_frozen_gets_no
     assert_same_step(planned, plain, given)
 
 
+@pytest.mark.slow
 def test_a_trained_adapter_is_that_of_the_plain_run_and_its_file_holds_the_adapter_alone(tmp_path: Path) -> None:
     data, saving = examples(), {"save_strategy": "steps", "save_steps": 2}
     plain = trainer(adapted(), tmp_path / "plain", data, **saving)
@@ -88,6 +89,7 @@ def test_a_trained_adapter_is_that_of_the_plain_run_and_its_file_holds_the_adapt
     assert_same_weights(resumed.model, plain.model)
 
 
+@pytest.mark.slow
 def test_the_step_follows_the_adapter_that_is_switched_on() -> None:
     plain, given = adapted(), batch(examples())
     planned = Checkpointable(copy.deepcopy(plain), mem_limit="1GB")

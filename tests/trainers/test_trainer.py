@@ -75,6 +75,7 @@ def batch(data: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack(values) for key, values in taken.items()}
 
 
+@pytest.mark.slow
 def test_a_run_of_the_trainer_is_the_plain_run_and_stays_inside_the_limit(tmp_path: Path) -> None:
     data, make = examples(classes=3), bert
     options = {"eval_strategy": "steps", "eval_steps": 2}
