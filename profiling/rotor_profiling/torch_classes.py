@@ -33,7 +33,8 @@ def is_fsdp_module(module: object) -> bool:
 def has_fsdp_module(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to any module of a model. Quick, since it is asked in every step."""
     classes = _fsdp_classes()
-    if not any(classes):
+    # `fully_shard` derives a class for the modules that it is applied to.
+    if not any(each and each.__subclasses__() for each in classes):
         return False
     pending = [model]  # not by `modules()`, which takes longer, since it leaves out what comes twice
     while pending:

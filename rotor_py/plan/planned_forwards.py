@@ -48,7 +48,7 @@ class PlannedForwards:
         if self._settings.replans:
             refuse_several_processes(self._model)
         self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
-        if not self._forwards.in_flight():  # those that are there now may be of a backward of this step
+        if spec.model.has_gradients and not self._forwards.in_flight():  # else some may be of this step
             self._gradients.notice(self._maker.in_use, partial(self._maker.plan_for_kept_gradients, value))
         try:
             return self._run_planned(value)

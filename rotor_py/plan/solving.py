@@ -80,7 +80,8 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
         return
     grown = model.with_communication(plan.budget)
     forwards = model.settings.forwards_in_flight
-    grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
+    if forwards > grown.forwards:  # asked in every step, and finding the device takes longer
+        grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
     if not model.alone:
         grown = grown.with_backward_order(plan.order.to_plan_for(model.settings, alone=False))
     if grown != plan.budget:

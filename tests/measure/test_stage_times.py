@@ -64,6 +64,15 @@ def test_a_stage_of_little_time_may_be_noisy() -> None:
     assert times.wanted(["short", "short"]) == {1, 0}
 
 
+@pytest.mark.parametrize("kinds", ["a" * 16, "abcdefghijklmnop"])
+def test_errors_of_many_kinds_make_up_for_each_other_and_those_of_one_kind_do_not(kinds: str) -> None:
+    times = StageTimes()
+    for kind in set(kinds):
+        for seconds in (1.0, 1.05, 1.1):
+            times.add(kind, StageRun(seconds, ((seconds, seconds),), seconds))
+    assert bool(times.wanted(list(kinds))) == (len(set(kinds)) == 1)
+
+
 def test_runs_of_an_earlier_time_count_unless_the_machine_was_busy() -> None:
     def runs(*seconds: float) -> list[StageRun]:
         return [StageRun(each, ((each, each),), each) for each in seconds]

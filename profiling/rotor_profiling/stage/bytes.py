@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -55,18 +55,32 @@ class StageBytes:
     gradient_storage_bytes: tuple[int, ...]
 
 
-def measure_bytes(runner: Runner, value: Any, parameters: list[torch.Tensor], place: Place) -> StageBytes:
-    """Measure what a stage holds and needs, by running it in every way; `parameters` are those it trains.
+@dataclass(frozen=True, slots=True)
+class _WithoutGraph:
+    """What runs of a stage without a graph have shown: it is the same in every way to run it."""
+
+    surroundings: Any
+    activation_bytes: int
+    carried_bytes: int
+    """of what is carried, and was made in the stage"""
+    temp_bytes: int
+
+
+def measure_bytes(
+    runners: Sequence[Runner], value: Any, parameters: list[torch.Tensor], place: Place
+) -> tuple[StageBytes, ...]:
+    """Measure what a stage holds and needs in each way, by running it; `parameters` are those it trains.
 
     The stage has to have run before: libraries choose their algorithms and allocate what they keep for good.
     """
     # On the CPU, the profiler misses a free if a thread of the backend is the last to let go of what was sent. So what
     # is found is never less than what it is, and the least of several is closest.
     times = 3 if place.device.type == "cpu" and together() else 1
-    return _least([_measure_once(runner, value, parameters, place) for _ in range(times)])
+    rounds = [_measure_once(runners, value, parameters, place) for _ in range(times)]
+    return tuple(_least(found) for found in zip(*rounds, strict=True))
 
 
-def _least(found: list[StageBytes]) -> StageBytes:
+def _least(found: Sequence[StageBytes]) -> StageBytes:
     """The least that a stage held and needed in several runs, and the most that it freed."""
     saved = min(each.saved_bytes for each in found)
     return replace(
@@ -81,25 +95,46 @@ def _least(found: list[StageBytes]) -> StageBytes:
     )
 
 
-def _measure_once(runner: Runner, value: Any, parameters: list[torch.Tensor], place: Place) -> StageBytes:
+def _measure_once(
+    runners: Sequence[Runner], value: Any, parameters: list[torch.Tensor], place: Place
+) -> list[StageBytes]:
+    found: list[StageBytes] = []
+    without_graph = None
+    for runner in runners:
+        if not place.fresh_gradients:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        without_graph, way = _measure_way(runner, value, parameters, place, without_graph)
+        found.append(way)
+    return found
+
+
+def _measure_way(
+    runner: Runner, value: Any, parameters: list[torch.Tensor], place: Place, known: _WithoutGraph | None
+) -> tuple[_WithoutGraph, StageBytes]:
+    """The bytes of a stage in one way; `known` is what another one has shown without a graph."""
     _forget_if_fresh(parameters, place)
     with memory_meter(place.device) as meter:
-        surroundings, activation, beside = _run_without_graph(runner, value, place, meter)
+        known = _run_without_graph(runner, value, place, meter) if known is None else known
         _run_in_graph(runner, value, place, meter)
         _forget_if_fresh(parameters, place)
-        gradient_sizes = _run_with_own_graph(runner, value, surroundings, place, meter)
+        gradient_sizes = _run_with_own_graph(runner, value, known.surroundings, place, meter)
+        _run_to_release(runner, value, place, meter)
     end = meter.phases["forward"].end
     phases = {"backward": Phase(end, end, end), **meter.phases}  # where nothing has a graph, there was none
-    gradient = phases["gradient"].kept
-    input_released, output_released = _released_bytes(runner, value, place)
+    if "first" in phases:
+        temp = max(phases["first"].rise, phases["again"].rise) - known.activation_bytes
+        known = replace(known, temp_bytes=max(0, temp))
+    gradient, activation = phases["gradient"].kept, known.activation_bytes
+    input_released, output_released = _released_bytes(phases, place)
     # One number serves both ways to run a stage with a graph, in training's graph and in its own: the larger.
-    saved = max(0, max(phases["forward"].kept, phases["attach"].kept) - beside)
+    saved = max(0, max(phases["forward"].kept, phases["attach"].kept) - known.carried_bytes)
     both = activation + place.input_bytes
-    return StageBytes(
+    return known, StageBytes(
         activation_bytes=activation,
         saved_bytes=saved,
         forward_temp_bytes=max(phases["forward"].rise, phases["attach"].rise) - saved,
-        nograd_temp_bytes=max(0, phases["first"].rise - activation, phases["again"].rise - activation),
+        nograd_temp_bytes=known.temp_bytes,
         # From the end of the forward on: an output that the stage's own backward does not need may be gone. What the
         # solver adds by itself is taken off: the gradients of output and input, as large as these are.
         backward_temp_bytes=max(-place.input_bytes, phases["backward"].peak - phases["forward"].end - both),
@@ -123,10 +158,8 @@ def run_unmeasured(runner: Runner, value: Any) -> None:
 # makes for itself.
 
 
-def _run_without_graph(runner: Runner, value: Any, place: Place, meter: MemoryMeter) -> tuple[Any, int, int]:
-    """Phases "first" and "again". Returns the surroundings of the first run, |a_{i+1}|, and the bytes that are carried
-    and were made here.
-    """
+def _run_without_graph(runner: Runner, value: Any, place: Place, meter: MemoryMeter) -> _WithoutGraph:
+    """Phases "first" and "again"; what they took at most is known when the meter has ended."""
     meter.mark("first")
     with torch.no_grad():
         output, surroundings = runner.first(value)
@@ -140,7 +173,7 @@ def _run_without_graph(runner: Runner, value: Any, place: Place, meter: MemoryMe
         output = runner.again(value, surroundings)
     del output
     meter.mark("between")
-    return surroundings, activation, made_here
+    return _WithoutGraph(surroundings, activation, made_here, 0)
 
 
 def _run_in_graph(runner: Runner, value: Any, place: Place, meter: MemoryMeter) -> None:
@@ -183,25 +216,27 @@ def _run_with_own_graph(
     return tuple(0 if each is None else storage_bytes([each]) for each in inputs)
 
 
-def _released_bytes(runner: Runner, value: Any, place: Place) -> tuple[int, int]:
-    """Bytes of the input, and of the output, that a run with a graph does not hold on to."""
+def _run_to_release(runner: Runner, value: Any, place: Place, meter: MemoryMeter) -> None:
+    """Phases "copy" of the input, "run", and "input" and "output", in which these are let go of."""
     leaf = leaves_of(value)
     whole_input = storage_bytes(tensors_in(value)) == place.input_bytes
     owned = frozenset() if whole_input else frozenset(place.owned)
-    with memory_meter(place.device) as meter:
-        meter.mark("copy")
-        # A copy, as if another layer had made it: the input itself has other holders, so nothing would ever be freed.
-        copy = tree_map_only(torch.Tensor, partial(_copied, owned), leaf)
-        meter.mark("run")
-        output = runner.forward(copy)
-        source = scalar_after(output)
-        meter.mark("input")
-        del copy
-        meter.mark("output")
-        del output
-        meter.mark("end")
-        del source
-    phases = meter.phases
+    meter.mark("copy")
+    # A copy, as if another layer had made it: the input itself has other holders, so nothing would ever be freed.
+    copy = tree_map_only(torch.Tensor, partial(_copied, owned), leaf)
+    meter.mark("run")
+    output = runner.forward(copy)
+    source = scalar_after(output)
+    meter.mark("input")
+    del copy
+    meter.mark("output")
+    del output
+    meter.mark("between")
+    del source
+
+
+def _released_bytes(phases: Mapping[str, Phase], place: Place) -> tuple[int, int]:
+    """Bytes of the input, and of the output, that a run with a graph does not hold on to."""
     # If the copy is not as large as the input in the chain, they are not comparable, and nothing is promised.
     whole = phases["copy"].kept == place.input_bytes
     return max(0, -phases["input"].kept) if whole else 0, max(0, -phases["output"].kept)

@@ -63,14 +63,8 @@ def run_before_measuring(runners: Sequence[Runner], value: Any, place: Place) ->
 
 def measure_ways(runners: Sequence[Runner], value: Any, place: Place) -> tuple[StageBytes, ...]:
     """The bytes of a stage in each way, once it has run before; arguments and errors are those of `measure_options`."""
-    found: list[StageBytes] = []
     with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
-        for runner in runners:
-            if not place.fresh_gradients:
-                for parameter in parameters:
-                    parameter.grad = torch.zeros_like(parameter)
-            found.append(measure_bytes(runner, value, parameters, place))
-    return tuple(found)
+        return measure_bytes(runners, value, parameters, place)
 
 
 def time_ways(runners: Sequence[Runner], value: Any, place: Place, watch: Stopwatch) -> tuple[StageRun, Any]:

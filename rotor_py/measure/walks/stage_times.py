@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from math import sqrt
+from math import hypot, sqrt
 
 from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, spread_of
 from rotor_profiling.timing import together
@@ -79,7 +79,8 @@ class StageTimes:
         """The kinds to time again, so that the time of a step is known well enough; none if it is."""
         seconds = {kind: kinds.count(kind) * self._seconds(kind) for kind in set(kinds)}
         errors = {kind: _error(self._runs[kind]) for kind in seconds}
-        if sum(errors[kind] * seconds[kind] for kind in seconds) <= GOOD_ENOUGH * sum(seconds.values()):
+        # Stages are timed in turns, so that those of one kind are not slow because those of another are.
+        if hypot(*(errors[kind] * seconds[kind] for kind in seconds)) <= GOOD_ENOUGH * sum(seconds.values()):
             return set()
         open_ones = seconds.keys() - self._settled
         return {kind for kind in open_ones if errors[kind] > GOOD_ENOUGH and len(self._runs[kind]) < MOST_RUNS}

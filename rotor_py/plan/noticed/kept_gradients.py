@@ -22,15 +22,12 @@ class KeptGradients:
         """the sequence and the limit that were looked at last"""
 
     def notice(self, plan: StepPlan, plan_again: Callable[[], None]) -> None:
-        """Look whether a step by `plan`, which is about to begin, has room for gradients that are there already.
+        """Look whether a step by `plan`, which begins with gradients that are there already, has room for them.
 
         If not, `plan_again` is called, which raises InfeasibleError if no plan has, and a line in the log says so.
         Where the plan is not ours to change, the line is a warning, and training goes on beyond the limit.
         """
         if not plan.fresh_gradients or plan.unlimited(self._model.settings):
-            return
-        parameters = self._model.core.parameters()
-        if not any(parameter.grad is not None and parameter.requires_grad for parameter in parameters):
             return
         assert plan.sequence is not None
         # Together: the gradients that are there, and those that the plan has the backward make. No step takes more.

@@ -23,9 +23,11 @@ class ModelState:
     """the id of every parameter, and whether it is trained, its device and dtype"""
     autocast: tuple[torch.dtype | None, ...]
     """its dtype on the CPU and on CUDA; None where it is off"""
-    # Both follow from the parameters.
+    # What follows from the parameters, or is beside the plan.
     devices: frozenset[torch.device] = field(compare=False)
     trains: bool = field(compare=False)
+    has_gradients: bool = field(compare=False)
+    """whether a trained parameter has a gradient already"""
 
     def same_layers(self, other: ModelState) -> bool:
         """Whether layers and parameters are the same objects, whatever their modes."""
@@ -49,13 +51,16 @@ class ModelState:
         # Not by `modules()` and `parameters()`, which take longer, since they leave out what comes twice: this runs in
         # every step.
         pending = [model]
+        has_gradients = False
         while pending:
             module = pending.pop()
             modules += (id(module), module.training)
             pending += [child for child in module._modules.values() if child is not None]
             for p in module._parameters.values():
                 if p is not None:
-                    found.append((id(p), p.requires_grad, p.device, p.dtype))
+                    needs_gradient = p.requires_grad
+                    found.append((id(p), needs_gradient, p.device, p.dtype))
+                    has_gradients = has_gradients or (needs_gradient and p.grad is not None)
         devices = frozenset([device for _, _, device, _ in found])
         return cls(
             modules=tuple(modules),
@@ -65,6 +70,7 @@ class ModelState:
             ),
             devices=devices,
             trains=any(needs_gradient for _, needs_gradient, _, _ in found),
+            has_gradients=has_gradients,
         )
 
 
