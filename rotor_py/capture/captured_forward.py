@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -182,12 +183,17 @@ class CapturedForward:
         config = getattr(self.model, "config", None)
         if not getattr(config, "use_cache", False) or "use_cache" in kwargs:
             return kwargs
-        if "use_cache" not in inspect.signature(self.model.forward).parameters:
+        if not _takes_use_cache(getattr(self.model.forward, "__func__", self.model.forward)):
             return kwargs
         if not self._told_of_cache:
             self._told_of_cache = True
             _log.info("use_cache is off while training: nothing reads the cache there, and it takes memory")
         return {**kwargs, "use_cache": False}
+
+
+@lru_cache(maxsize=16)
+def _takes_use_cache(forward: Callable[..., Any]) -> bool:
+    return "use_cache" in inspect.signature(forward).parameters
 
 
 def run_as_captured(model: nn.Module) -> Callable[..., Any]:

@@ -64,9 +64,10 @@ class StepPlans:
         be left over from other steps.
         """
         found = [each for each in self._all() if each.is_for(spec)]
-        found.sort(key=covers, reverse=True)  # of equals the first: the one in use
         if not found:
             return False
+        if len(found) > 1:  # every step comes here, mostly with one
+            found.sort(key=covers, reverse=True)  # of equals the first: the one in use
         self._put_in_use(found[0], spec.model, revived)
         return True
 
