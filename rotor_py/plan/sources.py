@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from rotor_profiling.instruments import prediction
 from rotor_py.compiled.stage_code import Config
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import meeting_in_stages
@@ -330,5 +331,6 @@ def _options(model: nn.Module, settings: Settings, device: torch.device) -> dict
         "fresh_gradients": settings.fresh_grads,
         "loss_temp_bytes": settings.loss_tmp_memory_usage,
         "cache": settings.cache,
-        "node_seconds": node_seconds() if device.type == "cpu" else 0.0,  # elsewhere the device works meanwhile
+        # Elsewhere the device works meanwhile, also where it is predicted.
+        "node_seconds": node_seconds() if device.type == "cpu" and prediction() is None else 0.0,
     }

@@ -1,0 +1,103 @@
+"""A chain of tensors without memory beside the measured one, stage by stage: the CPU's own operators in both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rotor_profiling import StageCost
+from rotor_profiling.instruments import using
+from rotor_profiling.predicted.predicted_device import PredictedDevice
+from rotor_py import Checkpointable, models
+from tests.execute.zoo import convolutions, dropouts, moving_buffers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+EXACT = ("activation_bytes", "saved_bytes", "input_released_bytes", "output_released_bytes")
+"""What a stage holds. What kernels need beside it while they run, tensors without memory do not show."""
+A_MICROSECOND = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
+
+
+def measured(make: Callable[[], nn.Module], sample: Callable[[], Any], loss: Any, **options: Any) -> Checkpointable:
+    torch.manual_seed(0)
+    model = make().train()
+    found = Checkpointable(
+        model, loss=loss, optimizer=torch.optim.AdamW(model.parameters()), fresh_grads=True, cache=False, **options
+    )
+    found.measure(sample())
+    return found
+
+
+def both(
+    make: Callable[[], nn.Module], sample: Callable[[], Any], loss: Any = torch.mean
+) -> tuple[Checkpointable, Checkpointable]:
+    real = measured(make, sample, loss)
+    with using(A_MICROSECOND), FakeTensorMode(allow_non_fake_inputs=True):
+        return real, measured(make, sample, loss)
+
+
+def assert_alike(real: Checkpointable, predicted: Checkpointable, trifle: int = 0) -> None:
+    """`trifle` bytes may differ: numbers that operators wrap as tensors, and single values that they save."""
+    assert real.inspection_values is not None
+    assert predicted.inspection_values is not None
+    assert predicted.inspection_values.names == real.inspection_values.names
+    for name in EXACT:
+        found, expected = (
+            [getattr(stage, name) for stage in each.inspection_values.stages] for each in (predicted, real)
+        )
+        assert found == pytest.approx(expected, abs=trifle), name
+    assert predicted.budget.fixed == real.budget.fixed
+    assert predicted.inspection_values.gradient_bytes == real.inspection_values.gradient_bytes
+    assert predicted.inspection_values.carried == real.inspection_values.carried
+    assert predicted.inspection_values.snapshot_bytes == real.inspection_values.snapshot_bytes
+    for stage in predicted.inspection_values.stages:
+        assert_in_microseconds(stage)
+
+
+def assert_in_microseconds(stage: StageCost) -> None:
+    assert stage.forward_seconds >= 0
+    assert round(stage.forward_seconds * 1e6, 6) % 1 == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "sample"),
+    [
+        (convolutions, lambda: torch.randn(4, 3, 8, 8)),
+        (dropouts, lambda: torch.randn(8, 7)),
+        (moving_buffers, lambda: torch.randn(8, 6)),
+        (models.resnet18, lambda: torch.randn(4, 3, 32, 32)),
+    ],
+    ids=["convolutions", "dropouts", "buffers", "ResNet-18"],
+)
+def test_what_stages_hold_is_what_is_measured(make: Callable[[], nn.Module], sample: Callable[[], Any]) -> None:
+    assert_alike(*both(make, sample))
+
+
+TRIFLES = {"GPT-2": 200, "Swin": 64, "T5": 16, "Whisper": 16}
+"""A stage of these saves single numbers that operators wrap, which no dispatch shows."""
+SLOW = ("GPT-2", "T5", "Swin", "Mixtral", "Whisper", "BERT", "ResNet", "ViT", "ConvNeXt")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["Llama", "U-Net", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_captured_models_hold_what_is_measured(name: str) -> None:
+    pytest.importorskip("transformers")
+    import ecosystem
+
+    def make() -> nn.Module:
+        return ecosystem.MODELS[name]()[0]
+
+    def sample() -> Any:
+        inputs = ecosystem.MODELS[name]()[1]
+        if "attention_mask" in inputs:  # what is without values cannot say where padding is
+            inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+        return inputs
+
+    assert_alike(*both(make, sample, ecosystem.MODELS[name]()[2]), TRIFLES.get(name, 0))
