@@ -21,7 +21,7 @@ FLOORS = (
     {"plan"},
     {"capture", "by_hand", "report", "partition"},
     {"execute", "measure", "compiled"},
-    {"stage", "distributed"},
+    {"stage", "distributed", "devices"},
     {"errors", "units", "transparent", "models"},
 )
 """The rooms of rotor_py, from the top to the bottom: a room imports from lower floors alone."""
