@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from rotor_profiling.instruments import prediction
+from rotor_profiling.instruments import operators, prediction
 from rotor_py.compiled.stage_code import Config
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import meeting_in_stages
@@ -156,9 +156,10 @@ class LayerSource:
         progress: Progress | None,
         rooms: Rooms | None = None,
     ) -> Measured:
-        found = cut(self._model, value, device)
-        options = _options(self._model, settings, device)
-        measurement = measure(found, value, device, loss=settings.loss, progress=progress, **options)
+        with operators():
+            found = cut(self._model, value, device)
+            options = _options(self._model, settings, device)
+            measurement = measure(found, value, device, loss=settings.loss, progress=progress, **options)
         return Measured([MeasuredCut(found, measurement)], value)
 
     def follow(self, cut: Cut) -> None:

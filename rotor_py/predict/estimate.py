@@ -1,0 +1,98 @@
+"""`estimate`: what a training step takes on a device that is not there, in memory and time, and the plan for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rotor_profiling.instruments import using
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.devices.device import Device
+from rotor_py.devices.table import find_device
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.plan.settings import what_it_is
+from rotor_py.predict.prediction import prediction_for
+from rotor_py.predict.without_memory import WithoutMemory, made_without_memory
+from rotor_py.report import Report
+
+Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def estimate(
+    model: nn.Module | Callable[[], nn.Module],
+    sample: Any,
+    device: str | Device = "h100",
+    *,
+    optimizer: Optimizer | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    mem_limit: float | str | None = None,
+    fresh_grads: bool = False,
+    mem_slots: int = 500,
+) -> Report:
+    """The report of a training step of `model` on `device`, which need not be there, and of the plan for it.
+
+    Nothing is computed, and no memory is taken for parameters, activations or optimizer state, so that a model may be
+    larger than this machine. Bytes of tensors are exact; peaks are predicted, and times follow from assumptions that
+    the report names.
+
+    Args:
+        model: any model, which is left as it is; or a function that makes one, so that its parameters take no memory
+            either. A model on the meta device will do.
+        sample: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments. Only
+            shapes and dtypes count. An attention mask is taken to mask nothing.
+        device: a name in the table of devices (`rotor_py.devices`), or a `Device`.
+        optimizer: the optimizer of the model, or a function of parameters that makes one, such as `torch.optim.AdamW`.
+        loss: the loss as a function of the output, on the CPU.
+        mem_limit: the peak of a whole step: bytes, or "60GB", "80%". None is 90 % of what PyTorch can have there.
+        fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`).
+        mem_slots: how finely the solver divides memory.
+
+    InfeasibleError, with the least limit as `min_bytes`, if no plan fits the device; UnsupportedModelError for a model
+    that cannot be planned, or whose forward depends on values; ValueError for a device that is not in the table.
+    """
+    found = find_device(device) if isinstance(device, str) else device
+    if not isinstance(model, nn.Module):
+        with made_without_memory():
+            model = model()
+        if not isinstance(model, nn.Module):
+            raise UnsupportedModelError(f"the function that makes the model gives {what_it_is(model)}, and no module")
+    with predicting(found) as without_memory:
+        fake = without_memory.model(model).train()
+        network = Checkpointable(
+            fake,
+            mem_limit=mem_limit,
+            mem_slots=mem_slots,
+            loss=loss,
+            optimizer=_optimizer(optimizer, fake, without_memory),
+            fresh_grads=fresh_grads,
+            cache=False,
+        )
+        network.measure(without_memory.value(sample))
+        network.compute_sequence()
+        return replace(network.report(), device=found.name, predicted_for=found)
+
+
+@contextmanager
+def predicting(device: Device) -> Iterator[WithoutMemory]:
+    """Inside, tensors that are made take no memory, and what is measured is predicted for `device`.
+
+    Gives what makes models, samples and optimizers without memory of others.
+    """
+    # Others come in with losses: a target, for example.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with using(prediction_for(device)), mode:
+        yield WithoutMemory(mode)
+
+
+def _optimizer(given: Optimizer | None, fake: nn.Module, without_memory: WithoutMemory) -> torch.optim.Optimizer | None:
+    if given is None:
+        return None
+    if isinstance(given, torch.optim.Optimizer):
+        return without_memory.optimizer(given)
+    return given(fake.parameters())
