@@ -7,8 +7,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling.storage import allocated, local, tensors_in
@@ -36,6 +38,11 @@ class _Held:
     def free(self, key: int) -> None:
         self.now -= self.known.pop(key, 0)
 
+    def resize(self, key: int, size: int) -> None:
+        if key in self.known:
+            self.free(key)
+            self.take(key, size)
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages on devices of `kinds` that are created while the mode is active.
@@ -47,6 +54,27 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
         self._kinds, self._kind, self._scratch = kinds, kind, scratch
         self._held = _Held()
+        self._resized = _Resized(self)
+
+    def __enter__(self) -> LiveBytes:
+        self._resized.begin()
+        super().__enter__()  # type: ignore[no-untyped-call]  # as above
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
+        self._resized.end()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A model that TorchDynamo has captured is to run as captured while its bytes are counted."""
+        return True
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size now."""
+        self._held.resize(storage._cdata, allocated(storage.nbytes(), self._kind))
 
     @property
     def now(self) -> int:
@@ -84,3 +112,28 @@ class LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, held.free, key).atexit = False
         held.peak = max(held.peak, held.now + self._scratch(func, args, kwargs, result))
         return result
+
+
+class _Resized:
+    """Has `live` notice storages that are resized, which no mode sees.
+
+    FSDP lets whole parameters go by making their storage empty, and makes it as large as before to gather them again.
+    """
+
+    def __init__(self, live: LiveBytes) -> None:
+        self._live = weakref.ref(live)
+
+    def begin(self) -> None:
+        before, live = torch.UntypedStorage.resize_, self._live
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = before(storage, size)
+            if (counting := live()) is not None:
+                counting.resize(storage)
+            return result
+
+        self._before = before
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # a method of C, and nobody calls ours
+
+    def end(self) -> None:
+        torch.UntypedStorage.resize_ = self._before  # type: ignore[method-assign]

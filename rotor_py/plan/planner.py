@@ -66,6 +66,7 @@ from torch import nn
 
 from rotor_profiling import UnknownOptimizerError, optimizer_cost
 from rotor_py.compiled.options import without_cuda_graphs
+from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.out_of_memory.guarded_budget import guarded
 from rotor_py.plan.plan_maker import PlanMaker
@@ -148,6 +149,10 @@ class Planner:
     def follow(self, sequence: Sequence | None) -> None:
         """Event 3: follow this sequence; None to have one found. ValueError if nothing has been measured."""
         self.in_use.sequence = sequence
+
+    def divide(self, budget: Budget) -> None:
+        """Have the limit divided in this way from now on. ValueError if nothing has been measured."""
+        self.in_use.budget, self.in_use.sequence = budget, None
 
     def set_limit(self, limit: float | str) -> None:
         """Event 4: look for sequences within this limit from now on. ValueError if it is not one."""

@@ -317,12 +317,13 @@ class _Replay:
         if read is None:
             read = sequence, program(len(runners), sequence)
             self._read = [*self._read[1 - _MOST_READ :], read]
-        if is_sharded(self._model):
-            # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.
-            return regions.run(runners, regions.regions(sequence), value)
-        if smaller is not None:
-            return GuardedTape(runners, read[1], smaller).forward(value)
-        return replay(runners, read[1], value)
+        with operators():
+            if is_sharded(self._model):
+                # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.
+                return regions.run(runners, regions.regions(sequence), value)
+            if smaller is not None:
+                return GuardedTape(runners, read[1], smaller).forward(value)
+            return replay(runners, read[1], value)
 
 
 def _options(model: nn.Module, settings: Settings, device: torch.device) -> dict[str, Any]:
