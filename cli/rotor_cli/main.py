@@ -35,6 +35,16 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 """
 
 
+def _calibrate(context: click.Context, option: click.Parameter, device: str | None) -> None:
+    """Like --version: it needs no model, prints, and ends."""
+    if device is None or context.resilient_parsing:
+        return
+    from rotor_cli.commands.calibrate import run
+
+    run(device or None)
+    context.exit()
+
+
 @click.command(
     cls=CommandWithSynonyms,
     epilog=_EPILOG,
@@ -133,6 +143,16 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
     help="Of the pipeline: gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-whole.",
 )
 @click.option("--virtual-stages", type=click.IntRange(min=1), metavar="V", help="Parts on each rank. [interleaved: 2]")
+@click.option(
+    "--calibrate",
+    is_flag=False,
+    flag_value="",
+    is_eager=True,
+    expose_value=False,
+    callback=_calibrate,
+    metavar="[DEVICE]",
+    help="Measure this machine's device, print a file for --device-file, and end. Needs no MODEL.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="No progress on the terminal while it works.")
 @click.option("--traceback", is_flag=True, help="Show tracebacks of unexpected errors.")
 @click.version_option(package_name="rotor-plan")
