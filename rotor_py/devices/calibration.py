@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from rotor_profiling.instruments import stopwatch
 from rotor_profiling.timing import seconds_of
 from rotor_py.devices.device import CONTEXT_BYTES, Device, Efficiencies, Rates
 
@@ -192,7 +193,8 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
     once()
     once()
-    return max(seconds_of(once, device), 1e-9)
+    with stopwatch(device) as watch:
+        return max(seconds_of(once, watch), 1e-9)
 
 
 @contextmanager

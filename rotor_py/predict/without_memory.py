@@ -86,7 +86,8 @@ class WithoutMemory:
             made = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, tensor.requires_grad)
-        made.__dict__.update({k: v for k, v in vars(tensor).items() if not isinstance(v, torch.Tensor)})
+        own = {key: value for key, value in vars(tensor).items() if not isinstance(value, torch.Tensor)}
+        made.__dict__.update({key: value for key, value in own.items() if key not in vars(made)})
         return made.requires_grad_(tensor.requires_grad)
 
 
