@@ -149,7 +149,7 @@ class Request:
             "--verify": (self.verify, "trains a step on the device"),
             "--compile": (self.compile, "compiles the stages for the device, and measures them there"),
             "--pipeline": (self.pipeline is not None, "measures a microbatch on the device"),
-            "--batch best": (self.batch == "best", "times whole steps on the device"),
+            f"--batch {self.batch}": (self.batch_aim is not None, "takes whole steps on the device"),
         }
         for option, (given, does) in refused.items():
             if given:

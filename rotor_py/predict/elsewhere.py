@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from rotor_profiling.instruments import using
 from rotor_py.devices.device import Device
+from rotor_py.errors import UnsupportedModelError
 from rotor_py.predict.prediction import prediction_for
 from rotor_py.predict.without_memory import WithoutMemory, made_without_memory
 
@@ -28,6 +29,16 @@ class Elsewhere:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Inside, tensors that are made take no memory, and what is measured is predicted for the device."""
-        with using(prediction_for(self.device)), self._mode:
-            yield
+        """Inside, tensors that are made take no memory, and what is measured is predicted for the device.
+
+        UnsupportedModelError for what reads values.
+        """
+        try:
+            with using(prediction_for(self.device)), self._mode:
+                yield
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            where = "; ".join(getattr(error, "__notes__", ()))
+            raise UnsupportedModelError(
+                f"{error.func} depends on values{f' ({where})' if where else ''}, and where nothing is computed there "
+                "are none; plan the model on a device that is here, or give it sizes that do not depend on its data"
+            ) from error

@@ -50,7 +50,9 @@ def plan(request: Request) -> Facts:
 def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activities, place: Place) -> Facts:
     chosen = None
     if request.batch_aim is None:
-        network = _measure(found, limit, request, shown)
+        # Inside of it again, so that what the model may not do there is told as what it is.
+        with explained(found.file), place.measuring():
+            network = _measure(found, limit, request, shown)
     else:
         assert limit is not None
         chosen = choose(found, limit, request, shown)
@@ -72,21 +74,20 @@ def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activ
 
 
 def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
-    with explained(found.file):
-        network = Checkpointable(
-            found.model,
-            mem_limit=limit,
-            mem_slots=request.slots,
-            loss=found.loss or default_loss,  # `verify` takes it, too: what is predicted is what is measured
-            optimizer=found.optimizer,
-            fresh_grads=request.fresh_grads,
-            forwards_in_flight=request.forwards_in_flight,
-            backward_order=request.backward_order,
-            progress=shown.doing("measuring"),
-            cache=not request.no_cache,
-            compile=request.compile,
-        )
-        network.measure(found.sample)
+    network = Checkpointable(
+        found.model,
+        mem_limit=limit,
+        mem_slots=request.slots,
+        loss=found.loss or default_loss,  # `verify` takes it, too: what is predicted is what is measured
+        optimizer=found.optimizer,
+        fresh_grads=request.fresh_grads,
+        forwards_in_flight=request.forwards_in_flight,
+        backward_order=request.backward_order,
+        progress=shown.doing("measuring"),
+        cache=not request.no_cache,
+        compile=request.compile,
+    )
+    network.measure(found.sample)
     return network
 
 
