@@ -50,6 +50,10 @@ class Prediction(Instruments, Protocol):
     """Instruments for a device that is not there, and what else has to be known of it."""
 
     @property
+    def name(self) -> str:
+        """What the device is called, for people."""
+
+    @property
     def kind(self) -> str:
         """The kind of device that is predicted: "cuda", though the tensors are on the CPU."""
 

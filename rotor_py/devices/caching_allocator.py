@@ -73,8 +73,8 @@ class DeviceFullError(ValueError):
 
     def __init__(self, size: int, allocated: int, reserved: int, limit: int) -> None:
         super().__init__(
-            f"{format_bytes(size)} more do not fit: of {format_bytes(limit)}, {format_bytes(reserved)} are reserved, of "
-            f"which {format_bytes(allocated)} are allocated; try expandable segments, or a smaller batch"
+            f"{format_bytes(size)} more do not fit: of {format_bytes(limit)}, {format_bytes(reserved)} are reserved, "
+            f"of which {format_bytes(allocated)} are allocated; try expandable segments, or a smaller batch"
         )
         self.size, self.allocated, self.reserved, self.limit = size, allocated, reserved, limit
 

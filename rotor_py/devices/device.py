@@ -50,7 +50,7 @@ class Efficiencies:
     anchor: str | None = None
 
 
-UNANCHORED = Efficiencies(matmul=0.65, convolution=0.5, attention=0.3, attention_backward=0.22, streaming=0.55)
+UNANCHORED = Efficiencies(matmul=0.65, convolution=0.5, attention=0.3, attention_backward=0.22, streaming=0.5)
 """For devices of which no times are known: between those that were fitted for the H100 and for the A100."""
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -35,11 +36,36 @@ _OTHERS = {"c10d", "_c10d_functional", "fsdp", "_dtensor"}
 """Collectives run beside the computation, and are for who knows what they overlap with; they take no time here."""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one operator has to do, whatever the device: floating point operations, and bytes read and written.
+
+    `kind` names the efficiency that its operations have; `dtype` is what is multiplied, as TF32 where `tf32` says so.
+    """
+
+    operations: int
+    bytes: int
+    kind: Literal["matmul", "convolution", "attention", "attention_backward"]
+    dtype: torch.dtype
+    tf32: bool = False
+
+    def seconds(self, device: Device) -> float:
+        """How long it takes on `device`."""
+        if not self.operations and not self.bytes:
+            return 0.0
+        streaming = self.bytes / (device.bandwidth * device.efficiencies.streaming)
+        if not self.operations:
+            return max(streaming, device.launch_seconds)
+        efficiency: float = getattr(device.efficiencies, self.kind)
+        computing = self.operations / (device.rates.of(self.dtype, tf32=self.tf32) * efficiency)
+        return max(computing, streaming, device.launch_seconds)
+
+
 class Roofline:
     """The clock of a device that is not there: a function of an operator's call that returns seconds.
 
     Works on tensors of any device, fake ones too: it looks at shapes, strides and dtypes. `tf32` says whether PyTorch
-    may multiply matrices of float32 as TF32; by default what is set in this process for CUDA.
+    may multiply numbers of 32 bits as TF32; by default what is set in this process for CUDA.
     """
 
     def __init__(self, device: Device, *, tf32: bool | None = None) -> None:
@@ -47,28 +73,28 @@ class Roofline:
         self._tf32 = tf32
 
     def __call__(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-        operations, size = operations_of(func, args, kwargs, out), bytes_of(func, args, kwargs, out)
-        if not operations and not size:
-            return 0.0
-        device, packet = self.device, func.overloadpacket
-        efficiencies = device.efficiencies
-        streaming = size / (device.bandwidth * efficiencies.streaming)
-        if not operations:
-            return max(streaming, device.launch_seconds)
-        efficiency = (
-            efficiencies.attention if packet in ATTENTION
-            else efficiencies.attention_backward if packet in ATTENTION_BACKWARD
-            else efficiencies.convolution if packet in _CONVOLUTIONS
-            else efficiencies.matmul
-        )  # fmt: skip
-        computing = operations / (device.rates.of(_dtype(args), tf32=self._may_tf32(packet)) * efficiency)
-        return max(computing, streaming, device.launch_seconds)
+        return work_of(func, args, kwargs, out, tf32=self._tf32).seconds(self.device)
 
-    def _may_tf32(self, packet: object) -> bool:
-        if self._tf32 is not None:
-            return self._tf32
+
+def work_of(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, tf32: bool | None = None
+) -> Work:
+    """What a call of an operator has to do, given its arguments and its result."""
+    packet = func.overloadpacket
+    convolves = packet in _CONVOLUTIONS
+    if tf32 is None:
         # Convolutions may by default, matrices may not: https://docs.pytorch.org/docs/stable/notes/cuda.html
-        return torch.backends.cudnn.allow_tf32 if packet in _CONVOLUTIONS else torch.backends.cuda.matmul.allow_tf32
+        tf32 = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
+    return Work(
+        operations_of(func, args, kwargs, out),
+        bytes_of(func, args, kwargs, out),
+        "attention" if packet in ATTENTION
+        else "attention_backward" if packet in ATTENTION_BACKWARD
+        else "convolution" if convolves
+        else "matmul",
+        _dtype(args),
+        tf32,
+    )  # fmt: skip
 
 
 def operations_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:

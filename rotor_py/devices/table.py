@@ -107,7 +107,7 @@ def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
         link_bandwidth=_above_zero("link", values["link"]),
         pcie_bandwidth=_above_zero("pcie", values["pcie"]),
         efficiencies=_efficiencies(cells.get("efficiencies")),
-        context_bytes=parse_bytes(values["context"]) if "context" in values else CONTEXT_BYTES,
+        context_bytes=_context(values.get("context", CONTEXT_BYTES)),
         launch_seconds=float(values.get("launch_seconds", LAUNCH_SECONDS)),
         vendor=str(values.get("vendor", "nvidia")),
         sources=tuple(sorted(said)),
@@ -117,6 +117,11 @@ def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
 def _value_and_source(cell: Any) -> tuple[Any, str]:
     """A cell is a plain value, or a table of the value and the name of its source."""
     return (cell["value"], cell.get("source", _OWN)) if isinstance(cell, dict) and "value" in cell else (cell, _OWN)
+
+
+def _context(value: Any) -> int:
+    """None at all is possible, too: on a CPU."""
+    return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
 
 
 def _efficiencies(cells: dict[str, Any] | None) -> Efficiencies:

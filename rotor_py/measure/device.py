@@ -30,12 +30,13 @@ def limit_bytes(limit: float | str | None, device: torch.device) -> int:
     total = total_bytes(device)
     found = parse_bytes(limit, device_bytes=total)
     if found > total:
-        _tell_of_a_limit_above(found, total, device)
+        predicted = prediction()
+        _tell_of_a_limit_above(found, total, str(device) if predicted is None else predicted.name)
     return found
 
 
 @cache  # once for each limit
-def _tell_of_a_limit_above(limit: int, total: int, device: torch.device) -> None:
+def _tell_of_a_limit_above(limit: int, total: int, device: str) -> None:
     _log.warning(
         "the limit of %s is above all memory of %s, %s: a plan inside it may not fit there",
         format_bytes(limit), device, format_bytes(total),

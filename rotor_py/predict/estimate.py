@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rotor_profiling.instruments import using
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.devices.device import Device
 from rotor_py.devices.table import find_device
 from rotor_py.errors import UnsupportedModelError
+from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.plan.settings import what_it_is
-from rotor_py.predict.prediction import prediction_for
-from rotor_py.predict.without_memory import WithoutMemory, made_without_memory
+from rotor_py.predict.elsewhere import Elsewhere
+from rotor_py.predict.without_memory import WithoutMemory
 from rotor_py.report import Report
 
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -57,12 +55,15 @@ def estimate(
     that cannot be planned, or whose forward depends on values; ValueError for a device that is not in the table.
     """
     found = find_device(device) if isinstance(device, str) else device
+    elsewhere = Elsewhere(found)
+    without_memory = elsewhere.without_memory
     if not isinstance(model, nn.Module):
-        with made_without_memory():
+        with elsewhere.making():
             model = model()
         if not isinstance(model, nn.Module):
             raise UnsupportedModelError(f"the function that makes the model gives {what_it_is(model)}, and no module")
-    with predicting(found) as without_memory:
+    arguments, keywords = arguments_of(sample, model)  # of a DataLoader, the first batch
+    with elsewhere.measuring():
         fake = without_memory.model(model).train()
         network = Checkpointable(
             fake,
@@ -73,21 +74,9 @@ def estimate(
             fresh_grads=fresh_grads,
             cache=False,
         )
-        network.measure(without_memory.value(sample))
+        network.measure(without_memory.value(keywords or arguments))
         network.compute_sequence()
         return replace(network.report(), device=found.name, predicted_for=found)
-
-
-@contextmanager
-def predicting(device: Device) -> Iterator[WithoutMemory]:
-    """Inside, tensors that are made take no memory, and what is measured is predicted for `device`.
-
-    Gives what makes models, samples and optimizers without memory of others.
-    """
-    # Others come in with losses: a target, for example.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with using(prediction_for(device)), mode:
-        yield WithoutMemory(mode)
 
 
 def _optimizer(given: Optimizer | None, fake: nn.Module, without_memory: WithoutMemory) -> torch.optim.Optimizer | None:

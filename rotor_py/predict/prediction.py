@@ -19,6 +19,7 @@ def prediction_for(device: Device) -> PredictedDevice:
     """What predicts for `device`: its allocator's rounding, a roofline for a clock, the operators that run there."""
     return PredictedDevice(
         kind="cuda",
+        name=device.name,
         memory_bytes=device.usable_bytes,
         seconds=Roofline(device),
         scratch=scratch_bytes,

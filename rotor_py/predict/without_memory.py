@@ -54,24 +54,26 @@ class WithoutMemory:
         ]
         found.state = type(optimizer.state)(optimizer.state.default_factory)
         for parameter, state in optimizer.state.items():
-            found.state[self.tensor(parameter)] = tree_map_only(torch.Tensor, self._state, state)
+            found.state[self.tensor(parameter)] = self.value(state)
         return found
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor like this one that takes no memory; the same one each time."""
         if id(tensor) not in self._copies:
             self._alive.append(tensor)
-            self._copies[id(tensor)] = self._copied(tensor)
+            number = tensor.dim() == 0 and not isinstance(tensor, nn.Parameter)
+            self._copies[id(tensor)] = self._number(tensor) if number else self._copied(tensor)
         return self._copies[id(tensor)]
 
-    def _state(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of an optimizer's state. Single numbers keep their values: optimizers read the count of steps."""
-        if tensor.numel() != 1 or not has_values(tensor):
-            return self.tensor(tensor)
+    def _number(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A single number, with its value: optimizers and batch norms read the count of their steps.
+
+        Where it has no value because it was made without memory, it counts as zero, as these counts begin.
+        """
         with unset_fake_temporarily():
-            value = tensor.tolist()
+            value = tensor.item() if has_values(tensor) else 0
         with self._mode:
-            return torch.tensor(value, dtype=tensor.dtype)
+            return torch.tensor(value, dtype=tensor.dtype).requires_grad_(tensor.requires_grad)
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         with unset_fake_temporarily():
@@ -86,7 +88,8 @@ class WithoutMemory:
             made = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, tensor.requires_grad)
-        made.__dict__.update({k: v for k, v in vars(tensor).items() if not isinstance(v, torch.Tensor)})
+        own = {key: value for key, value in vars(tensor).items() if not isinstance(value, torch.Tensor)}
+        made.__dict__.update({key: value for key, value in own.items() if key not in vars(made)})
         return made.requires_grad_(tensor.requires_grad)
 
 

@@ -95,6 +95,24 @@ def test_what_cannot_be_planned_is_refused_in_one_sentence() -> None:
         estimate(lambda: 3, torch.randn(2, 256))  # type: ignore[arg-type, return-value]
 
 
+class Reads(nn.Linear):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made = super().forward(value)
+        return made * 2 if made.sum().item() > 0 else made
+
+
+def test_a_model_that_reads_values_is_refused_and_the_stage_is_named() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"_local_scalar_dense.* depends on values .*stage '1'"):
+        estimate(nn.Sequential(nn.Linear(4, 4), Reads(4, 4)), torch.randn(2, 4), loss=torch.mean)
+
+
+def test_counts_of_steps_keep_their_values() -> None:
+    """A batch norm without momentum divides by its count."""
+    norm = nn.BatchNorm1d(4, momentum=None)
+    for model in (nn.Sequential(nn.Linear(4, 4), norm), lambda: nn.Sequential(nn.Linear(4, 4), norm)):
+        assert estimate(model, torch.randn(2, 4), loss=torch.mean).fits
+
+
 def test_afterwards_models_are_measured_again() -> None:
     estimate(blocks, torch.randn(64, 256), loss=torch.mean)
     model = blocks()
@@ -130,7 +148,7 @@ def test_a_llama_of_8_billion_parameters_fits_a_card_of_80_gigabytes_if_its_opti
     report = estimate(eight_billion, inputs, "h100", optimizer=partial(torch.optim.AdamW, fused=True), **options)
     billions = 8_030_261_248
     assert report.budget.fixed.parameters == pytest.approx(2 * billions, rel=1e-6)
-    assert report.budget.fixed.optimizer == pytest.approx(4 * billions, rel=1e-6)
+    assert report.budget.fixed.optimizer == pytest.approx(4 * billions, rel=1e-5)  # counts of steps are there, too
     assert report.store_all_bytes > 100 * 2**30
     assert report.peak_bytes <= 76 * 2**30
     assert 1.0 < report.overhead < 1.2

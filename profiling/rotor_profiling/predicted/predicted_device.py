@@ -45,6 +45,7 @@ class PredictedDevice:
     scratch: OperatorBytes = no_scratch
     workspace_bytes: int = 0
     storages: Storages = Numbered()
+    name: str = "a device that is not here"
     chosen: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def memory_meter(self, device: torch.device) -> MemoryMeter:

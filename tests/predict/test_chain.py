@@ -16,6 +16,7 @@ from rotor_profiling import StageCost
 from rotor_profiling.instruments import using
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, models, store_all
+from rotor_py.predict.without_memory import WithoutMemory
 from tests.capture.steps import measured_step
 from tests.execute.zoo import convolutions, dropouts, moving_buffers
 
@@ -26,22 +27,24 @@ EXACT = ("activation_bytes", "saved_bytes", "input_released_bytes", "output_rele
 A_MICROSECOND = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
 
 
-def measured(make: Callable[[], nn.Module], sample: Callable[[], Any], loss: Any, **options: Any) -> Checkpointable:
-    torch.manual_seed(0)
-    model = make().train()
-    found = Checkpointable(
-        model, loss=loss, optimizer=torch.optim.AdamW(model.parameters()), fresh_grads=True, cache=False, **options
-    )
-    found.measure(sample())
+def measured(model: nn.Module, sample: Any, loss: Any) -> Checkpointable:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = Checkpointable(model, loss=loss, optimizer=optimizer, fresh_grads=True, cache=False)
+    found.measure(sample)
     return found
 
 
 def both(
     make: Callable[[], nn.Module], sample: Callable[[], Any], loss: Any = torch.mean
 ) -> tuple[Checkpointable, Checkpointable]:
-    real = measured(make, sample, loss)
-    with using(A_MICROSECOND), FakeTensorMode(allow_non_fake_inputs=True):
-        return real, measured(make, sample, loss)
+    torch.manual_seed(0)
+    model, batch = make(), sample()
+    real = measured(model, batch, loss)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    without_memory = WithoutMemory(mode)
+    with using(A_MICROSECOND), mode:
+        return real, measured(without_memory.model(model), without_memory.value(batch), loss)
 
 
 def assert_alike(real: Checkpointable, predicted: Checkpointable, trifle: int = 0) -> None:
