@@ -61,13 +61,17 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
 @click.option(
     "--device",
     metavar="DEVICE",
-    help="cpu, cuda or cuda:N; or one that need not be here: h100, a100-80, l4, … [default: cuda where there is one]",
+    help="cpu, cuda or cuda:N; or some that need not be here: h100, a100-80, h100:8 (FSDP2 over eight), … "
+    "[default: cuda where there is one]",
 )
 @click.option("--device-memory", metavar="SIZE", help="Plan for a device of so many bytes, which need not be here.")
 @click.option(
     "--device-file", metavar="FILE", shell_complete=files, help="A device that need not be here, as --calibrate prints."
 )
 @click.option("--dtype", metavar="DTYPE", help="Convert model and input first: bfloat16, float16, float32.")
+@click.option(
+    "--precision", metavar="DTYPE", help="With h100:8: blocks gather parameters, and run, in this dtype: bfloat16."
+)
 @click.option(
     "--optimizer", metavar="NAME", help="One of torch.optim instead of the file's: adamw, adamw-fused, sgd-momentum."
 )

@@ -64,6 +64,7 @@ class Request:
     device_memory: str | None = None
     device_file: str | None = None
     dtype: str | None = None
+    precision: str | None = None
     optimizer: str | None = None
     grad_accumulation: int | None = None
 
@@ -132,18 +133,14 @@ class Request:
                 raise usage(f"--device-memory: {error}") from error
         if self.elsewhere:
             self._refuse_elsewhere(self.device or "")
+        if self.precision is not None and ":" not in (self.device or ""):
+            raise usage("--precision is for parameters that several devices share; write --device h100:8, or --dtype")
 
     def _refuse_elsewhere(self, device: str) -> None:
         if _DEVICE.fullmatch(device):
             raise usage(
                 f"--device {device} is a device of this machine; --device-memory and --device-file are about one that "
                 "need not be here"
-            )
-        name, colon, number = device.partition(":")
-        if colon and number != "1":
-            raise usage(
-                f"--device {device!r} asks for several devices, and a step that is sharded over them cannot be "
-                f"predicted yet; write --device {name}"
             )
         refused = {
             "--verify": (self.verify, "trains a step on the device"),
@@ -153,7 +150,7 @@ class Request:
         }
         for option, (given, does) in refused.items():
             if given:
-                raise usage(f"{option} {does}, which is not here; leave out --device {name}".rstrip())
+                raise usage(f"{option} {does}, which is not here; leave out --device {device}".rstrip())
 
     def _refuse_batch(self) -> None:
         aim, effective, multiple = self.batch_aim, self.grad_accumulation, self.batch_multiple

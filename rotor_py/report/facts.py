@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rotor_py.devices.device import Device
+from rotor_py.devices.device import Devices
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
 from rotor_py.report.basis import Basis
@@ -37,8 +37,8 @@ class ReportFacts:
     """The names of the stages that run compiled."""
     batches: BatchChoice | None = None
     """How the batch was chosen, if it was."""
-    predicted_for: Device | None = None
-    """The device of the table that this is predicted for, which need not be there; None where it was measured."""
+    predicted_for: Devices | None = None
+    """The devices of the table that this is predicted for, which need not be there; None where it was measured."""
 
     @property
     def fits(self) -> bool:

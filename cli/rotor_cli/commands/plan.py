@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from rotor_cli.commands.batch import choose
 from rotor_cli.errors import INFEASIBLE, Failure, explained
@@ -13,6 +14,7 @@ from rotor_cli.loading.place import Place
 from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, compare, verify
+from rotor_py.predict.communication import Step, step_of
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.terminal.stage_table import StageTable
@@ -33,18 +35,19 @@ def plan(request: Request) -> Facts:
         if request.limited and request.overhead is None:
             with place.measuring():
                 limit = limit_on(place.device, request.mem_limit)
-        shown.doing("loading")(0, 0, request.model)
-        found = load(
-            request.model,
-            place,
-            request.batch_size,
-            request.shape,
-            request.config,
-            dtype=request.dtype,
-            optimizer=request.optimizer,
-        )
-        with place.measuring():
-            return _planned(found, limit, request, shown, place)
+        with place.together():
+            shown.doing("loading")(0, 0, request.model)
+            found = load(
+                request.model,
+                place,
+                request.batch_size,
+                request.shape,
+                request.config,
+                dtype=request.dtype,
+                optimizer=request.optimizer,
+            )
+            with place.measuring():
+                return _planned(found, limit, request, shown, place)
 
 
 def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activities, place: Place) -> Facts:
@@ -53,6 +56,7 @@ def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activ
         # Inside of it again, so that what the model may not do there is told as what it is.
         with explained(found.file), place.measuring():
             network = _measure(found, limit, request, shown)
+            place.follow(network, partial(_step, network, found, request))
     else:
         assert limit is not None
         chosen = choose(found, limit, request, shown)
@@ -71,6 +75,10 @@ def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activ
         compared = compare(facts, network.model, request.slots, shown.doing("comparing"))
         facts = replace(facts, compared=compared)
     return _verify(facts, network, found, request, shown) if request.verify else facts
+
+
+def _step(network: Checkpointable, found: ModelFile, request: Request) -> Step:
+    return step_of(network, found.sample, found.loss or default_loss, found.optimizer, fresh_grads=request.fresh_grads)
 
 
 def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:

@@ -8,9 +8,10 @@ import torch
 
 from rotor_cli.errors import usage
 from rotor_cli.loading.place import Here, Place, There
+from rotor_cli.loading.sample import dtype_called
 from rotor_cli.request import Request
-from rotor_py.devices.device import UNANCHORED
-from rotor_py.devices.table import device_from_file, find_device
+from rotor_py.devices.device import UNANCHORED, Devices
+from rotor_py.devices.table import device_from_file, find_devices
 from rotor_py.measure.device import limit_bytes
 from rotor_py.units import format_bytes, parse_bytes
 
@@ -49,19 +50,21 @@ def place_for(request: Request) -> Place:
         return Here(device_of(text))
     try:
         if request.device_file is not None:
-            found = device_from_file(request.device_file, text)
+            devices = Devices(device_from_file(request.device_file, text))
         else:
-            found = find_device(_OF_MEMORY_ALONE if text is None else text)
+            devices = find_devices(_OF_MEMORY_ALONE if text is None else text)
     except OSError as error:
         raise usage(f"--device-file: {error}") from error
     except ValueError as error:
         raise usage(f"{'--device' if request.device_file is None else '--device-file'}: {error}") from error
-    if request.device_memory is None:
-        return There(found)
-    size = parse_bytes(request.device_memory)
-    if text is None and request.device_file is None:  # of which nothing else is known
-        found = replace(found, name=f"a device of {format_bytes(size)}", efficiencies=UNANCHORED, sources=())
-    return There(replace(found, memory_bytes=size))
+    precision = None if request.precision is None else dtype_called(request.precision, "--precision")
+    if request.device_memory is not None:
+        size = parse_bytes(request.device_memory)
+        each = devices.each
+        if text is None and request.device_file is None:  # of which nothing else is known
+            each = replace(each, name=f"a device of {format_bytes(size)}", efficiencies=UNANCHORED, sources=())
+        devices = replace(devices, each=replace(each, memory_bytes=size))
+    return There(devices, precision)
 
 
 def limit_on(device: torch.device, text: str | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
@@ -11,9 +12,11 @@ from torch import nn
 
 from rotor_cli.loading.sample import moved_to
 from rotor_profiling import tensors_in
-from rotor_py.devices.device import Device
+from rotor_py import Checkpointable
+from rotor_py.devices.device import Devices
 from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.predict.elsewhere import Elsewhere
+from rotor_py.predict.communication import Step
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
 
@@ -22,8 +25,8 @@ class Place(Protocol):
     """A device, and how what a model file makes gets there."""
 
     @property
-    def predicted_for(self) -> Device | None:
-        """The device that need not be there; None if what runs here is measured."""
+    def predicted_for(self) -> Devices | None:
+        """The devices that need not be there; None if what runs here is measured."""
 
     @property
     def device(self) -> torch.device:
@@ -32,6 +35,9 @@ class Place(Protocol):
     @property
     def name(self) -> str:
         """The device in a report."""
+
+    def together(self) -> AbstractContextManager[object]:
+        """All that follows happens inside."""
 
     def making(self) -> AbstractContextManager[object]:
         """Inside, the user's code makes its model and its sample."""
@@ -48,6 +54,9 @@ class Place(Protocol):
     def sample(self, sample: Any, model: nn.Module) -> Any:
         """What the model is called with, brought there."""
 
+    def follow(self, network: Checkpointable, step: Callable[[], Step]) -> None:
+        """Have a model that was measured plan with what a step by its plan shows beside that."""
+
 
 class Here:
     """A device of this machine."""
@@ -57,6 +66,9 @@ class Here:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.name = str(device)
+
+    def together(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def making(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -73,16 +85,22 @@ class Here:
     def sample(self, sample: Any, model: nn.Module) -> Any:
         return moved_to(self.device, sample)
 
+    def follow(self, network: Checkpointable, step: Callable[[], Step]) -> None:
+        """A step that really runs shows it by itself."""
+
 
 class There:
-    """A device of the table: tensors are on the CPU, and take no memory."""
+    """Devices of the table: tensors are on the CPU, and take no memory."""
 
     device = torch.device("cpu")
 
-    def __init__(self, predicted_for: Device) -> None:
+    def __init__(self, predicted_for: Devices, precision: torch.dtype | None = None) -> None:
         self.predicted_for = predicted_for
         self.name = predicted_for.name
-        self._elsewhere = Elsewhere(predicted_for)
+        self._elsewhere = Elsewhere(predicted_for, precision=precision)
+
+    def together(self) -> AbstractContextManager[object]:
+        return self._elsewhere.together()
 
     def making(self) -> AbstractContextManager[object]:
         return self._elsewhere.making()
@@ -96,8 +114,11 @@ class There:
                 setattr(module, name, self._elsewhere.without_memory.value(value))
 
     def model(self, model: nn.Module) -> nn.Module:
-        return self._elsewhere.without_memory.model(model)
+        return self._elsewhere.model(model)
 
     def sample(self, sample: Any, model: nn.Module) -> Any:
         arguments, keywords = arguments_of(sample, model)  # of a DataLoader, the first batch
         return self._elsewhere.without_memory.value(keywords or arguments)
+
+    def follow(self, network: Checkpointable, step: Callable[[], Step]) -> None:
+        self._elsewhere.follow(network, step)

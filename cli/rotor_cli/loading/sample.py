@@ -85,12 +85,12 @@ def tensor_of(shape: str) -> torch.Tensor:
     return torch.zeros(dimensions, dtype=dtype)
 
 
-def dtype_called(name: str) -> torch.dtype:
-    """The kind of floating-point number called `name`: `bfloat16`, `bf16`; Failure for anything else."""
+def dtype_called(name: str, option: str = "--dtype") -> torch.dtype:
+    """The kind of floating-point number called `name`: `bfloat16`, `bf16`; Failure of `option` for anything else."""
     short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
     found = getattr(torch, short.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise usage(f"--dtype {name!r} is no kind of floating-point number; write bfloat16, float16 or float32")
+        raise usage(f"{option} {name!r} is no kind of floating-point number; write bfloat16, float16 or float32")
     return found
 
 

@@ -20,7 +20,7 @@ class PredictedMeter:
         self._name, self._start = "", 0
 
     def __enter__(self) -> PredictedMeter:
-        self._live.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._live.__enter__()
         return self
 
     def mark(self, name: str) -> None:
@@ -32,6 +32,6 @@ class PredictedMeter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._live.__exit__(kind, error, trace)
         if error is None:
             self.mark("")  # ends the last phase; the one that it begins is never read

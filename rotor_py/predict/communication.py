@@ -16,6 +16,8 @@ from rotor_profiling import tensors_in
 from rotor_profiling.instruments import memory_meter, operators
 from rotor_profiling.stage.gradients import scalar_after
 from rotor_py.checkpointable import Checkpointable
+from rotor_py.plan.inputs.sample import arguments_of
+from rotor_solver import InfeasibleError
 
 _ROUNDS = 5
 """A plan for less room than before keeps other things when the peak comes, so it is followed in turn."""
@@ -27,42 +29,44 @@ Step = Callable[[Callable[[str], None]], None]
 def find_room_for_communication(network: Checkpointable, step: Step) -> None:
     """Have `network` plan with the room for communication that a step by its plan takes.
 
-    `step` takes one step with `network`, which has been measured. InfeasibleError if no plan fits beside it.
+    `step` takes one step with `network`, which has been measured. If no plan fits beside it, the room stays that of the
+    last plan that did.
     """
     budget = network.budget
     assert budget is not None
-    communication = 0
+    communication, first = 0, True
     for _ in range(_ROUNDS):
-        network.budget = budget.with_communication(communication)
-        sequence = network.compute_sequence()
-        predicted = network.budget.peak_bytes(sequence)
-        beyond = network.budget.fixed.total - communication + _risen(network, step) - predicted
+        network.budget = divided = budget.with_communication(communication)
+        try:
+            sequence = network.compute_sequence()
+        except InfeasibleError:
+            return
+        if first:
+            step(lambda _: None)  # makes the optimizer's state, and gradients if they are kept
+            first = False
+        with memory_meter(network.device) as meter:
+            step(meter.mark)
+        risen = max(phase.peak for phase in meter.phases.values())
+        beyond = divided.fixed.total - communication + risen - divided.peak_bytes(sequence)
         if beyond <= 0:
             return
         communication += beyond
 
 
-def _risen(network: Checkpointable, step: Step) -> int:
-    """The most bytes that a step takes beyond what is there when it begins."""
-    step(lambda _: None)  # makes the optimizer's state, and gradients if they are kept
-    with memory_meter(network.device) as meter:
-        step(meter.mark)
-    return max(phase.peak for phase in meter.phases.values())
-
-
 def step_of(
     network: Checkpointable,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
+    value: Any,
     loss: Callable[[Any], torch.Tensor] | None,
     optimizer: torch.optim.Optimizer | None,
     *,
     fresh_grads: bool = False,
 ) -> Step:
-    """A step of `network` as a training loop takes it, which holds the output to its end.
+    """A step of `network` on `value` as a training loop takes it, which holds the output to its end.
 
     Without a `loss`, that is the single number with a gradient in the output, and else every tensor gets a gradient.
     """
+
+    arguments, keywords = arguments_of(value, network.model)
 
     def step(begins: Callable[[str], None]) -> None:
         begins("forward")
