@@ -30,6 +30,10 @@ class FakeStep(TorchDispatchMode):
 
     def __init__(self, device: Device) -> None:
         super().__init__()
+        self.stream = 0
+        """On which requests are made: each stream has pools of its own."""
+        self.paused = False
+        """What is made meanwhile is described, not held: DTensor has results of global size made for their shapes."""
         self.seconds = 0.0
         self.events: list[Event] = []
         self._roofline = Roofline(device)
@@ -43,6 +47,10 @@ class FakeStep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(each.__name__ == "DTensor" for each in types):
+            return NotImplemented  # its parts come here by themselves
+        if self.paused:
+            return func(*args, **kwargs)
         given = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs))}
         out = func(*args, **kwargs)
         made = [each.untyped_storage() for each in tensors_in(out)]
@@ -52,7 +60,7 @@ class FakeStep(TorchDispatchMode):
         inside = scratch_bytes(func, args, kwargs, out)
         if inside:
             self._count += 1
-            self.events += [Allocate(self._count, inside), Free(self._count)]
+            self.events += [Allocate(self._count, inside, self.stream), Free(self._count)]
         self.seconds += self._roofline(func, args, kwargs, out)
         return out
 
@@ -62,8 +70,15 @@ class FakeStep(TorchDispatchMode):
             return
         self._count += 1
         self._followed[handle] = Followed(self._count, storage.nbytes())
-        self.events.append(Allocate(self._count, storage.nbytes()))
+        self.events.append(Allocate(self._count, storage.nbytes(), self.stream))
         weakref.finalize(storage, self._end, handle).atexit = False
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """After `resize_`, by which FSDP2 frees what it has gathered, and takes it again."""
+        if not storage.nbytes():
+            self._end(storage._cdata)
+        else:
+            self._follow(storage)
 
     def _end(self, handle: int) -> None:
         followed = self._followed.pop(handle, None)
