@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -99,16 +100,20 @@ def run_tests(name: str, options: argparse.Namespace, seconds: float) -> dict[st
 
 
 def bounded(command: list[str], seconds: float) -> tuple[str, int | None]:
-    """What a command prints, and its exit code; None if it was stopped because its time was over."""
+    """What a command prints, and its exit code; None if it was stopped because its time was over.
+
+    It is stopped with the processes that it has started, which would hold the device's memory.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(FOLDERS)}
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment,
+        cwd=ROOT, start_new_session=True,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, env=environment, cwd=ROOT, errors="replace"
-        )
-    except subprocess.TimeoutExpired as stopped:
-        parts = (stopped.stdout, stopped.stderr)
-        return "".join(each.decode(errors="replace") if isinstance(each, bytes) else each or "" for each in parts), None
-    return done.stdout + done.stderr, done.returncode
+        return running.communicate(timeout=seconds)[0], running.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)
+        return running.communicate()[0], None
 
 
 def test_files() -> list[str]:

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling import tensors_in
-from rotor_py.devices.caching_allocator import Allocate, Event, Free
 from rotor_py.devices.device import Device
+from rotor_py.devices.requests import Allocate, Event, Free
 from rotor_py.devices.roofline import Roofline
 from rotor_py.devices.scratch import scratch_bytes
 

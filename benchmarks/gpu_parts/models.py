@@ -29,6 +29,8 @@ class Case:
     blocks: Callable[[nn.Module], list[tuple[nn.Module, str]]]
     """What people checkpoint block by block: parents, and the names of their children."""
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    largest: int
+    """Elements of the largest tensor, for each sample: with 2³¹ of them, some kernels of cuDNN and ATen give up."""
     dtype: torch.dtype = torch.float32
     autocast: bool = False
     chain: bool = False
@@ -213,13 +215,15 @@ def cases(*, tiny: bool) -> dict[str, Case]:
 
     found = [
         Case("ResNet-50", lambda: ResNet(BasicBlock, (1, 1, 1, 1)) if tiny else resnet50(),
-             pictures(side), classified, lambda model: children_of(model, ResidualBlock), momentum, autocast=True,
-             chain=True),
+             pictures(side), classified, lambda model: children_of(model, ResidualBlock), momentum, 64 * 112 * 112,
+             autocast=True, chain=True),
         Case("GPT-2 medium", lambda: Gpt2(width, layers, heads, vocabulary, length), tokens(length, vocabulary),
-             classified, lambda model: children_of(model, GptBlock), adamw, torch.bfloat16),
+             classified, lambda model: children_of(model, GptBlock), adamw,
+             length * vocabulary, torch.bfloat16),
         Case("Llama 1B", llama, tokens(long, words), classified, lambda model: children_of(model, LlamaBlock), adamw,
-             torch.bfloat16, chain=True),
+             long * words, torch.bfloat16, chain=True),
         Case("U-Net", lambda: UNet(4 if tiny else 64, 4), pictures(pixels),
-             classified, lambda model: children_of(model, DoubleConvolution), adamw, autocast=True),
+             classified, lambda model: children_of(model, DoubleConvolution), adamw,
+             128 * pixels * pixels, autocast=True),
     ]  # fmt: skip
     return {case.name: case for case in found}

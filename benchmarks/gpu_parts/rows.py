@@ -16,9 +16,10 @@ from gpu_parts.fake_step import FakeStep
 from gpu_parts.models import Case, cases
 from gpu_parts.steps import WAYS, SkippedError, Trainee, budget_restored
 from rotor_py import Checkpointable, InfeasibleError
-from rotor_py.devices.caching_allocator import Allocate, Event, Free, replay
+from rotor_py.devices.caching_allocator import replay
 from rotor_py.devices.calibration import calibrate
 from rotor_py.devices.device_file import as_toml
+from rotor_py.devices.requests import Allocate, Event, Free
 from rotor_py.devices.table import device_like, find_device
 from rotor_py.measure.device import total_bytes
 from rotor_solver import simulate, store_all
@@ -97,7 +98,8 @@ def size(case: Case, setting: Setting) -> dict[str, Any]:
         torch.cuda.empty_cache()
     each = (peaks[4] - peaks[2]) / 2
     wanted = min(max(FILLED[0], SHARE * total_bytes(setting.device)), FILLED[1], 0.8 * total_bytes(setting.device))
-    return {"batch": max(2, int((wanted - peaks[2]) / each) + 2), "bytes_per_sample": each, "wanted_bytes": wanted}
+    batch = min(int((wanted - peaks[2]) / each) + 2, (2**31 - 1) // case.largest)
+    return {"batch": max(2, batch), "bytes_per_sample": each, "wanted_bytes": wanted}
 
 
 def table(case: Case, setting: Setting) -> dict[str, Any]:
