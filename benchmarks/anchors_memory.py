@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from anchors import LlamaBlock
-from gpu_parts.fake_step import FakeStep
 from report import ROOT, write
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rotor_py.devices.caching_allocator import replay
+from rotor_py.devices.followed_step import FollowedStep
 from rotor_py.devices.scratch import workspace_bytes
 from rotor_py.devices.table import find_device
 
@@ -82,17 +82,12 @@ class Llama(nn.Module):
 
 
 @contextmanager
-def followed(step: FakeStep) -> Iterator[None]:
+def followed(step: FollowedStep) -> Iterator[None]:
     """FSDP2 frees by `resize_`, gathers on a stream of its own, and DTensor runs operators to learn shapes."""
     import torch.distributed.fsdp._fully_shard._fsdp_param_group as group
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    resize, gather = torch.UntypedStorage.resize_, group.foreach_all_gather
-
-    def resized(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        step.resized(storage)
-        return result
+    gather = group.foreach_all_gather
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
         step.stream = 1
@@ -115,13 +110,14 @@ def followed(step: FakeStep) -> Iterator[None]:
 
         return ask
 
-    torch.UntypedStorage.resize_, group.foreach_all_gather = resized, gathered
+    group.foreach_all_gather = gathered
     for name, real in asked.items():
         setattr(ShardingPropagator, name, quietly(real))
     try:
-        yield
+        with step.resizing():
+            yield
     finally:
-        torch.UntypedStorage.resize_, group.foreach_all_gather = resize, gather
+        group.foreach_all_gather = gather
         for name, real in asked.items():
             setattr(ShardingPropagator, name, real)
 
@@ -138,7 +134,7 @@ def predicted(world: int, layers: int = 32, length: int = 8192) -> dict[str, Any
     device = find_device("h100")
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     mesh = init_device_mesh("cpu", (world,))
-    step = FakeStep(device)
+    step = FollowedStep(device)
     with FakeTensorMode(allow_non_fake_inputs=True), followed(step):
         model = Llama(layers)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

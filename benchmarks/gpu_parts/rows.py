@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpu_parts.fake_step import FakeStep
 from gpu_parts.models import Case, cases
 from gpu_parts.steps import WAYS, SkippedError, Trainee, budget_restored
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.devices.caching_allocator import replay
 from rotor_py.devices.calibration import calibrate
 from rotor_py.devices.device_file import as_toml
+from rotor_py.devices.followed_step import FollowedStep
 from rotor_py.devices.requests import Allocate, Event, Free
 from rotor_py.devices.table import device_like, find_device
 from rotor_py.measure.device import total_bytes
@@ -115,19 +115,24 @@ def table(case: Case, setting: Setting) -> dict[str, Any]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, sample = case.new(batch, setting.device)
         optimizer = case.optimizer(model)
-        fake = FakeStep(device)
-        fake.hold([*model.parameters(), *model.buffers(), sample])
-        for _ in range(2):  # the optimizer's state is made in the first
-            fake.seconds, seconds = 0.0, 0.0
+        spent: list[float] = []
+
+        def step() -> None:
             optimizer.zero_grad(set_to_none=True)
-            with fake:
-                with case.precision(setting.device):
-                    loss = case.loss(model(sample))
-                loss.backward()
-                del loss
-                seconds = fake.seconds
-                optimizer.step()
-        optimizer_seconds = fake.seconds - seconds
+            with case.precision(setting.device):
+                loss = case.loss(model(sample))
+            loss.backward()
+            del loss
+            spent.append(fake.seconds)
+            optimizer.step()
+
+        fake = FollowedStep(device)
+        fake.hold([*model.parameters(), *model.buffers(), sample])
+        with fake:
+            step()  # the optimizer's state is made in the first
+            fake.seconds = 0.0
+            step()
+    seconds, optimizer_seconds = spent[-1], fake.seconds - spent[-1]
     peak, roomy = replay(fake.events), replay(fake.events, expandable=True)
     return {
         "table_device": device.name,
