@@ -92,8 +92,12 @@ def main() -> None:
     for name in given.names or cases:
         found = row(name, cases[name])
         rows.append(found)
-        alike = f"{found['equal']}" + (f", others within {found['most_bytes_off']} B" if found["most_bytes_off"] else "")
-        lines.append(f"| {name} | {found['stages']} | {alike} | {' | '.join(f'{each:.4f}' for each in found['ratios'])} |")
+        alike = f"{found['equal']}" + (
+            f", others within {found['most_bytes_off']} B" if found["most_bytes_off"] else ""
+        )
+        lines.append(
+            f"| {name} | {found['stages']} | {alike} | {' | '.join(f'{each:.4f}' for each in found['ratios'])} |"
+        )
         print(lines[-1], flush=True)
     if given.write:
         write("predicted", "\n".join(lines), rows, CPU, ROOT / "docs" / "estimate.md")

@@ -38,11 +38,6 @@ class _Held:
     def free(self, key: int) -> None:
         self.now -= self.known.pop(key, 0)
 
-    def resize(self, key: int, size: int) -> None:
-        if key in self.known:
-            self.free(key)
-            self.take(key, size)
-
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages on devices of `kinds` that are created while the mode is active.
@@ -73,8 +68,18 @@ class LiveBytes(TorchDispatchMode):
         return True
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size now."""
-        self._held.resize(storage._cdata, allocated(storage.nbytes(), self._kind))
+        """A storage has another size now: other memory than before, also where that was there when the mode began."""
+        if not (known := storage._cdata in self._held.known) and not storage.nbytes():
+            return
+        self._held.free(storage._cdata)
+        self._take(storage, ends_here=known)
+
+    def _take(self, storage: torch.UntypedStorage, *, ends_here: bool = False) -> None:
+        """Count a storage, until it ends; `ends_here` says that its end has been asked for already."""
+        key = storage._cdata
+        self._held.take(key, allocated(storage.nbytes(), self._kind))
+        if not ends_here:  # a mode sees what is made, not what is freed
+            weakref.finalize(storage, self._held.free, key).atexit = False
 
     @property
     def now(self) -> int:
@@ -107,9 +112,7 @@ class LiveBytes(TorchDispatchMode):
             # A view, or a result written in place, lies in a storage that was there before.
             if tensor.device.type not in self._kinds or key in given or key in held.known:
                 continue
-            held.take(key, allocated(storage.nbytes(), self._kind))
-            # A mode sees what is made, not what is freed.
-            weakref.finalize(storage, held.free, key).atexit = False
+            self._take(storage)
         held.peak = max(held.peak, held.now + self._scratch(func, args, kwargs, result))
         return result
 

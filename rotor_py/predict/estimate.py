@@ -15,8 +15,8 @@ from rotor_py.devices.table import find_devices
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.plan.settings import what_it_is
-from rotor_py.predict.elsewhere import Elsewhere, Shard
 from rotor_py.predict.communication import step_of
+from rotor_py.predict.elsewhere import Elsewhere, Shard
 from rotor_py.predict.without_memory import WithoutMemory
 from rotor_py.report import Report
 

@@ -15,8 +15,8 @@ from rotor_profiling import tensors_in
 from rotor_py import Checkpointable
 from rotor_py.devices.device import Devices
 from rotor_py.plan.inputs.sample import arguments_of
-from rotor_py.predict.elsewhere import Elsewhere
 from rotor_py.predict.communication import Step
+from rotor_py.predict.elsewhere import Elsewhere
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
 
