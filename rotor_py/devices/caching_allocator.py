@@ -23,7 +23,6 @@ A program runs out of memory when segments are more than the device has, not whe
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 
 from rotor_py.devices.blocks import (
     LARGE_SEGMENT,
@@ -35,48 +34,10 @@ from rotor_py.devices.blocks import (
     Block,
     Pool,
 )
-from rotor_py.units import format_bytes
+from rotor_py.devices.requests import Allocate, DeviceFullError, Event, Reserved
 
 _ENDLESS = LARGE_SEGMENT * 2**26
 """Addresses of an expandable segment. PyTorch takes an eighth more than the device has; nobody reaches either end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Allocate:
-    """Ask for `size` bytes on `stream`, and call them `key`."""
-
-    key: Hashable
-    size: int
-    stream: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Give back what is called `key`."""
-
-    key: Hashable
-
-
-Event = Allocate | Free
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Peaks in bytes, as `torch.cuda.max_memory_allocated` and `max_memory_reserved` count them."""
-
-    allocated_bytes: int
-    reserved_bytes: int
-
-
-class DeviceFullError(ValueError):
-    """The driver has no memory for a segment, nor once everything has been given back that is not in use."""
-
-    def __init__(self, size: int, allocated: int, reserved: int, limit: int) -> None:
-        super().__init__(
-            f"{format_bytes(size)} more do not fit: of {format_bytes(limit)}, {format_bytes(reserved)} are reserved, "
-            f"of which {format_bytes(allocated)} are allocated; try expandable segments, or a smaller batch"
-        )
-        self.size, self.allocated, self.reserved, self.limit = size, allocated, reserved, limit
 
 
 def replay(events: Iterable[Event], *, expandable: bool = False, limit: int | None = None) -> Reserved:

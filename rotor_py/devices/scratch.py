@@ -23,6 +23,8 @@ from rotor_py.devices.operators import (
 
 aten = torch.ops.aten
 
+_RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)
+"""Since torch 2.8."""
 _FLOAT = 4
 _LONG = 8
 _Call = tuple[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any], Any]
@@ -64,12 +66,17 @@ def _cudnn_backward(call: _Call) -> int:
 
 
 def _efficient_backward(call: _Call) -> int:
-    """`_efficient_attention_backward` in attention_backward.cu: `delta`, and sums of 32 bits for gradients of 16."""
+    """`_efficient_attention_backward` in attention_backward.cu: `delta`, and the workspace of kernel_backward.h.
+
+    Gradients of queries are summed in 32 bits over splits of the keys, whatever their dtype (`kNeedsAccumGradQ`), by
+    blocks of 128 rows and 64 columns. Those of keys and values are where heads are too wide for registers.
+    """
     query, key, value = query_key_value(*call[:3])
-    batch, heads, length, _ = query.shape
-    size = _FLOAT * batch * heads * length
-    if query.element_size() < _FLOAT:  # kernel_backward.h: `workspace_elements_gq`, and for keys and values
-        size += _FLOAT * (query.numel() + key.numel() + value.numel())
+    batch, heads, length, width = query.shape
+    size = _FLOAT * batch * heads * (length + _up(length, 128) * _up(width, 64))
+    if query.element_size() < _FLOAT and max(width, value.shape[3]) > 128:
+        rows = batch * heads * _up(key.shape[2], 128)
+        size += _FLOAT * rows * (_up(width, 64) + _up(value.shape[3], 64))
     return size
 
 
@@ -80,42 +87,52 @@ def _embedding_backward(call: _Call) -> int:
     """
     func, args, kwargs, _ = call
     gradient, indices = args[0], argument(func, args, kwargs, "indices")
-    rows, count = argument(func, args, kwargs, "num_weights"), indices.numel()
+    rows, count, each = argument(func, args, kwargs, "num_weights"), int(indices.numel()), int(indices.element_size())
     if count <= 3072 and not argument(func, args, kwargs, "scale_grad_by_freq"):
         return 0  # one kernel, without sorting
-    segments = min(count, rows)
-    partial: int = count // 10 + segments
-    # Sorted indices, where they were, and the sort's own copy of both; offsets of segments and of their parts.
-    longs: int = 4 * count + 3 * segments + partial
+    segments = min(count, int(rows))
+    partial = count // 10 + segments
     width: int = max(_FLOAT, gradient.element_size())
-    return partial * int(gradient.shape[-1]) * width + longs * int(indices.element_size())
+    # Sorted indices and where they were stay. While they are sorted, there are a range and cub's copy of both; after
+    # that, offsets of segments, of their parts, and the sums.
+    summing = (3 * segments + partial) * each + partial * int(gradient.shape[-1]) * width
+    return 2 * count * each + max(3 * count * each, summing)
 
 
 def _index_put(call: _Call) -> int:
-    """`index_put_with_sort_kernel` in Indexing.cu: with `accumulate`, linear indices are made, copied and sorted."""
+    """`index_put_with_sort_kernel` in Indexing.cu: with `accumulate`, linear indices are sorted.
+
+    There are the indices, a range, both of them sorted, and cub's copy of both.
+    """
     func, args, kwargs, _ = call
     if not argument(func, args, kwargs, "accumulate"):
         return 0
     indices = tensors_in(argument(func, args, kwargs, "indices"))
-    return 5 * _LONG * max((each.numel() for each in indices), default=0)
+    return 6 * _LONG * max((each.numel() for each in indices), default=0)
 
 
 def _sort(call: _Call) -> int:
-    """`sort_cuda_kernel` in Sort.cpp, cub's double buffers: a second copy of keys and of indices."""
+    """`sort_cuda_kernel` in Sort.cpp. Assumed: cub's second copy of keys and of indices."""
     given = tensors_in(call[1])[0]
     return given.numel() * (given.element_size() + _LONG)
 
 
-def _layer_norm_backward(call: _Call) -> int:
-    """`LayerNormBackwardKernelImplInternal` in layer_norm_kernel.cu: sums over parts of the rows, for long batches."""
-    given = tensors_in(call[1])[1]
-    shape = argument(call[0], call[1], call[2], "normalized_shape")
+def _norm_backward(call: _Call) -> int:
+    """`LaunchGammaBetaBackwardCUDAKernel` in layer_norm_kernel.cu: long batches of narrow rows are summed in two steps.
+
+    Narrow: fewer warps than half of the multiprocessors, of which the largest devices have 132 to 148.
+    """
+    given = tensors_in(call[1])
     width = 1
-    for size in shape or given.shape[-1:]:
+    for size in argument(call[0], call[1], call[2], "normalized_shape"):
         width *= size
-    rows = given.numel() // max(width, 1)
-    # Two numbers for each row, and two of each column for as many parts as there are, at most 256.
-    return _FLOAT * 2 * (rows + min(256, -(-rows // 64)) * width)
+    rows = given[0].numel() // max(width, 1)
+    warps = -(-width // 32)
+    if rows <= 64 * 1024 or warps >= 66:
+        return 0
+    parts = min(32 * 1024 // warps, -(-rows // 32))
+    weights = given[-1].element_size()
+    return (1 if call[0].overloadpacket is _RMS_NORM_BACKWARD else 2) * parts * width * weights
 
 
 def _convolution(call: _Call) -> int:
@@ -144,7 +161,8 @@ _SCRATCH: dict[Any, Callable[[_Call], int]] = {
     aten._index_put_impl_: _index_put,
     aten._unsafe_index_put: _index_put,
     aten.sort: _sort,
-    aten.native_layer_norm_backward: _layer_norm_backward,
+    aten.native_layer_norm_backward: _norm_backward,
+    _RMS_NORM_BACKWARD: _norm_backward,
     aten.convolution: _convolution,
     aten.convolution_backward: _convolution,
 }

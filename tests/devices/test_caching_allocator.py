@@ -14,15 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_py.devices import blocks
-from rotor_py.devices.caching_allocator import (
-    Allocate,
-    CachingAllocator,
-    DeviceFullError,
-    Event,
-    Free,
-    Reserved,
-    replay,
-)
+from rotor_py.devices.caching_allocator import CachingAllocator, replay
+from rotor_py.devices.requests import Allocate, DeviceFullError, Event, Free, Reserved
 
 MIB = 2**20
 

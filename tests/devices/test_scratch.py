@@ -66,8 +66,37 @@ def embedding(tokens: int, rows: int, width: int = 64) -> Callable[[], object]:
 def test_the_backward_of_an_embedding_sorts_long_batches_and_sums_them_in_32_bits() -> None:
     assert largest(embedding(3072, 10_000)) == 0  # one kernel, without sorting
     parts = 400 + 4000
-    assert largest(embedding(4000, 10_000)) == parts * 64 * 4 + 8 * (4 * 4000 + 3 * 4000 + parts)
+    assert largest(embedding(4000, 10_000)) == parts * 64 * 4 + 8 * (2 * 4000 + 3 * 4000 + parts)
+    assert largest(embedding(4000, 50, width=1)) == 8 * 5 * 4000  # sorting holds more than summing
     assert largest(embedding(4000, 50)) < largest(embedding(4000, 10_000))  # no more sums than rows
+
+
+def efficient(dtype: torch.dtype, width: int, length: int = 128) -> Callable[[], object]:
+    def run() -> None:
+        given = [torch.empty(1, 2, length, width, dtype=dtype, requires_grad=True) for _ in range(3)]
+        aten._scaled_dot_product_efficient_attention(*given, None, True)[0].sum().backward()
+
+    return run
+
+
+def test_the_backward_of_efficient_attention_sums_queries_in_32_bits_and_wide_heads_all() -> None:
+    sums = 2 * 128 * 64 * 4
+    assert largest(efficient(HALF, 64)) == largest(efficient(torch.float32, 64)) == sums + 2 * 128 * 4
+    assert largest(efficient(HALF, 256)) == 3 * 4 * sums + 2 * 128 * 4
+
+
+def norm(rows: int, width: int) -> Callable[[], object]:
+    def run() -> None:
+        value = torch.empty(rows, width, dtype=HALF, requires_grad=True)
+        torch.nn.LayerNorm(width, dtype=HALF)(value).sum().backward()
+
+    return run
+
+
+def test_the_backward_of_a_norm_sums_long_batches_of_narrow_rows_in_two_steps() -> None:
+    assert largest(norm(64 * 1024, 64)) == 0
+    assert largest(norm(128 * 1024, 64)) == 2 * (128 * 1024 // 32) * 64 * 2
+    assert largest(norm(128 * 1024, 4096)) == 0
 
 
 def test_operators_that_hold_nothing_inside_have_none() -> None:
@@ -92,7 +121,13 @@ def test_cublas_keeps_what_pytorch_gives_it_by_generation() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
-    ("run", "name"), [(flash(8, 2, 1000, 64), "flash"), (embedding(8192, 32_000, 512), "embedding")]
+    ("run", "name"),
+    [
+        (flash(8, 2, 1000, 64), "flash"),
+        (efficient(torch.float32, 64, 1000), "efficient"),
+        (embedding(8192, 32_000, 512), "embedding"),
+        (norm(128 * 1024, 1024), "norm"),
+    ],
 )
 def test_what_is_computed_is_what_cuda_allocates(run: Callable[[], object], name: str) -> None:
     """The rise of a real backward above what it starts from and leaves behind."""
