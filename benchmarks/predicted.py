@@ -3,7 +3,7 @@
     python benchmarks/predicted.py                # all models of the ecosystem, and a chain of layers
     python benchmarks/predicted.py Llama U-Net    # some; --write puts the table into docs/estimate.md
 
-Chain and peaks are predicted with the CPU's own operators. The plan is made from them alone, and then a step follows it.
+Chain and peaks are predicted with the CPU's own operators. Plans are made from them alone, and then steps follow them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def row(name: str, case: Any) -> dict[str, Any]:
     model, inputs, loss = case()
     # What is without values cannot say where padding is.
     inputs = {key: torch.ones_like(value) if "mask" in key else value for key, value in inputs.items()}
-    sample = inputs["value"] if "value" in inputs else inputs
+    sample = inputs.get("value", inputs)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     without_memory = WithoutMemory(mode)
     with using(PredictedDevice("cpu", 10**12, lambda *call: 1e-6)), mode:
@@ -92,12 +92,9 @@ def main() -> None:
     for name in given.names or cases:
         found = row(name, cases[name])
         rows.append(found)
-        alike = f"{found['equal']}" + (
-            f", others within {found['most_bytes_off']} B" if found["most_bytes_off"] else ""
-        )
-        lines.append(
-            f"| {name} | {found['stages']} | {alike} | {' | '.join(f'{each:.4f}' for each in found['ratios'])} |"
-        )
+        off = f", others within {found['most_bytes_off']} B" if found["most_bytes_off"] else ""
+        ratios = " | ".join(f"{each:.4f}" for each in found["ratios"])
+        lines.append(f"| {name} | {found['stages']} | {found['equal']}{off} | {ratios} |")
         print(lines[-1], flush=True)
     if given.write:
         write("predicted", "\n".join(lines), rows, CPU, ROOT / "docs" / "estimate.md")
