@@ -33,7 +33,7 @@ from report import ROOT, write
 from torch import nn
 from torch._dynamo import convert_frame
 
-from rotor_profiling.timing import stopwatch
+from rotor_profiling.instruments import stopwatch
 from rotor_py import Checkpointable, format_bytes
 from rotor_solver import limit_for, simulate, solve, store_all
 

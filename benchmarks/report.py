@@ -19,7 +19,13 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def write(
-    name: str, text: str, rows: list[dict[str, Any]], device: torch.device, page: Path = ROOT / "README.md"
+    name: str,
+    text: str,
+    rows: list[dict[str, Any]],
+    device: torch.device,
+    page: Path = ROOT / "README.md",
+    *,
+    how: str = "Measured",
 ) -> None:
     """Write `rows` to results/`name`-cpu.json (or -cuda), and `text` between the marks of that name in `page`."""
     name = f"{name}-{device.type}"
@@ -31,4 +37,4 @@ def write(
     before, found, rest = page.read_text().partition(begin)
     if found:
         caption = ", ".join(f"{key} {value}" if key != "device" else value for key, value in versions(device).items())
-        page.write_text(f"{before}{begin}\n{text}\n\nMeasured on: {caption}.\n{end}{rest.partition(end)[2]}")
+        page.write_text(f"{before}{begin}\n{text}\n\n{how} on: {caption}.\n{end}{rest.partition(end)[2]}")

@@ -322,8 +322,15 @@ class Checkpointable(Transparent):
 
     @property
     def budget(self) -> Budget | None:
-        """How the limit is divided."""
+        """How the limit is divided. Setting it has the next plan found for it.
+
+        Setting it raises ValueError before anything has been measured.
+        """
         return None if (plan := self._plan_in_use) is None else plan.budget
+
+    @budget.setter
+    def budget(self, budget: Budget) -> None:
+        self._planner.divide(budget)
 
     @property
     def chain(self) -> Chain | None:

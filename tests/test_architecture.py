@@ -16,12 +16,12 @@ PACKAGES = ("cli/rotor_cli", "rotor_py", "profiling/rotor_profiling", "solver/ro
 """From the top to the bottom."""
 FLOORS = (
     {"batch"},
-    {"trials", "trainers"},
+    {"trials", "trainers", "predict"},
     {"checkpointable", "backend"},
     {"plan"},
     {"capture", "by_hand", "report", "partition"},
     {"execute", "measure", "compiled"},
-    {"stage", "distributed"},
+    {"stage", "distributed", "devices"},
     {"errors", "units", "transparent", "models"},
 )
 """The rooms of rotor_py, from the top to the bottom: a room imports from lower floors alone."""

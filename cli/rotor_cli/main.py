@@ -28,11 +28,22 @@ Examples:
   rotor-plan model.py:encoder --mem-limit 512MiB --input 32,3,224,224
   rotor-plan package.models:net --mem-limit 4GB --json - | jq .plan
   rotor-plan transformers:LlamaForCausalLM --config '{"num_hidden_layers": 8}' --input 4,512:int64 --mem-limit 8GB
+  rotor-plan model.py --device h100 --optimizer adamw-fused --dtype bfloat16
 
 \b
 Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model file; 3 no plan fits;
 4 the model itself raised; 5 --verify found a difference; 130 interrupted.
 """
+
+
+def _calibrate(context: click.Context, option: click.Parameter, device: str | None) -> None:
+    """Like --version: it needs no model, prints, and ends."""
+    if device is None or context.resilient_parsing:
+        return
+    from rotor_cli.commands.calibrate import run
+
+    run(device or None)
+    context.exit()
 
 
 @click.command(
@@ -47,7 +58,23 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 @click.option(
     "--max-overhead", metavar="SHARE", help="Instead of a limit: the least one that costs at most 10% more time."
 )
-@click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. [default: cuda where there is one]")
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="cpu, cuda or cuda:N; or some that need not be here: h100, a100-80, h100:8 (FSDP2 over eight), … "
+    "[default: cuda where there is one]",
+)
+@click.option("--device-memory", metavar="SIZE", help="Plan for a device of so many bytes, which need not be here.")
+@click.option(
+    "--device-file", metavar="FILE", shell_complete=files, help="A device that need not be here, as --calibrate prints."
+)
+@click.option("--dtype", metavar="DTYPE", help="Convert model and input first: bfloat16, float16, float32.")
+@click.option(
+    "--precision", metavar="DTYPE", help="With h100:8: blocks gather parameters, and run, in this dtype: bfloat16."
+)
+@click.option(
+    "--optimizer", metavar="NAME", help="One of torch.optim instead of the file's: adamw, adamw-fused, sgd-momentum."
+)
 @click.option(
     "--batch",
     callback=lambda context, option, text: batch_of(text),
@@ -133,6 +160,16 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
     help="Of the pipeline: gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-whole.",
 )
 @click.option("--virtual-stages", type=click.IntRange(min=1), metavar="V", help="Parts on each rank. [interleaved: 2]")
+@click.option(
+    "--calibrate",
+    is_flag=False,
+    flag_value="",
+    is_eager=True,
+    expose_value=False,
+    callback=_calibrate,
+    metavar="[DEVICE]",
+    help="Measure this machine's device, print a file for --device-file, and end. Needs no MODEL.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="No progress on the terminal while it works.")
 @click.option("--traceback", is_flag=True, help="Show tracebacks of unexpected errors.")
 @click.version_option(package_name="rotor-plan")

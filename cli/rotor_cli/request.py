@@ -61,6 +61,11 @@ class Request:
     compile: bool = False
     quiet: bool = False
     batch_multiple: int = 1
+    device_memory: str | None = None
+    device_file: str | None = None
+    dtype: str | None = None
+    precision: str | None = None
+    optimizer: str | None = None
     grad_accumulation: int | None = None
 
     @property
@@ -77,6 +82,12 @@ class Request:
     def batch_size(self) -> int | None:
         """The number of samples that is asked for; None where the model file or the choice says it."""
         return self.batch if isinstance(self.batch, int) else None
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the step is planned for a device that need not be there."""
+        named = self.device is not None and not _DEVICE.fullmatch(self.device)
+        return named or self.device_memory is not None or self.device_file is not None
 
     @property
     def limited(self) -> bool:
@@ -113,8 +124,33 @@ class Request:
                     parse_bytes(limit, device_bytes=_SOME_DEVICE)
             except ValueError as error:
                 raise usage(f"--mem-limit: {error}") from error
-        if self.device is not None and not _DEVICE.fullmatch(self.device):
-            raise usage(f"--device {self.device!r} is not a device to plan for; write cpu, cuda or cuda:N")
+        if self.device_memory is not None:
+            from rotor_py.units import parse_bytes
+
+            try:
+                parse_bytes(self.device_memory)
+            except ValueError as error:
+                raise usage(f"--device-memory: {error}") from error
+        if self.elsewhere:
+            self._refuse_elsewhere(self.device or "")
+        if self.precision is not None and ":" not in (self.device or ""):
+            raise usage("--precision is for parameters that several devices share; write --device h100:8, or --dtype")
+
+    def _refuse_elsewhere(self, device: str) -> None:
+        if _DEVICE.fullmatch(device):
+            raise usage(
+                f"--device {device} is a device of this machine; --device-memory and --device-file are about one that "
+                "need not be here"
+            )
+        refused = {
+            "--verify": (self.verify, "trains a step on the device"),
+            "--compile": (self.compile, "compiles the stages for the device, and measures them there"),
+            "--pipeline": (self.pipeline is not None, "measures a microbatch on the device"),
+            f"--batch {self.batch}": (self.batch_aim is not None, "takes whole steps on the device"),
+        }
+        for option, (given, does) in refused.items():
+            if given:
+                raise usage(f"{option} {does}, which is not here; leave out --device {device}".rstrip())
 
     def _refuse_batch(self) -> None:
         aim, effective, multiple = self.batch_aim, self.grad_accumulation, self.batch_multiple

@@ -1,8 +1,9 @@
 """What the stages of a model cost: seconds and bytes, on CPU and CUDA, measured without changing the model."""
 
+from rotor_profiling.instruments import memory_meter
 from rotor_profiling.isolate import RandomState, isolated
 from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
-from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
+from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
 from rotor_profiling.stage.bytes import Place, StageBytes
 from rotor_profiling.stage.cost import StageCost, measure_options, measure_ways, run_before_measuring, time_ways

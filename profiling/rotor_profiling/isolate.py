@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 Slot = tuple[dict[str, Any], str, torch.Tensor]
 """A place where a module keeps a tensor: its table of parameters or buffers, the name there, and the tensor."""
@@ -99,16 +100,18 @@ class RandomState:
     def now(cls, devices: tuple[torch.device, ...]) -> RandomState:
         """The state of the CPU, which is always included, and of those `devices` that have one."""
         states = [(device, torch.get_device_module(device)) for device in devices if device.type not in ("cpu", "meta")]
-        return cls(
-            torch.get_rng_state().numpy().tobytes(),
-            tuple((device, module.get_rng_state(device).numpy().tobytes()) for device, module in states),
-        )
+        with unset_fake_temporarily():  # a state is made of values, which fake tensors have none of
+            return cls(
+                torch.get_rng_state().numpy().tobytes(),
+                tuple((device, module.get_rng_state(device).numpy().tobytes()) for device, module in states),
+            )
 
     def restore(self) -> None:
         """Set the streams back to this state."""
-        torch.set_rng_state(_tensor(self.cpu))
-        for device, state in self.devices:
-            torch.get_device_module(device).set_rng_state(_tensor(state), device)
+        with unset_fake_temporarily():
+            torch.set_rng_state(_tensor(self.cpu))
+            for device, state in self.devices:
+                torch.get_device_module(device).set_rng_state(_tensor(state), device)
 
 
 def _tensor(state: bytes) -> torch.Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotor_profiling.instruments import memory_meter, stopwatch
 from rotor_profiling.isolate import RandomState
-from rotor_profiling.memory import memory_meter
 from rotor_profiling.stage.gradients import gradients_at, leaves_of
 from rotor_profiling.storage import wait_for
 from rotor_profiling.timing import seconds_of
@@ -63,7 +63,8 @@ def measure_loss(
                 loss(leaf).backward()
                 wait_for(gradients_at(leaf))
 
-            seconds = seconds_of(run, device)
+            with stopwatch(device) as watch:
+                seconds = seconds_of(run, watch)
     finally:
         state.restore()
     phase, start = meter.phases["loss"], meter.phases["start of a backward"]

@@ -57,15 +57,6 @@ class MemoryMeter(Protocol):
     ) -> None: ...
 
 
-def memory_meter(device: torch.device) -> MemoryMeter:
-    """A meter for what runs on `device`. ValueError for a kind of device whose allocator cannot be read."""
-    if device.type == "cpu":
-        return CpuMeter()
-    if device.type == "cuda":
-        return CudaMeter(device)
-    raise ValueError(f"memory can be measured on cpu and cuda devices, not on {device.type!r}; move the model to one")
-
-
 @dataclass(slots=True)
 class CpuMeter:
     """Allocator events of the CPU, collected by the profiler of PyTorch.

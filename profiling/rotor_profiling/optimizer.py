@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
+from rotor_profiling.instruments import prediction
 from rotor_profiling.live_bytes import LiveBytes
-from rotor_profiling.memory import memory_meter
+from rotor_profiling.memory import CpuMeter
 from rotor_profiling.storage import bytes_like, tensors_in
+from rotor_profiling.values import has_values
 
 _SCALARS = 64
 """Bytes of numbers that operators wrap as tensors for themselves, which a dispatch mode does not see. A guess: eight
@@ -57,6 +60,8 @@ def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
     devices = {parameter.device.type for parameter in parameters}
     # Of parameters on both, those on CUDA are the ones whose memory is short.
     kind = "cuda" if "cuda" in devices else "cpu"
+    if (predicted := prediction()) is not None:
+        kind = predicted.kind
     try:
         state, step = _on_meta(optimizer, kind)
     except Exception:  # any: an optimizer may be anybody's code, and the second way may work
@@ -102,13 +107,20 @@ def _on_zeros(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
         for parameter in group["params"]:
             alone = copy.copy(optimizer)
             alone.param_groups = [{**group, "params": [parameter]}]
-            twin = _twin(alone, lambda parameter: torch.zeros_like(parameter, device="cpu"), foreach=False)
-            twin.step()
-            with memory_meter(torch.device("cpu")) as meter:  # of any kind of parameter: the zeros are on the CPU
+            with unset_fake_temporarily():  # values are read, so the zeros of a fake parameter are real, too
+                twin = _twin(alone, _zeros, foreach=False)
                 twin.step()
+                with CpuMeter() as meter:  # of any kind of parameter: the zeros are on the CPU
+                    twin.step()
             state += _state_bytes(twin, {"cpu"}, kind)
             step = max(step, meter.phases[""].peak)
     return state, step
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    if has_values(tensor):
+        return torch.zeros_like(tensor, device="cpu")
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, kinds: set[str], kind: str | None = None) -> int:

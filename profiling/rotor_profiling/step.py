@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from rotor_profiling.memory import CpuMeter, Phase, memory_meter
+from rotor_profiling.instruments import memory_meter
+from rotor_profiling.memory import CpuMeter, Phase
 from rotor_profiling.storage import storage_bytes
 
 

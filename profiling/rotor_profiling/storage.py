@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-_CUDA_BLOCK = 512
-"""Bytes: the caching allocator rounds every request up to a multiple of it (`kMinBlockSize` in torch)."""
+from rotor_profiling.instruments import storages_of
 
 
 def allocated(size: int, kind: str) -> int:
     """The bytes that the allocator of a kind of device counts for a request of `size` bytes."""
-    return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if kind == "cuda" else size
+    return storages_of(kind).allocated(size)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -62,14 +61,14 @@ def layout_of(tensor: torch.Tensor) -> tuple[Hashable, Hashable] | None:
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Address and bytes of every distinct storage behind `tensors`, as the device's allocator counts them.
 
-    Empty storages are left out: they all have the address 0.
+    Empty storages are left out: they all have the address 0. Those without memory have another number for an address.
     """
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        storage = local(tensor).untyped_storage()
-        size = allocated(storage.nbytes(), tensor.device.type)
+        storage, read = local(tensor).untyped_storage(), storages_of(tensor.device.type)
+        size = read.allocated(storage.nbytes())
         if size:
-            sizes[storage.data_ptr()] = size
+            sizes[read.key(storage)] = size
     return sizes
 
 

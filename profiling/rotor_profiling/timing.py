@@ -20,6 +20,10 @@ ENOUGH_SECONDS = 0.02
 class Stopwatch(Protocol):
     """Times the laps of one run: from `start` on, each up to a call of `lap`."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether every run shows the same, so that one is enough."""
+
     def start(self) -> None: ...
 
     def lap(self) -> None: ...
@@ -29,29 +33,31 @@ class Stopwatch(Protocol):
 
 
 @contextmanager
-def stopwatch(device: torch.device) -> Iterator[Stopwatch]:
-    """A stopwatch for what this thread runs on `device`."""
-    # Events, not the host's clock: kernels run long after the call that launched them has returned.
-    if device.type == "cuda":
-        yield _CudaStopwatch(device)
-        return
+def cpu_stopwatch() -> Iterator[Stopwatch]:
+    """A stopwatch for what this thread runs on the CPU."""
     with _waiting_for_a_core() as waited:
         yield _CpuStopwatch(waited)
 
 
-def seconds_of(run: Callable[[], None], device: torch.device, before: Callable[[], None] | None = None) -> float:
+def cuda_stopwatch(device: torch.device) -> Stopwatch:
+    """A stopwatch for what this thread runs on a CUDA device."""
+    return _CudaStopwatch(device)
+
+
+def seconds_of(run: Callable[[], None], watch: Stopwatch, before: Callable[[], None] | None = None) -> float:
     """The seconds of `run`, which is repeated until they rest on enough runs; what comes `before` it is not counted."""
     measured: list[float] = []
     # Processes have to run equally often, but their clocks differ. With equal bounds no clock decides.
     most = FEWEST_RUNS if together() else MOST_RUNS
-    with stopwatch(device) as watch:
-        while len(measured) < FEWEST_RUNS or (sum(measured) < ENOUGH_SECONDS and len(measured) < most):
-            if before is not None:
-                before()
-            watch.start()
-            run()
-            watch.lap()
-            measured += watch.stop()
+    while len(measured) < FEWEST_RUNS or (sum(measured) < ENOUGH_SECONDS and len(measured) < most):
+        if before is not None:
+            before()
+        watch.start()
+        run()
+        watch.lap()
+        measured += watch.stop()
+        if watch.exact:
+            break
     return lower_quartile(measured)
 
 
@@ -100,6 +106,8 @@ def _waiting_for_a_core() -> Iterator[Callable[[], float]]:
 class _CpuStopwatch:
     """Seconds in which this thread runs, or waits for something else than a core."""
 
+    exact = False
+
     def __init__(self, waited: Callable[[], float]) -> None:
         self._waited = waited
         self._times: list[float] = []
@@ -117,6 +125,10 @@ class _CpuStopwatch:
 
 
 class _CudaStopwatch:
+    """Events, not the host's clock: kernels run long after the call that launched them has returned."""
+
+    exact = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[torch.cuda.Event] = []

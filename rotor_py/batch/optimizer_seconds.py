@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rotor_profiling.instruments import stopwatch
 from rotor_profiling.timing import seconds_of
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.trials.restore import left_alone, put_back
@@ -30,4 +31,5 @@ def optimizer_seconds(network: Checkpointable, optimizer: torch.optim.Optimizer 
     with left_alone(network, optimizer), put_back(trained):
         give_gradients()
         optimizer.step()  # the first step makes the state
-        return seconds_of(run, network.device, before=give_gradients)
+        with stopwatch(network.device) as watch:
+            return seconds_of(run, watch, before=give_gradients)

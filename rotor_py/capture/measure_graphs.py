@@ -18,6 +18,7 @@ from rotor_profiling import (
     storages,
     tensors_in,
 )
+from rotor_profiling.instruments import operators
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs
@@ -70,7 +71,7 @@ def measure_graphs(
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
-        with outside.suspended():
+        with outside.suspended(), operators():  # not around Dynamo, which would trace what replaces operators
             graph.split(arguments, agree=partial(_agreed_weights, options["group"], device))
             if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
                 with torch.no_grad():
@@ -96,7 +97,8 @@ def measure_graphs(
                 "TORCH_LOGS=graph_breaks says why"
             )
         if loss is not None:
-            found.measure_loss(loss, device)
+            with operators():
+                found.measure_loss(loss, device)
         if compiler is not None:
             main = found.main
             # Where stages wait for other processes, all of them would have to find alike what fits.

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_profiling import bytes_like
+from rotor_profiling.instruments import prediction
 from rotor_profiling.torch_classes import is_dtensor
 from rotor_py.distributed.joined_groups import joined
 from rotor_py.distributed.shard_groups import at_rest
@@ -66,7 +67,7 @@ def meeting_in_stages(model: nn.Module) -> dist.ProcessGroup | None:
 
 def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether any process of `group` has found it. All have to call this; `device` is the one that they train on."""
-    if group is None:
+    if group is None or alone_in_a_prediction():
         return found
     flag = torch.tensor(float(found), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
@@ -78,7 +79,7 @@ def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, de
 
     ValueError, in all of them, if they have not. `device` is the one that they train on.
     """
-    if group is None:
+    if group is None or alone_in_a_prediction():
         return list(numbers)
     counts = torch.tensor([len(numbers), -len(numbers)], device=device)
     dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
@@ -88,6 +89,11 @@ def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, de
     found = torch.tensor(numbers, dtype=torch.int64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return [int(number) for number in found.tolist()]
+
+
+def alone_in_a_prediction() -> bool:
+    """Whether devices are planned for that are not there: then nor are other processes, and all of them are alike."""
+    return prediction() is not None
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:

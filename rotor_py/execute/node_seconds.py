@@ -11,7 +11,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from rotor_profiling.timing import lower_quartile, stopwatch
+from rotor_profiling.instruments import stopwatch
+from rotor_profiling.timing import lower_quartile
 from rotor_py.execute.program import program
 from rotor_py.execute.tape import replay
 from rotor_py.stage.runner import StageRunner

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from rotor_profiling.instruments import prediction
 from rotor_py.units import format_bytes, parse_bytes
 
 _log = logging.getLogger("rotor_py")
@@ -29,12 +30,13 @@ def limit_bytes(limit: float | str | None, device: torch.device) -> int:
     total = total_bytes(device)
     found = parse_bytes(limit, device_bytes=total)
     if found > total:
-        _tell_of_a_limit_above(found, total, device)
+        predicted = prediction()
+        _tell_of_a_limit_above(found, total, str(device) if predicted is None else predicted.name)
     return found
 
 
 @cache  # once for each limit
-def _tell_of_a_limit_above(limit: int, total: int, device: torch.device) -> None:
+def _tell_of_a_limit_above(limit: int, total: int, device: str) -> None:
     _log.warning(
         "the limit of %s is above all memory of %s, %s: a plan inside it may not fit there",
         format_bytes(limit), device, format_bytes(total),
@@ -43,6 +45,8 @@ def _tell_of_a_limit_above(limit: int, total: int, device: torch.device) -> None
 
 def total_bytes(device: torch.device) -> int:
     """All the memory of `device`; on the CPU, all that this process may use."""
+    if (predicted := prediction()) is not None:
+        return predicted.memory_bytes
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     # A container may have less than the machine; the machine's number is all that the system call gives.
@@ -52,6 +56,8 @@ def total_bytes(device: torch.device) -> int:
 
 def available_bytes(device: torch.device) -> int:
     """What the device can give this process, what the process already has included."""
+    if (predicted := prediction()) is not None:
+        return predicted.memory_bytes
     if device.type == "cuda":
         # What PyTorch has reserved is not free, but this process can use it.
         free, _ = torch.cuda.mem_get_info(device)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import OptimizerCost, bytes_like, storage_bytes, storages, tensors_in
+from rotor_profiling.instruments import prediction
 from rotor_py.measure.device import allocated_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.units import format_bytes
@@ -100,8 +101,11 @@ def _unaccounted(
 ) -> int:
     """What the process holds on the device beyond what is `accounted` for; zero on the CPU, where it is unknown.
 
-    Gradients and optimizer state that are there already are taken off: they are counted as a whole elsewhere.
+    Gradients and optimizer state that are there already are taken off: they are counted as a whole elsewhere. On a
+    device that is predicted, it is what libraries are assumed to keep for themselves.
     """
+    if (predicted := prediction()) is not None:
+        return predicted.workspace_bytes
     allocated = allocated_bytes(device)
     if allocated is None:
         return 0

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, memory_meter, storage_bytes, tensors_in
+from rotor_profiling.instruments import stopwatch
 from rotor_profiling.timing import seconds_of
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.measure.cut import Cut
@@ -26,6 +27,7 @@ def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixC
         modules(value)  # libraries allocate at the first call what they keep for good
         with memory_meter(device) as meter:
             output = modules(value)
-        seconds = seconds_of(lambda: modules(value), device)
+        with stopwatch(device) as watch:
+            seconds = seconds_of(lambda: modules(value), watch)
     (phase,) = meter.phases.values()
     return output, PrefixCost(seconds, max(0, phase.rise - storage_bytes(tensors_in(output))))

@@ -35,8 +35,9 @@ from rotor_profiling import (
     tensors_in,
     time_ways,
 )
+from rotor_profiling.instruments import stopwatch
 from rotor_profiling.isolate import trained_parameters
-from rotor_profiling.timing import stopwatch, together
+from rotor_profiling.timing import together
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.measure.cache.kept_kinds import KeptKinds
@@ -252,7 +253,7 @@ class StageMeasurer:
                         found = self._known[kind]
                         ways = self._ways(number)[: len(found.weighed.bytes)]
                         run, output = time_ways(ways, value, found.place, watch)
-                        self._times.add(kind, run)
+                        self._times.add(kind, run, exact=watch.exact)
                     else:
                         output = self._run(self._runner(number), value)
                     value = self._handed_on(number, output)

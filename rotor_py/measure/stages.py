@@ -13,14 +13,14 @@ from rotor_profiling import (
     loss_layouts,
     measure_loss,
 )
+from rotor_profiling.storage import allocated
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_solver.progress import Progress
 
-_SCALARS = {"cpu": 16, "cuda": 1024}
-"""Bytes of a loss that nobody has measured, and of the gradient that its backward starts with: two numbers of at most
-eight bytes, each in a block of its own on CUDA (512 bytes)."""
+_NUMBER = 8
+"""Bytes of a number, at most."""
 
 
 class MeasuredCut(NamedTuple):
@@ -61,5 +61,5 @@ def measure(
 
 
 def unmeasured_loss(device: torch.device, temp_bytes: int) -> LossCost:
-    """What a loss counts as that nobody has measured."""
-    return LossCost(0.0, temp_bytes, _SCALARS[device.type])
+    """What a loss counts as that nobody has measured: its value, and the gradient that its backward starts with."""
+    return LossCost(0.0, temp_bytes, 2 * allocated(_NUMBER, device.type))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.costliest import costliest
@@ -60,7 +61,8 @@ def agreed_sequence(
         except Exception as error:
             found = [RuntimeError(f"rank 0 could not solve: {type(error).__name__}: {error}")]
     with _sending_from(device):
-        dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+        if not alone_in_a_prediction():
+            dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
     sequence: Sequence | InfeasibleError | RuntimeError = found[0]
     if isinstance(sequence, InfeasibleError):
         raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
@@ -89,6 +91,8 @@ def slowest(seconds: float, group: dist.ProcessGroup, device: torch.device) -> f
 
 def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     """What each process of `group` has, in the order of ranks. All have to call this."""
+    if alone_in_a_prediction():
+        return [value] * dist.get_world_size(group)
     found: list[Any] = [None] * dist.get_world_size(group)
     with _sending_from(device):
         dist.all_gather_object(found, value, group=group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rotor_profiling.instruments import prediction
 from rotor_py.plan.out_of_memory.guarded_budget import unguarded
 from rotor_py.plan.saved.compiled_stages import CompiledStages
 from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
@@ -46,7 +47,7 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
         )
     assert plan.cut is not None
     _refuse_another_step(plan, model)
-    inductor = model.settings.inductor
+    inductor, predicted = model.settings.inductor, prediction()
     return Plan(
         model=model_fingerprint(model.core),
         input=input_fingerprint(plan.input_spec, model.device_of(plan.input_spec)),
@@ -61,6 +62,7 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
         costs=costs,
         limited=not unlimited,
         compiled=None if inductor is None else CompiledStages.of(plan.cut, inductor),
+        predicted_for=None if predicted is None else predicted.name,
     )
 
 

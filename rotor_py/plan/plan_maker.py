@@ -117,7 +117,8 @@ class PlanMaker:
     def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
         """Have a plan in use that serves a step on `value`, and a sequence. Other forwards may be `in_flight`."""
         plan = self.plans.in_use
-        if plan is not None and plan.file is not None:
+        disproved = plan is not None and plan.prediction_holds is False and self.model.alone
+        if plan is not None and plan.file is not None and not disproved:
             plan.compare_with_file(spec, value, self.model)
             agree(plan, self.model)
             return

@@ -35,7 +35,9 @@
 #     are by hand or from a file.
 #  8. A plan file is adopted, if it was made for such a model. Costs and sequence are those of the file. → solved. The
 #     first forward compares model and input with the file, as does a forward after a change of the model or on a larger
-#     input; processes compare their sequences. → agreed
+#     input; processes compare their sequences. → agreed. If the costs of the file were predicted, for a device that was
+#     not there, the first watched step is compared with them; where its peak differs by more than a margin, the next
+#     forward gives the file up and measures (event 1 and 2).
 #  9. A forward arrives while others are in flight. It follows the sequence that the plan has for so many. If they are
 #     more than the plan has room for, it follows another one that fits beside them, if there is any, else that of the
 #     plan, and a warning says what the step takes. As soon as none is in flight, a sequence is found that leaves room
@@ -66,6 +68,7 @@ from torch import nn
 
 from rotor_profiling import UnknownOptimizerError, optimizer_cost
 from rotor_py.compiled.options import without_cuda_graphs
+from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.out_of_memory.guarded_budget import guarded
 from rotor_py.plan.plan_maker import PlanMaker
@@ -148,6 +151,10 @@ class Planner:
     def follow(self, sequence: Sequence | None) -> None:
         """Event 3: follow this sequence; None to have one found. ValueError if nothing has been measured."""
         self.in_use.sequence = sequence
+
+    def divide(self, budget: Budget) -> None:
+        """Have the limit divided in this way from now on. ValueError if nothing has been measured."""
+        self.in_use.budget, self.in_use.sequence = budget, None
 
     def set_limit(self, limit: float | str) -> None:
         """Event 4: look for sequences within this limit from now on. ValueError if it is not one."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from rotor_profiling.instruments import operators, prediction
 from rotor_py.compiled.stage_code import Config
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import meeting_in_stages
@@ -155,9 +156,10 @@ class LayerSource:
         progress: Progress | None,
         rooms: Rooms | None = None,
     ) -> Measured:
-        found = cut(self._model, value, device)
-        options = _options(self._model, settings, device)
-        measurement = measure(found, value, device, loss=settings.loss, progress=progress, **options)
+        with operators():
+            found = cut(self._model, value, device)
+            options = _options(self._model, settings, device)
+            measurement = measure(found, value, device, loss=settings.loss, progress=progress, **options)
         return Measured([MeasuredCut(found, measurement)], value)
 
     def follow(self, cut: Cut) -> None:
@@ -315,12 +317,13 @@ class _Replay:
         if read is None:
             read = sequence, program(len(runners), sequence)
             self._read = [*self._read[1 - _MOST_READ :], read]
-        if is_sharded(self._model):
-            # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.
-            return regions.run(runners, regions.regions(sequence), value)
-        if smaller is not None:
-            return GuardedTape(runners, read[1], smaller).forward(value)
-        return replay(runners, read[1], value)
+        with operators():
+            if is_sharded(self._model):
+                # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.
+                return regions.run(runners, regions.regions(sequence), value)
+            if smaller is not None:
+                return GuardedTape(runners, read[1], smaller).forward(value)
+            return replay(runners, read[1], value)
 
 
 def _options(model: nn.Module, settings: Settings, device: torch.device) -> dict[str, Any]:
@@ -330,5 +333,6 @@ def _options(model: nn.Module, settings: Settings, device: torch.device) -> dict
         "fresh_gradients": settings.fresh_grads,
         "loss_temp_bytes": settings.loss_tmp_memory_usage,
         "cache": settings.cache,
-        "node_seconds": node_seconds() if device.type == "cpu" else 0.0,  # elsewhere the device works meanwhile
+        # Elsewhere the device works meanwhile, also where it is predicted.
+        "node_seconds": node_seconds() if device.type == "cpu" and prediction() is None else 0.0,
     }

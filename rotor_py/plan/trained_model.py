@@ -11,7 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 from rotor_profiling import OptimizerCost, optimizer_cost
 from rotor_profiling.devices import accelerators
-from rotor_py.distributed.processes import around, communication_bytes, processes, size_of
+from rotor_py.distributed.processes import (
+    alone_in_a_prediction,
+    around,
+    communication_bytes,
+    processes,
+    size_of,
+)
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.distributed.whole_parameters import is_sharded, keeps_gradients
 from rotor_py.errors import UnsupportedModelError
@@ -109,6 +115,8 @@ class TrainedModel:
         It shows late: DistributedDataParallel is known in its first forward, and whole gradients that FSDP keeps are
         asked for from step to step (`set_requires_gradient_sync`).
         """
+        if alone_in_a_prediction():  # there, a step shows it (`predict.communication`)
+            return budget
         unknown = not budget.fixed.communication and not self.alone
         if not unknown and not keeps_gradients(self.core):
             return budget

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rotor_py.devices.device import Devices
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
+from rotor_py.report.basis import Basis
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.sweep import Sweep
-from rotor_py.units import format_bytes
+from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, simulate, store_all
 
 
@@ -35,6 +37,8 @@ class ReportFacts:
     """The names of the stages that run compiled."""
     batches: BatchChoice | None = None
     """How the batch was chosen, if it was."""
+    predicted_for: Devices | None = None
+    """The devices of the table that this is predicted for, which need not be there; None where it was measured."""
 
     @property
     def fits(self) -> bool:
@@ -75,7 +79,26 @@ class ReportFacts:
         compiled = f"{len(names)} of {len(self.chain)} stages run compiled." if names else None
         chosen = () if self.batches is None else self.batches.sentences()
         others = (self.peak_reason(), self.which_forward(), compiled)
-        return (*chosen, *(each for each in others if each is not None))
+        basis = () if self.basis is None else self.basis.sentences()
+        return (*chosen, *(each for each in others if each is not None), *basis)
+
+    @property
+    def basis(self) -> Basis | None:
+        """What the numbers rest on; None where they were measured."""
+        if self.predicted_for is None:
+            return None
+        fixed = self.budget.fixed
+        return Basis(self.predicted_for, fixed, fixed.batch + self.measurement.input_bytes)
+
+    def times(self) -> list[tuple[str, str]]:
+        """The predicted times of a step by the plan, and of a plain one, by their names.
+
+        Of a device that is not there, they are ranges, and come with what they were fitted to.
+        """
+        basis = self.basis
+        said = format_seconds if basis is None else basis.range
+        found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
+        return found if basis is None else [*found, ("fitted to", basis.anchor)]
 
     @property
     def chain(self) -> Chain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -35,6 +36,8 @@ def origin(device: str, made: datetime | None = None) -> Origin:
 
 def _described(device: str) -> str:
     """The device with what its times depend on: the name of a GPU, the threads of a CPU."""
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):  # one that need not be here, which has a name of its own
+        return f"{device}, predicted"
     if torch.device(device).type == "cuda" and torch.cuda.is_available():
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if torch.device(device).type == "cpu":

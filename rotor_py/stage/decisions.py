@@ -39,7 +39,14 @@ _SELECTIONS = {
 }
 """Operators that return the numbers that they select, and where these were. Pooling is none of them: where it found the
 largest number changes nothing but a gradient, and would take much memory."""
-_NO_DECISIONS = {_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.randint_like}
+_NO_DECISIONS = {
+    _aten.empty_like,
+    _aten.zeros_like,
+    _aten.ones_like,
+    _aten.full_like,
+    _aten.randint_like,
+    torch.ops.prim.device,  # which fake tensors are asked for
+}
 """Operators that read no number of the tensor that they are given."""
 
 _undecided: WeakSet[nn.Module] = WeakSet()

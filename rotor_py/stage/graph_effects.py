@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from rotor_profiling import isolated, leaves_of, tensors_in
 from rotor_profiling.storage import local, wait_for
 from rotor_profiling.timing import together
+from rotor_profiling.values import equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +85,5 @@ def _outputs(function: nn.Module, value: Any, device: torch.device, *, graph: bo
 def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     """Bit for bit, but that one NaN is like another."""
     return len(found) == len(expected) and all(
-        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)
+        equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)
     )

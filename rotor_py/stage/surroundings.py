@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
+from rotor_profiling.values import equal
 from rotor_py.stage.autocast import Autocast, autocast_now, restored_autocast
 from rotor_py.stage.decisions import Decisions, decisions_recorded, decisions_repeated
 from rotor_py.stage.running_statistics import WrittenStatistics
@@ -172,7 +173,7 @@ def _moved(slot: Slot, version: int) -> bool:
 
 def _equal(copy: torch.Tensor, slot: Slot) -> bool:
     table, name, _ = slot
-    return torch.equal(copy, table[name])
+    return equal(copy, table[name])
 
 
 def recall_moving(function: nn.Module) -> frozenset[int]:

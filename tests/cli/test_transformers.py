@@ -46,7 +46,7 @@ def test_a_class_is_made_from_its_configuration_planned_verified_and_reported(tm
         (["--config", "{a"], "--config is not JSON"),
         (["--config", "[1]"], "neither JSON"),
         (["--config", "nothing.json"], "neither JSON"),
-        (["--config", json.dumps(SMALL), "--input", "4,32", "--device", "nowhere"], "is not a device"),
+        (["--config", json.dumps(SMALL), "--input", "4,32", "--device", "nowhere"], "no device is called 'nowhere'"),
     ],
 )
 def test_a_bad_configuration_is_refused_in_one_sentence(arguments: list[str], words: str) -> None:

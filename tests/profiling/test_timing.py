@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rotor_profiling import timing
+from rotor_profiling.instruments import stopwatch
 from rotor_profiling.stage.seconds import StageRun, estimate, spread_of
-from rotor_profiling.timing import lower_quartile, seconds_of, spread, stopwatch
+from rotor_profiling.timing import lower_quartile, seconds_of, spread
 
 CPU = torch.device("cpu")
 
@@ -68,7 +69,8 @@ def test_what_is_quick_runs_more_often_but_not_for_long(monkeypatch: pytest.Monk
         clock, count = ticking(seconds), []
         monkeypatch.setattr(time, "perf_counter", lambda clock=clock: next(clock))
         monkeypatch.setattr(timing.os, "pread", lambda *_: b"0 0 0")
-        assert seconds_of(lambda count=count: count.append(1), CPU) == pytest.approx(seconds)
+        with stopwatch(CPU) as watch:
+            assert seconds_of(lambda count=count: count.append(1), watch) == pytest.approx(seconds)
         assert len(count) == runs
 
 

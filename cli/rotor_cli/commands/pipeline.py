@@ -11,6 +11,7 @@ import torch
 from rotor_cli.errors import INFEASIBLE, Failure, explained, usage
 from rotor_cli.loading.device import device_of, limit_on
 from rotor_cli.loading.model_file import ModelFile, load
+from rotor_cli.loading.place import Here
 from rotor_cli.pipeline_facts import PipelineFacts
 from rotor_cli.reporters.pipeline import pipeline_json, render_pipeline
 from rotor_cli.reporters.text import console
@@ -43,7 +44,15 @@ def _facts(request: Request) -> PipelineFacts:
         device = device_of(request.device)
         limits = _limits(request.mem_limit, request.pipeline, device)
         shown.doing("loading")(0, 0, request.model)
-        found = load(request.model, device, request.batch_size, request.shape, request.config)
+        found = load(
+            request.model,
+            Here(device),
+            request.batch_size,
+            request.shape,
+            request.config,
+            dtype=request.dtype,
+            optimizer=request.optimizer,
+        )
         network, costs = _measure(found, request, shown)
         with watched(shown.doing("solving")):
             plan = _plan(costs, limits, request)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from rotor_cli.commands.batch import choose
 from rotor_cli.errors import INFEASIBLE, Failure, explained
 from rotor_cli.facts import Facts
-from rotor_cli.loading.device import device_of, limit_on
+from rotor_cli.loading.device import limit_on, place_for
 from rotor_cli.loading.model_file import ModelFile, load
+from rotor_cli.loading.place import Place
 from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, compare, verify
+from rotor_py.predict.communication import Step, step_of
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.terminal.stage_table import StageTable
@@ -26,48 +29,73 @@ def plan(request: Request) -> Facts:
     Failure, with the exit code that the command's help names, if that cannot be done.
     """
     with activities(quiet=request.quiet) as shown:
-        device = device_of(request.device)
+        place = place_for(request)
         # Read before the model is loaded, which may take long: a typing error is told at once.
-        limit = limit_on(device, request.mem_limit) if request.limited and request.overhead is None else None
-        shown.doing("loading")(0, 0, request.model)
-        found = load(request.model, device, request.batch_size, request.shape, request.config)
-        chosen = None
-        if request.batch_aim is None:
+        limit = None
+        if request.limited and request.overhead is None:
+            with place.measuring():
+                limit = limit_on(place.device, request.mem_limit)
+        with place.together():
+            shown.doing("loading")(0, 0, request.model)
+            found = load(
+                request.model,
+                place,
+                request.batch_size,
+                request.shape,
+                request.config,
+                dtype=request.dtype,
+                optimizer=request.optimizer,
+            )
+            with place.measuring():
+                return _planned(found, limit, request, shown, place)
+
+
+def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activities, place: Place) -> Facts:
+    chosen = None
+    if request.batch_aim is None:
+        # Inside of it again, so that what the model may not do there is told as what it is.
+        with explained(found.file), place.measuring():
             network = _measure(found, limit, request, shown)
-        else:
-            assert limit is not None
-            chosen = choose(found, limit, request, shown)
-            network, found = chosen.network, replace(found, sample=found.sample_of(chosen.batch))
-        facts = replace(_stored(found, network, request), batches=chosen)
-        if request.sweep or request.overhead is not None:
-            facts = _sweep(facts, network, request, shown)
-        if request.limited:
-            with watched(shown.doing("solving")):
-                facts = _plan(facts, network, limit, request)
-        if request.plan_file is not None:
-            network.save_plan(request.plan_file)
-        if request.compare:
-            compared = compare(facts, network.model, request.slots, shown.doing("comparing"))
-            facts = replace(facts, compared=compared)
-        return _verify(facts, network, found, request, shown) if request.verify else facts
+            place.follow(network, partial(_step, network, found, request))
+    else:
+        assert limit is not None
+        chosen = choose(found, limit, request, shown)
+        network, found = chosen.network, replace(found, sample=found.sample_of(chosen.batch))
+    facts = replace(_stored(found, network, request), batches=chosen)
+    if place.predicted_for is not None:
+        facts = replace(facts, device=place.name, predicted_for=place.predicted_for)
+    if request.sweep or request.overhead is not None:
+        facts = _sweep(facts, network, request, shown)
+    if request.limited:
+        with watched(shown.doing("solving")):
+            facts = _plan(facts, network, limit, request)
+    if request.plan_file is not None:
+        network.save_plan(request.plan_file)
+    if request.compare:
+        compared = compare(facts, network.model, request.slots, shown.doing("comparing"))
+        facts = replace(facts, compared=compared)
+    return _verify(facts, network, found, request, shown) if request.verify else facts
+
+
+def _step(network: Checkpointable, found: ModelFile, request: Request) -> Step:
+    return step_of(network, found.sample, found.loss or default_loss, found.optimizer, fresh_grads=request.fresh_grads)
 
 
 def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
-    with explained(found.file):
-        network = Checkpointable(
-            found.model,
-            mem_limit=limit,
-            mem_slots=request.slots,
-            loss=found.loss or default_loss,  # `verify` takes it, too: what is predicted is what is measured
-            optimizer=found.optimizer,
-            fresh_grads=request.fresh_grads,
-            forwards_in_flight=request.forwards_in_flight,
-            backward_order=request.backward_order,
-            progress=shown.doing("measuring"),
-            cache=not request.no_cache,
-            compile=request.compile,
-        )
-        network.measure(found.sample)
+    network = Checkpointable(
+        found.model,
+        mem_limit=limit,
+        mem_slots=request.slots,
+        loss=found.loss or default_loss,  # `verify` takes it, too: what is predicted is what is measured
+        optimizer=found.optimizer,
+        fresh_grads=request.fresh_grads,
+        forwards_in_flight=request.forwards_in_flight,
+        backward_order=request.backward_order,
+        progress=shown.doing("measuring"),
+        cache=not request.no_cache,
+        compile=request.compile,
+    )
+    network.measure(found.sample)
     return network
 
 

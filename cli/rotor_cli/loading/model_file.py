@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from rotor_cli.errors import model_code, usage
-from rotor_cli.loading.sample import batches_of, made_by, moved_to, tensor_of, with_batch
+from rotor_cli.loading.optimizers import optimizer_called
+from rotor_cli.loading.place import Place
+from rotor_cli.loading.sample import batches_of, dtype_called, in_dtype, made_by, tensor_of, with_batch
 from rotor_cli.loading.target import split_target
 from rotor_cli.loading.transformers_class import configuration_class, example_of, make
 
@@ -55,47 +57,70 @@ class ModelFile:
 
 
 def load(
-    target: str, device: torch.device, batch: int | None, shape: str | None, config: str | None = None
+    target: str,
+    place: Place,
+    batch: int | None,
+    shape: str | None,
+    config: str | None = None,
+    *,
+    dtype: str | None = None,
+    optimizer: str | None = None,
 ) -> ModelFile:
-    """Read `file.py`, `file.py:name` or `package.module:name`, and move the model and the sample to `device`.
+    """Read `file.py`, `file.py:name` or `package.module:name`, and bring the model and the sample to their `place`.
 
-    Failure, with what is wrong in words, if it cannot be read or what it defines cannot be used.
+    `dtype` is what their numbers become, and `optimizer` the name of one that replaces the file's. Failure, with what
+    is wrong in words, if it cannot be read or what it defines cannot be used.
     """
     location, name = split_target(target)
-    module, file = _import(location)
+    named_dtype = None if dtype is None else dtype_called(dtype)
+    named_optimizer = None if optimizer is None else optimizer_called(optimizer)
+    with place.making():
+        module, file = _import(location)
     _refuse_unknown(location, module, name)
     wanted = getattr(module, name, None)
     configurable = configuration_class(wanted)
     if config is not None and configurable is None:
         raise usage(f"--config is for a class of models of transformers, and {target} is none")
-    with model_code(file):
+    with model_code(file), place.making():
         model = _made(wanted, torch.nn.Module) if configurable is None else make(wanted, configurable, config)
     if not isinstance(model, nn.Module):
         wanted_model = f"a model called {name!r} (a torch.nn.Module, or a function that makes one)"
         raise usage(_unusable(file, module, wanted_model))
     sample: Any
-    if configurable is not None:
-        sample = example_of(model, None if shape is None else tensor_of(shape))
-    else:
-        sample = tensor_of(shape) if shape else _sample(module, file, batch)
-    scaled = batches_of(None if shape or configurable is not None else module.sample, sample, model)
-    sample = with_batch(sample, batch) if batch is not None else sample
+    with place.making():
+        if configurable is not None:
+            sample = example_of(model, None if shape is None else tensor_of(shape))
+        else:
+            sample = tensor_of(shape) if shape else _sample(module, file, batch)
+        scaled = batches_of(None if shape or configurable is not None else module.sample, sample, model)
+        sample = with_batch(sample, batch) if batch is not None else sample
+    place.adopt(module)
     loss, make_optimizer = getattr(module, "loss", None), getattr(module, "optimizer", None)
     if configurable is not None:
         loss = make_optimizer = None
     if loss is not None and not callable(loss):
         raise usage(f"`loss` in {file} is {type(loss).__name__}; it has to be a function of the model's output")
+    make_optimizer = named_optimizer or make_optimizer
+
+    def brought(made: Any) -> Any:
+        return place.sample(made if named_dtype is None else in_dtype(named_dtype, made), model)
+
     with model_code(file):
-        model = model.to(device).train()
-        sample = moved_to(device, sample)
-        optimizer = _optimizer(make_optimizer, model, file) if make_optimizer is not None else None
+        model = place.model(model if named_dtype is None else model.to(named_dtype)).train()
+        sample = brought(sample)
+    with model_code(file), place.measuring():
+        made_optimizer = _optimizer(make_optimizer, model, file) if make_optimizer is not None else None
     title = Path(location).name if location.endswith(".py") else location
-    return ModelFile(file, title, model, sample, partial(_on, device, scaled, file), loss, optimizer)
+    return ModelFile(
+        file, title, model, sample, partial(_sample_of, place, scaled, brought, file), loss, made_optimizer
+    )
 
 
-def _on(device: torch.device, make: Callable[[int], Any], file: str, batch: int) -> Any:
+def _sample_of(place: Place, make: Callable[[int], Any], brought: Callable[[Any], Any], file: str, batch: int) -> Any:
     with model_code(file):
-        return moved_to(device, make(batch))
+        with place.making():
+            made = make(batch)
+        return brought(made)
 
 
 def _import(location: str) -> tuple[ModuleType, str]:

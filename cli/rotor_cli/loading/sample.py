@@ -85,6 +85,20 @@ def tensor_of(shape: str) -> torch.Tensor:
     return torch.zeros(dimensions, dtype=dtype)
 
 
+def dtype_called(name: str, option: str = "--dtype") -> torch.dtype:
+    """The kind of floating-point number called `name`: `bfloat16`, `bf16`; Failure of `option` for anything else."""
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    found = getattr(torch, short.get(name, name), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise usage(f"{option} {name!r} is no kind of floating-point number; write bfloat16, float16 or float32")
+    return found
+
+
+def in_dtype(dtype: torch.dtype, sample: Any) -> Any:
+    """The sample with its floating-point numbers as `dtype`."""
+    return tree_map_only(torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, sample)
+
+
 def moved_to(device: torch.device, sample: Any) -> Any:
     """The sample with every tensor on `device`; those that need a gradient are leaves there."""
 

@@ -46,6 +46,14 @@ def json_report(facts: Facts) -> dict[str, Any]:
         data["batch"] = _batch(facts.batches)
     if facts.sweep is not None:
         data["sweep"] = _sweep(facts.sweep)
+    if facts.basis is not None:
+        peaks = {
+            "peak_bytes": facts.peak_bytes,
+            "store_all_peak_bytes": facts.store_all_bytes,
+            "min_bytes": facts.budget.least_bytes(),
+        }
+        seconds = {"step_seconds": facts.step_seconds, "store_all_step_seconds": facts.store_all_seconds}
+        data["prediction"] = facts.basis.as_data(peaks, seconds)
     if not facts.limited:
         del data["mem_limit"], data["plan"]
     return data

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from rotor_profiling.memory import MemoryMeter, Phase, memory_meter
+from rotor_profiling.instruments import memory_meter
+from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.stage.gradients import Layouts, gradients_at, gradients_for, leaves_of, scalar_after
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.storage import storage_bytes, storages, tensors_in, wait_for

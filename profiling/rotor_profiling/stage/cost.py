@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from rotor_profiling.instruments import stopwatch
 from rotor_profiling.isolate import isolated
 from rotor_profiling.stage.bytes import Place, StageBytes, measure_bytes, run_unmeasured
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, time_stage
-from rotor_profiling.timing import FEWEST_RUNS, Stopwatch, stopwatch
+from rotor_profiling.timing import FEWEST_RUNS, Stopwatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,11 @@ class StageTimes:
         self._runs: dict[Hashable, list[StageRun]] = {}
         self._settled: set[Hashable] = set()
 
-    def add(self, kind: Hashable, run: StageRun) -> None:
-        """A stage of this `kind` was timed."""
+    def add(self, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
+        """A stage of this `kind` was timed; not once more if its time is `exact`."""
         self._runs.setdefault(kind, []).append(run)
+        if exact:
+            self._settled.add(kind)
 
     def settle(self, kind: Hashable, runs: Sequence[StageRun]) -> None:
         """Stages of this `kind` were timed earlier, by these `runs`, and not once more if the machine was quiet."""

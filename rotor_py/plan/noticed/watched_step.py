@@ -9,6 +9,7 @@ import torch
 
 from rotor_profiling import Phase, StepWatch
 from rotor_py.plan.noticed.overrun import account_for, tell_of_several_plans
+from rotor_py.plan.noticed.predictions import compare_with_prediction
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 
@@ -102,6 +103,9 @@ class WatchedStep:
         if plan.sequence is not self._sequence or self._most > max(1, plan.budget.forwards):
             return  # another one was found meanwhile, or will be: more forwards are noticed by themselves
         if self._one_plan:
+            compare_with_prediction(peak_bytes, plan, self._model)
+            if plan.prediction_holds is False and self._model.alone:
+                return  # it is measured, so nothing of it has to be made good
             account_for(self._loss(phases), peak_bytes, self._limit_bytes, plan, self._model)
         elif peak_bytes > self._limit_bytes:
             tell_of_several_plans(peak_bytes, self._limit_bytes, plan, self._model)

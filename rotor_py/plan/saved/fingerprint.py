@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from rotor_profiling.instruments import prediction
 from rotor_profiling.torch_classes import is_dtensor
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.errors import PlanMismatchError
@@ -33,8 +34,9 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
 def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:
     """Shapes and dtypes of an input (a value or the spec of one), its device and autocast, as plain data."""
     autocast = torch.is_autocast_enabled(device.type)
+    predicted = prediction()
     return {
-        "device": device.type,
+        "device": device.type if predicted is None else predicted.kind,
         "autocast": _name(torch.get_autocast_dtype(device.type)) if autocast else "off",
         "tensors": [
             {"shape": list(leaf.shape), "dtype": _name(leaf.dtype), "requires_grad": leaf.requires_grad}

@@ -26,7 +26,8 @@ class Plan:
     to what a captured model asks about its data, such as whether there is padding. `traits` are what runs without a
     graph do not show of each stage. `costs` are what was measured: a report needs nothing else. `limited` says that
     `mem_limit` is one that somebody set, or that the device has; a strategy by hand may have none. `compiled` is
-    there where `compile=` was given.
+    there where `compile=` was given. `predicted_for` names the device that costs were predicted for, if nothing was
+    measured.
     """
 
     model: dict[str, Any]
@@ -42,6 +43,7 @@ class Plan:
     costs: PlanCosts
     limited: bool = True
     compiled: CompiledStages | None = None
+    predicted_for: str | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; `plan_file` says what the fields mean. OSError if the file cannot be written."""

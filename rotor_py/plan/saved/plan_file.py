@@ -14,6 +14,7 @@ What a field means:
     peak_bytes             the predicted peak of the whole step
     fresh_grads            whether gradients are freed between steps
     compiled               the compiled stages and Inductor's options, where `compile=` was given (since schema 7)
+    predicted_for          the device that costs were predicted for, where nothing was measured (since schema 8)
     costs                  all that was measured, in seconds and bytes (`plan_costs`)
     digest                 SHA-256 of everything else, which shows damage; it is no protection against forgery
 """
@@ -39,11 +40,11 @@ from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.stage.graph_effects import GraphEffects
 from rotor_solver import Sequence
 
-SCHEMA = 7
-_READABLE = 5, 6, 7
+SCHEMA = 8
+_READABLE = 5, 6, 7, 8
 """A file is of schema 5 unless the forwards in flight follow different sequences, or have to go backward in one order:
-then it is of schema 6. One that says what is compiled is of schema 7. Earlier versions would take these for something
-else."""
+then it is of schema 6. One that says what is compiled is of schema 7, and one that was predicted of schema 8. Earlier
+versions would take these for something else."""
 _LARGEST_FILE = 16 * 2**20
 """A plan has some thousand bytes for each hundred stages; nobody's file is read into memory to find that out."""
 _log = logging.getLogger("rotor_py")
@@ -54,7 +55,8 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     sequence, costs = fields["sequence"], fields["costs"]
     plain = not sequence.beside and costs.budget.backward_order == "any"
     compiled = fields.pop("compiled")
-    schema = 7 if compiled is not None else 5 if plain else 6
+    predicted_for = fields.pop("predicted_for")
+    schema = 8 if predicted_for is not None else 7 if compiled is not None else 5 if plain else 6
     data = {"schema": schema, "torch": torch.__version__, **fields}
     data |= {"traits": [asdict(traits) for traits in fields["traits"]], "sequence": str(sequence)}
     data |= {"solver": _solver_data(sequence), "costs": costs.as_data()}
@@ -62,6 +64,8 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
         data["beside"] = [str(each) for each in sequence.beside]
     if compiled is not None:
         data["compiled"] = asdict(compiled)
+    if predicted_for is not None:
+        data["predicted_for"] = predicted_for
     data["digest"] = _digest(data)
     Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
@@ -134,7 +138,11 @@ def _checked(data: dict[str, Any]) -> dict[str, Any]:
     if data["peak_bytes"] != peak:
         raise ValueError(f"the peak is {data['peak_bytes']}, and the costs make it {peak}")
     compiled = CompiledStages.from_data(data.get("compiled"), data["stages"])
-    return {**fields, "traits": traits, "sequence": sequence, "costs": costs, "compiled": compiled}
+    predicted_for = data.get("predicted_for")
+    if not isinstance(predicted_for, str | None):
+        raise ValueError(f"it is predicted for {reprlib.repr(predicted_for)}, and has to be for the name of a device")
+    found = {"traits": traits, "sequence": sequence, "costs": costs, "compiled": compiled}
+    return {**fields, **found, "predicted_for": predicted_for}
 
 
 def _refuse_odd_fingerprints(model: dict[str, Any], given: dict[str, Any]) -> None:

@@ -68,6 +68,8 @@ class StepPlan:
     """whether gradients are freed between steps"""
     watched: Sequence | None = None
     """the sequence of the last step that was watched to its end"""
+    prediction_holds: bool | None = None
+    """whether the first step has taken what was predicted; None where nothing was, or no step has been watched"""
     overruns: int = 0
     """how many steps were found to take more than the limit"""
     reduced: tuple[float | str | None, int] | None = None

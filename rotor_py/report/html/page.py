@@ -85,10 +85,12 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
         ("fixed part", format_bytes(facts.budget.fixed.total)),
         ("least possible", format_bytes(facts.budget.least_bytes())),
         ("storing everything", format_bytes(facts.store_all_bytes)),
-        ("planned step", format_seconds(facts.step_seconds)),
-        ("plain step", format_seconds(facts.store_all_seconds)),
-        ("overhead", f"{facts.overhead - 1:+.1%}"),
     ]
+    overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
+    names = {"planned": "planned step", "store-all": "plain step"}
+    times = [(names.get(name, name), said) for name, said in facts.times()]
+    # Where seconds are assumptions, what can be relied on comes first.
+    found += [overhead, *times] if facts.basis else [*times, overhead]
     gap = facts.gap
     optimum = [] if gap is None else [("from the optimum", format_gap(gap))]
     return [*found, *optimum, *spread_of_times(facts.measurement.spread)]

@@ -14,7 +14,7 @@ from rotor_py.report.facts import ReportFacts
 from rotor_py.report.terminal.prose import Prose
 from rotor_py.report.terminal.stage_table import StageTable
 from rotor_py.report.wording import format_gap, spread_of_times
-from rotor_py.units import format_bytes, format_seconds
+from rotor_py.units import format_bytes
 from rotor_solver import Operation, Sequence
 
 _WIDEST = 100
@@ -53,15 +53,13 @@ def amounts(facts: ReportFacts) -> Table:
         ("store-all", format_bytes(facts.store_all_bytes)),
         ("planned", format_bytes(facts.peak_bytes)),
     )
-    time: tuple[tuple[str, str], ...] = (
-        ("store-all", format_seconds(facts.store_all_seconds)),
-        ("planned", format_seconds(facts.step_seconds)),
-        ("overhead", f"{facts.overhead - 1:+.1%}"),
-    )
+    overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
+    # Where seconds are assumptions, what can be relied on comes first.
+    time = [overhead, *facts.times()] if facts.basis else [*facts.times()[::-1], overhead]
     gap = facts.gap
     if gap is not None:
-        time += (("from the optimum", format_gap(gap)),)
-    time += (*spread_of_times(facts.measurement.spread),)
+        time.append(("from the optimum", format_gap(gap)))
+    time += spread_of_times(facts.measurement.spread)
     table.add_row(Text("memory", style="bold"), Prose(_pairs(memory)))
     table.add_row(Text("time", style="bold"), Prose(_pairs(time)))
     table.add_row(Text("fixed", style="bold"), Prose(facts.budget.parts() or "nothing"))

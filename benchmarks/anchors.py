@@ -1,0 +1,314 @@
+"""Predicted times beside published ones: no efficiency is fitted to the row that it is judged by.
+
+    python benchmarks/anchors.py            # prints the tables; a minute, on the CPU, without a network
+    python benchmarks/anchors.py --write    # also into docs/devices.md and benchmarks/results/
+    python benchmarks/anchors.py --fit      # what to put into the table of devices
+
+* MPT, 125M to 30B parameters, on 8 H100, 8 A100 of 80 GB and 8 A100 of 40 GB (anchors_mpt.py). A row is judged by
+  efficiencies that are fitted to the models of other sizes on the same device; those of the A100 of 40 GB by the ones
+  that are fitted to the A100 of 80 GB.
+* torchtitan's Llama 3.1 8B on 8 and on 128 H100: by the efficiencies that are fitted to MPT on the H100.
+
+A step is the layers' operators one after another, as the dispatcher sees them on fake tensors. Left out, as it
+is hidden or small in a step of many micro batches: what FSDP sends, the optimizer, and loading of data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from anchors_mpt import SIZES, VOCABULARY, Configuration, published
+from report import ROOT, write
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rotor_py.devices.device import Device, Efficiencies
+from rotor_py.devices.roofline import Work, work_of
+from rotor_py.devices.table import find_device
+
+aten = torch.ops.aten
+_MATMUL = (0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85)
+_ATTENTION = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55)
+_STREAMING = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_BACKWARD = 0.75
+"""Attention backward against forward. Published: flash attention 2 reaches 165 and 130 of the A100's 312 TFLOP/s."""
+Works = Counter[Work]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One anchor: what was published, and what is predicted by efficiencies that have not seen it."""
+
+    anchor: str
+    device: str
+    case: str
+    published: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.published
+
+
+class Recording(TorchDispatchMode):
+    """How often each work is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: Works = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.works[work_of(func, args, kwargs or {}, out)] += 1
+        return out
+
+
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """(batch, length, heads, width), by the operator that CUDA takes."""
+    given = (each.transpose(1, 2) for each in (query, key, value))
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(*given, 0.0, True)[0]
+    return out.transpose(1, 2).flatten(2)
+
+
+class MptBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.norms[0](value)).chunk(3, -1)
+        value = value + self.out(causal_attention(*(part.unflatten(-1, (self.heads, -1)) for part in parts)))
+        result: torch.Tensor = value + self.down(nn.functional.gelu(self.up(self.norms[1](value))))
+        return result
+
+
+class LlamaBlock(nn.Module):
+    """Of Llama 3.1 8B, as torchtitan writes it: rotary embeddings as complex numbers, keys repeated for every head."""
+
+    def __init__(self, width: int = 4096, heads: int = 32, key_heads: int = 8, inner: int = 14_336) -> None:
+        super().__init__()
+        self.heads, self.key_heads = heads, key_heads
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        small = width * key_heads // heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, w, bias=False) for w in (width, small, small, width))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        normal = self.norms[0](value)
+        query, key = (
+            self.rotated(part(normal).unflatten(-1, (heads, -1)))
+            for part, heads in ((self.q, self.heads), (self.k, self.key_heads))
+        )
+        repeats = self.heads // self.key_heads
+        other = self.v(normal).unflatten(-1, (self.key_heads, -1))
+        key, other = (each.repeat_interleave(repeats, 2) for each in (key, other))
+        value = value + self.o(causal_attention(query, key, other))
+        normal = self.norms[1](value)
+        result: torch.Tensor = value + self.down(nn.functional.silu(self.gate(normal)) * self.up(normal))
+        return result
+
+    @staticmethod
+    def rotated(value: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(value.float().unflatten(-1, (-1, 2)))
+        angles = torch.empty(value.shape[1], 1, turned.shape[-1], dtype=torch.complex64)
+        return torch.view_as_real(turned * angles).flatten(3).type_as(value)
+
+
+@cache
+def works_of(make: Callable[[], nn.Module], *shape: int) -> tuple[Works, Works]:
+    """What a forward and a backward of a block in bfloat16 have to do."""
+    torch.set_default_dtype(torch.bfloat16)  # `.to` swaps parameters, which fake ones do not allow
+    with FakeTensorMode():
+        try:
+            block = make()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        value = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+        with Recording() as forward:
+            out = block(value)
+        gradient = torch.empty_like(out)
+        with Recording() as backward:
+            out.backward(gradient)
+    return forward.works, backward.works
+
+
+@cache
+def ends_of(width: int, vocabulary: int, batch: int, length: int) -> Works:
+    """What the embedding, the head and the loss have to do, forward and backward."""
+    with FakeTensorMode():
+        embedding = nn.Embedding(vocabulary, width, dtype=torch.bfloat16)
+        head = nn.Linear(width, vocabulary, bias=False, dtype=torch.bfloat16)
+        ids = torch.zeros(batch, length, dtype=torch.long)
+        with Recording() as both:
+            scores = head(embedding(ids))
+            nn.functional.cross_entropy(scores.flatten(0, 1).float(), ids.flatten()).backward()
+    return both.works
+
+
+def seconds(works: Iterable[tuple[Work, int]], device: Device) -> float:
+    return sum(count * work.seconds(device) for work, count in works)
+
+
+@cache
+def step_of(row: Configuration) -> Works:
+    """Everything that one micro batch of MPT has to do."""
+    width, layers, heads = SIZES[row.size]
+    forward, backward = works_of(_mpt(width, heads), row.batch, row.length, width)
+    step = Counter(ends_of(width, VOCABULARY, row.batch, row.length))
+    for works, times in ((forward, layers * (2 if row.checkpointed else 1)), (backward, layers)):
+        for work, count in works.items():
+            step[work] += times * count
+    return step
+
+
+@cache
+def _mpt(width: int, heads: int) -> Callable[[], nn.Module]:
+    return lambda: MptBlock(width, heads)
+
+
+def tokens_per_second(row: Configuration, device: Device) -> float:
+    return row.batch * row.length / seconds(step_of(row).items(), device)
+
+
+def with_efficiencies(device: Device, matmul: float, attention: float, streaming: float) -> Device:
+    known = device.efficiencies
+    return replace(device, efficiencies=Efficiencies(
+        matmul, known.convolution, attention, round(_BACKWARD * attention, 4), streaming,
+    ))  # fmt: skip
+
+
+def fitted(device: Device, rows: list[Configuration]) -> Device:
+    """`device` with the efficiencies of a grid whose predictions are nearest to `rows`: least squares of the log."""
+
+    def error(candidate: Device) -> float:
+        return sum(math.log(tokens_per_second(row, candidate) / row.tokens_per_second) ** 2 for row in rows)
+
+    grid = itertools.product(_MATMUL, _ATTENTION, _STREAMING)
+    return min((with_efficiencies(device, *each) for each in grid), key=error)
+
+
+def mpt_rows() -> list[Row]:
+    found = []
+    for name, teacher in (("h100", None), ("a100-80", None), ("a100-40", "a100-80")):
+        device, rows = find_device(name), published(name)
+        for size in dict.fromkeys(row.size for row in rows):
+            others = published(teacher) if teacher else [row for row in rows if row.size != size]
+            judge = _fitted_once(name, tuple(others))
+            for row in rows:
+                if row.size == size:
+                    case = f"{size}, {row.batch} × {row.length}{', checkpointed' if row.checkpointed else ''}"
+                    found.append(Row("MPT", device.name, case, row.tokens_per_second, tokens_per_second(row, judge)))
+    return found
+
+
+@cache
+def _fitted_once(name: str, rows: tuple[Configuration, ...]) -> Device:
+    return fitted(find_device(name), list(rows))
+
+
+def titan_rows() -> list[Row]:
+    """torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: table 1 and 3, first rows; 2 × 8192 on each device.
+
+    Its selective checkpointing keeps attention and every second matrix product, and runs the rest of a block again.
+    """
+    forward, backward = works_of(LlamaBlock, 2, 8192, 4096)
+    again: Works = Counter()
+    products = 0
+    for work, count in forward.items():
+        if work.kind == "attention":
+            continue
+        if work.operations:
+            products += count
+            again[work] += count / 2  # type: ignore[assignment] # on average, of equal products
+        else:
+            again[work] += count
+    assert products == 7, products
+    step = Counter(ends_of(4096, 128_256, 2, 8192))
+    for works in (forward, again, backward):
+        for work, count in works.items():
+            step[work] += 32 * count
+    sold = _fitted_once("h100", tuple(published("h100")))
+    theirs = replace(sold, name="H100 of 96 GB HBM2e, 2.4 TB/s, 500 W", bandwidth=2.4e12)
+    return [
+        Row("torchtitan", device.name, f"Llama 3.1 8B, 2 × 8192, FSDP over {world}", tokens, 2 * 8192 / step_seconds)
+        for device in (theirs, replace(sold, name="the same, if it had 3.35 TB/s"))
+        for step_seconds in [seconds(step.items(), device)]
+        for world, tokens in ((8, 5762.0), (128, 5605.0))
+    ]
+
+
+def untaught_rows() -> list[tuple[str, float, float, float]]:
+    """What a data sheet alone says, and what the efficiencies of another device do: the median, and the extremes."""
+    perfect = Efficiencies(1, 1, 1, 1, 1)
+    taught = {name: _fitted_once(name, tuple(published(name))).efficiencies for name in ("h100", "a100-80")}
+    found = []
+    for name, other in (("h100", "a100-80"), ("a100-80", "h100")):
+        for label, efficiencies in (("the data sheet alone", perfect), (f"efficiencies of {other}", taught[other])):
+            device = replace(find_device(name), efficiencies=efficiencies)
+            ratios = [tokens_per_second(row, device) / row.tokens_per_second for row in published(name)]
+            found.append((f"MPT on {name} by {label}", statistics.median(ratios), min(ratios), max(ratios)))
+    return found
+
+
+def summary(rows: list[Row]) -> str:
+    """One line for each anchor and device."""
+    lines = ["| anchor | device | rows | median of predicted / published | from | to | typical error |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for key in dict.fromkeys((row.anchor, row.device) for row in rows):
+        ratios = sorted(row.ratio for row in rows if (row.anchor, row.device) == key)
+        error = math.sqrt(statistics.mean(math.log(ratio) ** 2 for ratio in ratios))
+        lines.append(
+            f"| {key[0]} | {key[1]} | {len(ratios)} | {statistics.median(ratios):.2f} | {ratios[0]:.2f} "
+            f"| {ratios[-1]:.2f} | {error:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def details(rows: list[Row]) -> str:
+    lines = ["| device | case | published tokens/s | predicted | ratio |", "| --- | --- | --- | --- | --- |"]
+    lines += [
+        f"| {row.device} | {row.case} | {row.published:.0f} | {row.predicted:.0f} | {row.ratio:.2f} |" for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--fit", action="store_true", help="print the efficiencies that are fitted to all rows")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    if options.fit:
+        for name in ("h100", "a100-80"):
+            print(name, _fitted_once(name, tuple(published(name))).efficiencies)
+        return
+    rows = [*mpt_rows(), *titan_rows()]
+    few = [row for row in rows if row.anchor != "MPT" or row.case.startswith(("7b, 6", "7b, 16", "30b, 3", "1b, 14"))]
+    untaught = "\n".join(
+        f"* {label}: median {median:.2f}, from {least:.2f} to {most:.2f}"
+        for label, median, least, most in untaught_rows()
+    )
+    text = f"{summary(rows)}\n\nSome of these rows:\n\n{details(few)}\n\nFor comparison:\n\n{untaught}"
+    print(details(rows), text, sep="\n\n")
+    if options.write:
+        data = [{**asdict(row), "ratio": row.ratio} for row in rows]
+        write("anchors", text, data, torch.device("cpu"), ROOT / "docs" / "devices.md", how="Computed")
+
+
+if __name__ == "__main__":
+    main()

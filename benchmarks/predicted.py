@@ -1,0 +1,104 @@
+"""Steps of plans that were made without memory, really taken: predicted beside measured peaks, on the CPU.
+
+    python benchmarks/predicted.py                # all models of the ecosystem, and a chain of layers
+    python benchmarks/predicted.py Llama U-Net    # some; --write puts the table into docs/estimate.md
+
+Chain and peaks are predicted with the CPU's own operators. Plans are made from them alone, and then steps follow them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from typing import Any
+
+import ecosystem
+import torch
+from report import ROOT, write
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rotor_profiling import measured_peak, tensors_in
+from rotor_profiling.instruments import using
+from rotor_profiling.predicted.predicted_device import PredictedDevice
+from rotor_py import Checkpointable, models, store_all
+from rotor_py.predict.without_memory import WithoutMemory
+
+CPU = torch.device("cpu")
+FIELDS = ("activation_bytes", "saved_bytes", "input_released_bytes", "output_released_bytes")
+
+
+def resnet18() -> ecosystem.Case:
+    labels = torch.zeros(16, dtype=torch.long)
+    model: nn.Module = models.resnet18(num_classes=10)
+    return model, {"value": torch.randn(16, 3, 96, 96)}, lambda output: nn.functional.cross_entropy(output, labels)
+
+
+def network(model: nn.Module, inputs: Any, loss: Any) -> Checkpointable:
+    optimizer = torch.optim.AdamW(model.train().parameters())
+    found = Checkpointable(model, loss=loss, optimizer=optimizer, fresh_grads=True, cache=False)
+    found.measure(inputs)
+    return found
+
+
+def peak(planned: Checkpointable, inputs: dict[str, Any], loss: Any) -> int:
+    """Of a step with an optimizer's state."""
+    optimizer = torch.optim.AdamW(planned.parameters())
+
+    def step() -> None:
+        output = planned(**inputs)
+        loss(output).backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    state = tensors_in([list(entry.values()) for entry in optimizer.state.values()])
+    return measured_peak(step, [*planned.parameters(), *planned.buffers(), *state, *tensors_in(inputs)], CPU)
+
+
+def row(name: str, case: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, inputs, loss = case()
+    # What is without values cannot say where padding is.
+    inputs = {key: torch.ones_like(value) if "mask" in key else value for key, value in inputs.items()}
+    sample = inputs.get("value", inputs)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    without_memory = WithoutMemory(mode)
+    with using(PredictedDevice("cpu", 10**12, lambda *call: 1e-6)), mode:
+        predicted = network(without_memory.model(model), without_memory.value(sample), loss)
+    real = network(model, sample, loss)
+    pairs = list(zip(real.inspection_values.stages, predicted.inspection_values.stages, strict=True))
+    alike = [all(getattr(a, field) == getattr(b, field) for field in FIELDS) for a, b in pairs]
+    off = [abs(getattr(a, field) - getattr(b, field)) for a, b in pairs for field in FIELDS]
+    least, stored = predicted.budget.least_bytes(), predicted.budget.peak_bytes(store_all(predicted.chain))
+    ratios = []
+    for limit in (stored, (least + stored) // 2, least):
+        predicted.compute_sequence(limit)
+        real.sequence = predicted.sequence
+        ratios.append(peak(real, {"input": sample} if "value" in inputs else inputs, loss)
+                      / predicted.budget.peak_bytes(predicted.sequence))  # fmt: skip
+    return {"model": name, "stages": len(alike), "equal": sum(alike), "most_bytes_off": max(off), "ratios": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    cases = {"ResNet-18, layers": resnet18, **ecosystem.MODELS}
+    rows = []
+    lines = ["| model | stages | held alike | store-all | half | least |", "| --- | --- | --- | --- | --- | --- |"]
+    for name in given.names or cases:
+        found = row(name, cases[name])
+        rows.append(found)
+        off = f", others within {found['most_bytes_off']} B" if found["most_bytes_off"] else ""
+        ratios = " | ".join(f"{each:.4f}" for each in found["ratios"])
+        lines.append(f"| {name} | {found['stages']} | {found['equal']}{off} | {ratios} |")
+        print(lines[-1], flush=True)
+    if given.write:
+        write("predicted", "\n".join(lines), rows, CPU, ROOT / "docs" / "estimate.md")
+
+
+if __name__ == "__main__":
+    main()

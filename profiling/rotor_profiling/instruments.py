@@ -1,0 +1,150 @@
+"""What memory and time are read from: chosen here, in one place, for all that is measured.
+
+There are three things to read, and for each a small protocol: a `MemoryMeter`, a `Stopwatch`, and `Storages`, which
+says what a storage is called and how many bytes its allocator counts. What is on the CPU or on CUDA is measured. For a
+device that is not there, `using` puts other instruments in their place, which predict; nothing else differs: the same
+code runs, on tensors without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rotor_profiling.memory import CpuMeter, CudaMeter, MemoryMeter
+from rotor_profiling.timing import Stopwatch, cpu_stopwatch, cuda_stopwatch
+
+_CUDA_BLOCK = 512
+"""Bytes: the caching allocator rounds every request up to a multiple of it (`kMinBlockSize` in torch)."""
+
+
+class Storages(Protocol):
+    """What storages are called, and their bytes."""
+
+    def key(self, storage: torch.UntypedStorage) -> int:
+        """A number that no other storage has that is alive."""
+
+    def allocated(self, size: int) -> int:
+        """The bytes that the device's allocator counts for a request of `size` bytes."""
+
+
+class Instruments(Protocol):
+    """What memory and time of one device are read from."""
+
+    @property
+    def storages(self) -> Storages: ...
+
+    def memory_meter(self, device: torch.device) -> MemoryMeter:
+        """A meter for what runs on `device`."""
+
+    def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
+        """A stopwatch for what this thread runs on `device`."""
+
+
+class Prediction(Instruments, Protocol):
+    """Instruments for a device that is not there, and what else has to be known of it."""
+
+    @property
+    def name(self) -> str:
+        """What the device is called, for people."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of device that is predicted: "cuda", though the tensors are on the CPU."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """All the memory that the device can give this process."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What libraries allocate there once, and keep."""
+
+    def operators(self) -> AbstractContextManager[object]:
+        """Inside, the operators run that PyTorch chooses on that device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Addresses:
+    """Storages that have memory are called by their address."""
+
+    block: int = 1
+
+    def key(self, storage: torch.UntypedStorage) -> int:
+        return storage.data_ptr()
+
+    def allocated(self, size: int) -> int:
+        return -(-size // self.block) * self.block
+
+
+class _MeasuredOnCpu:
+    storages: Storages = _Addresses()
+
+    def memory_meter(self, device: torch.device) -> MemoryMeter:
+        return CpuMeter()
+
+    def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
+        return cpu_stopwatch()
+
+
+class _MeasuredOnCuda:
+    storages: Storages = _Addresses(_CUDA_BLOCK)
+
+    def memory_meter(self, device: torch.device) -> MemoryMeter:
+        return CudaMeter(device)
+
+    def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
+        return nullcontext(cuda_stopwatch(device))
+
+
+_MEASURED: dict[str, Instruments] = {"cpu": _MeasuredOnCpu(), "cuda": _MeasuredOnCuda()}
+_prediction: ContextVar[Prediction | None] = ContextVar("rotor_profiling.prediction", default=None)
+
+
+@contextmanager
+def using(prediction: Prediction) -> Iterator[None]:
+    """Inside, all that is measured is predicted for another device, in this thread."""
+    before = _prediction.set(prediction)
+    try:
+        yield
+    finally:
+        _prediction.reset(before)
+
+
+def prediction() -> Prediction | None:
+    """What predicts at the moment; None where things are measured."""
+    return _prediction.get()
+
+
+def instruments_for(kind: str) -> Instruments:
+    """The instruments for a kind of device. ValueError for one whose allocator cannot be read."""
+    found = _prediction.get() or _MEASURED.get(kind)
+    if found is None:
+        raise ValueError(f"memory can be measured on cpu and cuda devices, not on {kind!r}; move the model to one")
+    return found
+
+
+def memory_meter(device: torch.device) -> MemoryMeter:
+    """A meter for what runs on `device`. ValueError for a kind of device whose allocator cannot be read."""
+    return instruments_for(device.type).memory_meter(device)
+
+
+def stopwatch(device: torch.device) -> AbstractContextManager[Stopwatch]:
+    """A stopwatch for what this thread runs on `device`."""
+    return instruments_for(device.type).stopwatch(device)
+
+
+def storages_of(kind: str) -> Storages:
+    """What storages on a kind of device are called, and their bytes; of an unknown kind, as on the CPU."""
+    return (_prediction.get() or _MEASURED.get(kind, _MEASURED["cpu"])).storages
+
+
+def operators() -> AbstractContextManager[object]:
+    """Inside, the operators run that the device chooses: others than those here, where it is not there."""
+    found = _prediction.get()
+    return nullcontext() if found is None else found.operators()

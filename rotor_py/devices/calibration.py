@@ -1,0 +1,207 @@
+"""The device that one is on, measured: a `Device` whose rates and bandwidths are what its kernels reach.
+
+A data sheet's numbers need efficiencies that somebody has fitted. Here, rates are those of the best of several matrix
+products, the bandwidth that of a copy, and efficiencies say what part of these the others reach.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from rotor_profiling.instruments import stopwatch
+from rotor_profiling.timing import seconds_of
+from rotor_py.devices.device import CONTEXT_BYTES, Device, Efficiencies, Rates
+
+_LAUNCHES = 200
+"""Small additions one after another; their mean time is that of a launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large what is measured is: large enough for a device to be at its best, and done in seconds."""
+
+    matrices: tuple[tuple[int, int, int], ...]
+    attention: tuple[int, int, int, int]
+    convolution: tuple[int, int, int]
+    copied_bytes: int
+
+
+_ON_CUDA = Sizes(
+    # Square; the products of a transformer of width 4096; and one that is narrow.
+    matrices=((8192, 8192, 8192), (8192, 4096, 4096), (8192, 4096, 14_336), (16_384, 1024, 1024)),
+    attention=(4, 16, 4096, 128),
+    convolution=(64, 128, 56),
+    copied_bytes=2**30,
+)
+_ON_CPU = Sizes(
+    matrices=((1024, 1024, 1024), (2048, 512, 512), (2048, 512, 1792)),
+    attention=(1, 8, 512, 64),
+    convolution=(8, 64, 28),
+    copied_bytes=2**27,
+)
+
+
+def calibrate(
+    device: torch.device,
+    memory_bytes: int,
+    *,
+    sizes: Sizes | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Device:
+    """Measure `device`, of which `memory_bytes` are told: ten to thirty seconds.
+
+    Kinds of numbers that it cannot multiply count as the next wider one. `progress` hears what is measured.
+    """
+    sizes = sizes or (_ON_CUDA if device.type == "cuda" else _ON_CPU)
+    say = progress or (lambda text: None)
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if cuda else []), torch.no_grad():
+        say("matrix products")
+        with _tf32(allowed=False):
+            found = {"fp32": _products(device, sizes, torch.float32)}
+        with _tf32(allowed=True):
+            found["tf32"] = _products(device, sizes, torch.float32) if cuda else found["fp32"]
+        for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+            found[name] = _products(device, sizes, dtype) or found["fp32"]
+        rates = Rates(**{name: _rounded(max(each)) for name, each in found.items()})
+        # What is trained in: half precision on CUDA, 32 bits on a CPU, where half is often not computed but converted.
+        dtype = torch.bfloat16 if cuda and rates.bf16 > rates.fp32 else torch.float32
+        best = rates.of(dtype, tf32=False)
+        products = found["bf16" if dtype is torch.bfloat16 else "fp32"]
+        say("attention")
+        forward, backward = _attention(device, sizes, dtype)
+        say("a convolution")
+        convolved = _convolution(device, sizes, dtype)
+        say("copies")
+        bandwidth, streamed = map(_rounded, _streams(device, sizes))
+        pcie = _rounded(_to_device(device, sizes)) if cuda else bandwidth
+        launch = _rounded(_launch(device))
+    name = torch.cuda.get_device_name(device) if cuda else "CPU"
+    return Device(
+        name=name,
+        memory_bytes=memory_bytes,
+        bandwidth=bandwidth,
+        rates=rates,
+        compute_capability=torch.cuda.get_device_capability(device) if cuda else (0, 0),
+        link_bandwidth=pcie,
+        pcie_bandwidth=pcie,
+        efficiencies=Efficiencies(
+            matmul=_rounded(min(1.0, statistics.median(products) / best)),
+            convolution=_rounded(convolved / best),
+            attention=_rounded(forward / best),
+            attention_backward=_rounded(backward / best),
+            streaming=_rounded(min(1.0, streamed / bandwidth)),
+            anchor=f"measured on this {name} with torch {torch.__version__}",
+        ),
+        context_bytes=CONTEXT_BYTES if cuda else 0,
+        launch_seconds=launch,
+        vendor="cpu" if not cuda else "amd" if torch.version.hip else "nvidia",
+    )
+
+
+def _products(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> list[float]:
+    """Operations a second of each matrix product; none where the device has no such product."""
+    found = []
+    for rows, inner, columns in sizes.matrices:
+        try:
+            left = torch.randn(rows, inner, device=device).to(dtype)
+            right = torch.randn(inner, columns, device=device).to(dtype)
+            seconds = _seconds(partial(torch.matmul, left, right), device)
+            found.append(2 * rows * inner * columns / seconds)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # "not implemented for 'Half'" on some CPUs
+            return []
+    return found
+
+
+def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> tuple[float, float]:
+    """Operations a second of causal attention, forward and backward."""
+    batch, heads, length, width = sizes.attention
+    query, key, value = (
+        torch.randn(batch, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+    products = batch * heads * length * length * width  # two operations, half of the pairs
+    forward = _seconds(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True), device)
+    with torch.enable_grad():
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    gradient = torch.randn_like(out)
+    backward = _seconds(
+        lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True), device
+    )  # fmt: skip
+    return 2 * products / forward, 5 * products / backward
+
+
+def _convolution(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> float:
+    batch, channels, side = sizes.convolution
+    pictures = torch.randn(batch, channels, side, side, device=device, dtype=dtype)
+    weight = torch.randn(channels, channels, 3, 3, device=device, dtype=dtype)
+    operations = 2 * batch * side * side * channels * channels * 9
+    return operations / _seconds(lambda: F.conv2d(pictures, weight, padding=1), device)
+
+
+def _streams(device: torch.device, sizes: Sizes) -> tuple[float, float]:
+    """Bytes a second of a copy, and the median of other operators that read and write all they are given."""
+    count = sizes.copied_bytes // 4
+    one, other = torch.randn(count, device=device), torch.empty(count, device=device)
+    rows = one.view(-1, 1024)
+    others: list[Callable[[], object]] = [
+        lambda: torch.add(one, 1.0),
+        lambda: F.gelu(one),
+        lambda: F.layer_norm(rows, (1024,)),
+        lambda: F.softmax(rows, -1),
+    ]
+    moved = 2 * 4 * count  # each reads one tensor and writes one
+    copied = moved / _seconds(lambda: other.copy_(one), device)
+    return copied, statistics.median(moved / _seconds(each, device) for each in others)
+
+
+def _to_device(device: torch.device, sizes: Sizes) -> float:
+    size = min(sizes.copied_bytes, 2**28)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    here = torch.empty(size, dtype=torch.uint8).pin_memory()
+    return size / _seconds(lambda: there.copy_(here, non_blocking=True), device)
+
+
+def _launch(device: torch.device) -> float:
+    small = torch.zeros(1, device=device)
+
+    def many() -> None:
+        for _ in range(_LAUNCHES):
+            small.add_(1.0)
+
+    return _seconds(many, device) / _LAUNCHES
+
+
+def _rounded(number: float) -> float:
+    """To three digits: another run differs in the third."""
+    return float(f"{number:.3g}")
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Of one run after two that warm up: algorithms are chosen and memory is reserved in the first."""
+
+    def once() -> None:
+        run()
+
+    once()
+    once()
+    with stopwatch(device) as watch:
+        return max(seconds_of(once, watch), 1e-9)
+
+
+@contextmanager
+def _tf32(*, allowed: bool) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

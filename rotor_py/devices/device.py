@@ -1,0 +1,94 @@
+"""A device as its data sheet describes it, and what part of that its kernels are assumed to reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+CONTEXT_BYTES = 520 * 2**20
+"""What the driver, the context and the loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB
+are seen, and they grow with the kernels that a program has used."""
+
+LAUNCH_SECONDS = 4e-6
+"""How fast Python can have one kernel after another started. Assumed: 3 to 10 µs are measured in eager mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Floating point operations a second by the kind of number that is multiplied, dense (no structured sparsity)."""
+
+    bf16: float
+    fp16: float
+    tf32: float
+    fp32: float
+
+    def of(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
+        """The rate for matrices of `dtype`; `tf32` says whether PyTorch may use it for those of 32 bits."""
+        if dtype == torch.bfloat16:
+            return self.bf16
+        if dtype == torch.float16:
+            return self.fp16
+        if dtype in (torch.float32, torch.complex64):
+            return self.tf32 if tf32 else self.fp32
+        # Nobody trains in the others. Where a device has units for 64 bits, it has half as many.
+        return self.fp32 / 2 if dtype in (torch.float64, torch.complex128) else self.fp16
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiencies:
+    """What part of a data sheet's numbers kernels reach: of the rates, and of the bandwidth (`streaming`).
+
+    Always assumed. `anchor` says which published or measured times they were fitted to; without one they are a guess.
+    """
+
+    matmul: float
+    convolution: float
+    attention: float
+    attention_backward: float
+    streaming: float
+    anchor: str | None = None
+
+
+UNANCHORED = Efficiencies(matmul=0.65, convolution=0.5, attention=0.3, attention_backward=0.22, streaming=0.5)
+"""For devices of which no times are known: between those that were fitted for the H100 and for the A100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator. Bandwidths are in bytes a second; those of links are one way, for what one device sends.
+
+    `memory_bytes` is all memory as PyTorch reports it, which is less than on the box. `sources` says where each number
+    is from, by the name of its field (`rates.bf16`).
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    rates: Rates
+    compute_capability: tuple[int, int]
+    link_bandwidth: float
+    pcie_bandwidth: float
+    efficiencies: Efficiencies = UNANCHORED
+    context_bytes: int = CONTEXT_BYTES
+    launch_seconds: float = LAUNCH_SECONDS
+    vendor: str = "nvidia"
+    sources: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def usable_bytes(self) -> int:
+        """What PyTorch's allocator can have."""
+        return self.memory_bytes - self.context_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """`count` devices that are alike, and train one model together."""
+
+    each: Device
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        """As a report calls them."""
+        return self.each.name if self.count == 1 else f"{self.count} × {self.each.name}"

@@ -1,0 +1,46 @@
+"""What a program asks an allocator for, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from rotor_py.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Ask for `size` bytes on `stream`, and call them `key`."""
+
+    key: Hashable
+    size: int
+    stream: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Give back what is called `key`."""
+
+    key: Hashable
+
+
+Event = Allocate | Free
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Peaks in bytes, as `torch.cuda.max_memory_allocated` and `max_memory_reserved` count them."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+class DeviceFullError(ValueError):
+    """The driver has no memory for a segment, nor once everything has been given back that is not in use."""
+
+    def __init__(self, size: int, allocated: int, reserved: int, limit: int) -> None:
+        super().__init__(
+            f"{format_bytes(size)} more do not fit: of {format_bytes(limit)}, {format_bytes(reserved)} are reserved, "
+            f"of which {format_bytes(allocated)} are allocated; try expandable segments, or a smaller batch"
+        )
+        self.size, self.allocated, self.reserved, self.limit = size, allocated, reserved, limit

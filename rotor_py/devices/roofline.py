@@ -1,0 +1,161 @@
+"""Seconds of an operator on a device that is not there, by what it computes and what it reads and writes.
+
+    seconds = launch, or max(operations / (rate × efficiency), bytes / (bandwidth × efficiency)), whichever is longer
+
+Williams, Waterman, Patterson, "Roofline", 2009. An operator is as slow as the scarcer of the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from rotor_profiling.storage import tensors_in
+from rotor_py.devices.device import Device
+from rotor_py.devices.operators import ATTENTION, ATTENTION_BACKWARD, argument, query_key_value
+
+aten = torch.ops.aten
+
+_CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
+_FREE = {aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided,
+         aten.new_empty, aten.new_empty_strided, aten.set_, aten.resize_}  # fmt: skip
+"""Beside views: operators that touch no element."""
+_WRITE_ONLY = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, aten.bernoulli_, aten.random_,
+               aten._foreach_copy_, aten._foreach_zero_}  # fmt: skip
+"""They do not read what they write over."""
+_ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
+"""They read of their first tensor no more than they return."""
+_ONE_OF_EACH_ROW = {aten.nll_loss_forward, aten.nll_loss2d_forward, aten.nll_loss_backward, aten.nll_loss2d_backward}
+"""They read one number for each target, whatever the size of their inputs. The backwards write all of their result."""
+_OTHERS = {"c10d", "_c10d_functional", "fsdp", "_dtensor"}
+"""Collectives run beside the computation, and are for who knows what they overlap with; they take no time here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one operator has to do, whatever the device: floating point operations, and bytes read and written.
+
+    `kind` names the efficiency that its operations have; `dtype` is what is multiplied, as TF32 where `tf32` says so.
+    """
+
+    operations: int
+    bytes: int
+    kind: Literal["matmul", "convolution", "attention", "attention_backward"]
+    dtype: torch.dtype
+    tf32: bool = False
+
+    def seconds(self, device: Device) -> float:
+        """How long it takes on `device`."""
+        if not self.operations and not self.bytes:
+            return 0.0
+        streaming = self.bytes / (device.bandwidth * device.efficiencies.streaming)
+        if not self.operations:
+            return max(streaming, device.launch_seconds)
+        efficiency: float = getattr(device.efficiencies, self.kind)
+        computing = self.operations / (device.rates.of(self.dtype, tf32=self.tf32) * efficiency)
+        return max(computing, streaming, device.launch_seconds)
+
+
+class Roofline:
+    """The clock of a device that is not there: a function of an operator's call that returns seconds.
+
+    Works on tensors of any device, fake ones too: it looks at shapes, strides and dtypes. `tf32` says whether PyTorch
+    may multiply numbers of 32 bits as TF32; by default what is set in this process for CUDA.
+    """
+
+    def __init__(self, device: Device, *, tf32: bool | None = None) -> None:
+        self.device = device
+        self._tf32 = tf32
+
+    def __call__(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+        return work_of(func, args, kwargs, out, tf32=self._tf32).seconds(self.device)
+
+
+def work_of(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, tf32: bool | None = None
+) -> Work:
+    """What a call of an operator has to do, given its arguments and its result."""
+    packet = func.overloadpacket
+    convolves = packet in _CONVOLUTIONS
+    if tf32 is None:
+        # Convolutions may by default, matrices may not: https://docs.pytorch.org/docs/stable/notes/cuda.html
+        tf32 = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
+    return Work(
+        operations_of(func, args, kwargs, out),
+        bytes_of(func, args, kwargs, out),
+        "attention" if packet in ATTENTION
+        else "attention_backward" if packet in ATTENTION_BACKWARD
+        else "convolution" if convolves
+        else "matmul",
+        _dtype(args),
+        tf32,
+    )  # fmt: skip
+
+
+def operations_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Floating point operations of matrix products, convolutions and attention; 0 for anything else."""
+    packet = func.overloadpacket
+    if packet in ATTENTION or packet in ATTENTION_BACKWARD:
+        # The registered formula asserts as many heads of keys as of queries, and knows of no causal mask.
+        query, key, value = query_key_value(func, args, kwargs)
+        pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+        # Two products forward; five backward, since the scores are computed again.
+        forward = 2 * pairs * (query.shape[3] + value.shape[3])
+        every = forward if packet in ATTENTION else pairs * (6 * query.shape[3] + 4 * value.shape[3])
+        return every // 2 if argument(func, args, kwargs, "is_causal") else every
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def bytes_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Bytes that an operator reads and writes: each tensor once, and of an expanded one what is there."""
+    packet = func.overloadpacket
+    if func.is_view or packet in _FREE or func.namespace in _OTHERS:
+        return 0
+    given = tensors_in((args, kwargs))
+    written = [*tensors_in(out), *_written(func, args, kwargs)]
+    if not written:  # a question about a tensor, such as prim::device
+        return 0
+    if packet in _ROWS:
+        return 2 * touched(written) + touched(given[1:])
+    if packet in _ONE_OF_EACH_ROW:
+        target = argument(func, args, kwargs, "target")
+        return 2 * touched([target]) + touched(written)
+    if packet in _WRITE_ONLY:
+        given = given[len(_written(func, args, kwargs)) :]
+    return touched(given) + touched(written)
+
+
+def touched(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes behind `tensors`, each view once; a dimension of stride 0 has no more than one element."""
+    seen: set[tuple[Any, ...]] = set()
+    total = 0
+    for tensor in tensors:
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+        # The handle, not the address: fake tensors have none.
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), shape, stride) if stride else (id(tensor),)
+        if key not in seen:
+            seen.add(key)
+            sizes = (size for size, step in zip(shape, stride, strict=True) if step) if stride else shape
+            total += math.prod(sizes) * tensor.element_size()
+    return total
+
+
+def _written(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that an operator writes to."""
+    named = zip(func._schema.arguments, args, strict=False)
+    found = [value for one, value in named if one.alias_info is not None and one.alias_info.is_write]
+    found += [kwargs[one.name] for one in func._schema.arguments
+              if one.alias_info is not None and one.alias_info.is_write and one.name in kwargs]  # fmt: skip
+    return tensors_in(found)
+
+
+def _dtype(args: Sequence[Any]) -> torch.dtype:
+    """What is multiplied: the narrowest of the numbers given. Statistics, and what `addmm` adds to, may be wider."""
+    found = [each.dtype for each in tensors_in(args) if each.dtype.is_floating_point or each.dtype.is_complex]
+    return min(found, key=lambda each: each.itemsize, default=torch.float32)

@@ -1,0 +1,168 @@
+"""Bytes that CUDA's kernels allocate for themselves while they run, through PyTorch's allocator: no graph shows them.
+
+Each number has its source in PyTorch's code. What cuDNN takes for a convolution is decided by its heuristics, and is
+assumed here; the rest are sizes that the code asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rotor_profiling.storage import tensors_in
+from rotor_py.devices.device import Device
+from rotor_py.devices.operators import (
+    CUDNN_BACKWARD,
+    EFFICIENT_BACKWARD,
+    FLASH_BACKWARD,
+    argument,
+    query_key_value,
+)
+
+aten = torch.ops.aten
+
+_RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)
+"""Since torch 2.8."""
+_FLOAT = 4
+_LONG = 8
+_Call = tuple[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any], Any]
+
+
+def scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """The bytes that `func` holds on CUDA beyond what it is given and what it returns. 0 where none are known of."""
+    found = _SCRATCH.get(func.overloadpacket)
+    return 0 if found is None else found((func, args, kwargs, out))
+
+
+def workspace_bytes(device: Device) -> int:
+    """What PyTorch allocates for cuBLAS at the first matrix product, for each stream, and keeps.
+
+    Source: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp.
+    """
+    if device.vendor == "amd":
+        return 128 * 2**20 if device.compute_capability[0] == 9 else 32 * 2**20
+    return 32 * 2**20 if device.compute_capability[0] >= 9 else 2 * 4096 * 1024 + 8 * 16 * 1024
+
+
+def _flash_backward(call: _Call) -> int:
+    """`mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+
+    The gradient of the queries is summed in 32 bits; with fewer heads of keys, theirs are made for every head first.
+    """
+    query, key, value = query_key_value(*call[:3])
+    batch, heads, length, width = query.shape
+    rows = batch * heads * _up(length, 128)
+    size = _FLOAT * rows * (_up(width, 32) if width <= 192 else 256) + _FLOAT * rows
+    if key.shape[1] != heads:
+        size += batch * heads * (key.shape[2] * key.shape[3] + value.shape[2] * value.shape[3]) * key.element_size()
+    return size
+
+
+def _cudnn_backward(call: _Call) -> int:
+    """cuDNN's own workspace (`MHA.cpp` asks its graph for the size). Assumed: the same sums as flash attention's."""
+    return _flash_backward(call)
+
+
+def _efficient_backward(call: _Call) -> int:
+    """`_efficient_attention_backward` in attention_backward.cu: `delta`, and the workspace of kernel_backward.h.
+
+    Gradients of queries are summed in 32 bits over splits of the keys, whatever their dtype (`kNeedsAccumGradQ`), by
+    blocks of 128 rows and 64 columns. Those of keys and values are where heads are too wide for registers.
+    """
+    query, key, value = query_key_value(*call[:3])
+    batch, heads, length, width = query.shape
+    size = _FLOAT * batch * heads * (length + _up(length, 128) * _up(width, 64))
+    if query.element_size() < _FLOAT and max(width, value.shape[3]) > 128:
+        rows = batch * heads * _up(key.shape[2], 128)
+        size += _FLOAT * rows * (_up(width, 64) + _up(value.shape[3], 64))
+    return size
+
+
+def _embedding_backward(call: _Call) -> int:
+    """`embedding_dense_backward_cuda` in Embedding.cu, `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu.
+
+    Indices are sorted, then rows are summed in 32 bits: ten of one index at a time (NROWS_PER_THREAD), then these sums.
+    """
+    func, args, kwargs, _ = call
+    gradient, indices = args[0], argument(func, args, kwargs, "indices")
+    rows, count, each = argument(func, args, kwargs, "num_weights"), int(indices.numel()), int(indices.element_size())
+    if count <= 3072 and not argument(func, args, kwargs, "scale_grad_by_freq"):
+        return 0  # one kernel, without sorting
+    segments = min(count, int(rows))
+    partial = count // 10 + segments
+    width: int = max(_FLOAT, gradient.element_size())
+    # Sorted indices and where they were stay. While they are sorted, there are a range and cub's copy of both; after
+    # that, offsets of segments, of their parts, and the sums.
+    summing = (3 * segments + partial) * each + partial * int(gradient.shape[-1]) * width
+    return 2 * count * each + max(3 * count * each, summing)
+
+
+def _index_put(call: _Call) -> int:
+    """`index_put_with_sort_kernel` in Indexing.cu: with `accumulate`, linear indices are sorted.
+
+    There are the indices, a range, both of them sorted, and cub's copy of both.
+    """
+    func, args, kwargs, _ = call
+    if not argument(func, args, kwargs, "accumulate"):
+        return 0
+    indices = tensors_in(argument(func, args, kwargs, "indices"))
+    return 6 * _LONG * max((each.numel() for each in indices), default=0)
+
+
+def _sort(call: _Call) -> int:
+    """`sort_cuda_kernel` in Sort.cpp. Assumed: cub's second copy of keys and of indices."""
+    given = tensors_in(call[1])[0]
+    return given.numel() * (given.element_size() + _LONG)
+
+
+def _norm_backward(call: _Call) -> int:
+    """`LaunchGammaBetaBackwardCUDAKernel` in layer_norm_kernel.cu: long batches of narrow rows are summed in two steps.
+
+    Narrow: fewer warps than half of the multiprocessors, of which the largest devices have 132 to 148.
+    """
+    given = tensors_in(call[1])
+    width = 1
+    for size in argument(call[0], call[1], call[2], "normalized_shape"):
+        width *= size
+    rows = given[0].numel() // max(width, 1)
+    warps = -(-width // 32)
+    if rows <= 64 * 1024 or warps >= 66:
+        return 0
+    parts = min(32 * 1024 // warps, -(-rows // 32))
+    weights = given[-1].element_size()
+    return (1 if call[0].overloadpacket is _RMS_NORM_BACKWARD else 2) * parts * width * weights
+
+
+def _convolution(call: _Call) -> int:
+    """Assumed: what cuDNN takes to turn channels around.
+
+    Its tensor cores read channels last; of tensors that are not, it makes copies in its workspace
+    (https://docs.nvidia.com/deeplearning/performance/dl-performance-convolutional, section on layouts).
+    """
+    given = [each for each in tensors_in((call[1], call[3])) if each.dim() >= 4]
+    other = [each for each in given if not each.is_contiguous(memory_format=torch.channels_last)] if all(
+        each.dim() == 4 for each in given) else given  # fmt: skip
+    return sum(each.numel() * each.element_size() for each in other)
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+_SCRATCH: dict[Any, Callable[[_Call], int]] = {
+    FLASH_BACKWARD: _flash_backward,
+    CUDNN_BACKWARD: _cudnn_backward,
+    EFFICIENT_BACKWARD: _efficient_backward,
+    aten.embedding_dense_backward: _embedding_backward,
+    aten.index_put: _index_put,
+    aten.index_put_: _index_put,
+    aten._index_put_impl_: _index_put,
+    aten._unsafe_index_put: _index_put,
+    aten.sort: _sort,
+    aten.native_layer_norm_backward: _norm_backward,
+    _RMS_NORM_BACKWARD: _norm_backward,
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution,
+}

@@ -1,0 +1,169 @@
+"""The table of devices, and files of the same form that people write or `rotor-plan --calibrate` prints."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rotor_py.devices.device import CONTEXT_BYTES, LAUNCH_SECONDS, UNANCHORED, Device, Devices, Efficiencies, Rates
+from rotor_py.units import parse_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_TABLE = Path(__file__).with_name("devices.toml")
+_RATES = ("bf16", "fp16", "tf32", "fp32")
+_REQUIRED = ("memory", "bandwidth", *_RATES, "compute_capability", "link", "pcie")
+_OPTIONAL = ("name", "vendor", "context", "launch_seconds", "efficiencies")
+_EFFICIENCIES = ("matmul", "convolution", "attention", "attention_backward", "streaming")
+_OWN = "the file itself"
+
+
+def find_device(name: str) -> Device:
+    """The device of the table that is called `name`, as in `device_names()`; case and spaces do not matter.
+
+    ValueError with the nearest names if there is none.
+    """
+    known = _table()
+    wanted = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-").removeprefix("amd-")
+    found = known.get(wanted) or known.get(wanted.replace("-", ""))
+    if found is None:
+        near = difflib.get_close_matches(wanted, known, cutoff=0.4) or list(known)
+        # A family stands for several: a100 for a100-80 and a100-40.
+        near = [each for each in known if each.startswith(f"{wanted}-")] or near
+        raise ValueError(
+            f"no device is called {name!r}; did you mean {_either(near)}? A file of your own has the form of "
+            f"{_TABLE.name}"
+        )
+    return found
+
+
+def find_devices(text: str) -> Devices:
+    """The devices that a text names, one or several: "h100", "h100:8". ValueError if it names none."""
+    name, colon, number = text.partition(":")
+    if colon and not (number.isdecimal() and int(number) > 0):
+        raise ValueError(f"{text!r} is not a number of devices; write {name}:8 for eight of them")
+    return Devices(find_device(name), int(number) if colon else 1)
+
+
+def device_names() -> tuple[str, ...]:
+    """The names that `find_device` knows, in the order of the table."""
+    return tuple(_table())
+
+
+def device_like(reported: str, memory_bytes: int) -> Device | None:
+    """The device of the table that calls itself `reported` (`torch.cuda.get_device_name`) and has that much memory.
+
+    None if there is none: cards of one name and a tenth more or less memory are other cards.
+    """
+    name = reported.lower().replace(" ", "").replace("-", "")
+    found = [
+        (len(key.partition("-")[0]), ("pcie" in key) == ("pcie" in name), device)
+        for key, device in _table().items()
+        if key.partition("-")[0] in name and abs(device.memory_bytes - memory_bytes) < 0.1 * memory_bytes
+    ]
+    return max(found, key=lambda each: each[:2], default=(0, False, None))[2]
+
+
+def device_from_file(path: str | Path, name: str | None = None) -> Device:
+    """The device in the TOML file at `path`, which has the form of the table. `name` chooses among several.
+
+    ValueError in one sentence for a file that is none, or that lacks a cell; OSError if it cannot be read.
+    """
+    devices = _read(Path(path))
+    if name is None and len(devices) == 1:
+        return next(iter(devices.values()))
+    if name not in devices:
+        names = ", ".join(devices) or "none"
+        raise ValueError(f"{path} has the devices {names}; say which one" if name is None else
+                         f"{path} has no device {name!r}, only {names}")  # fmt: skip
+    return devices[name]
+
+
+@cache
+def _table() -> dict[str, Device]:
+    return _read(_TABLE)
+
+
+def _read(path: Path) -> dict[str, Device]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML file: {error}") from None
+    sources = content.pop("sources", {})
+    devices = {}
+    for key, cells in content.items():
+        if not isinstance(cells, dict):
+            raise ValueError(f"{path}: {key!r} stands outside a device; begin one with a line such as [my-gpu]")
+        try:
+            devices[key.lower()] = _device(key, cells, sources)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, device {key!r}: {error}") from None
+    if not devices:
+        raise ValueError(f"{path} has no device; begin one with a line such as [my-gpu]")
+    return devices
+
+
+def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
+    if missing := [each for each in _REQUIRED if each not in cells]:
+        raise ValueError(f"{', '.join(missing)} is missing")
+    if unknown := cells.keys() - {*_REQUIRED, *_OPTIONAL}:
+        raise ValueError(f"{', '.join(sorted(unknown))} is no cell; known are {', '.join((*_REQUIRED, *_OPTIONAL))}")
+    values, said = {}, []
+    for cell in cells.keys() - {"efficiencies"}:
+        values[cell], source = _value_and_source(cells[cell])
+        if cell in _REQUIRED:
+            said.append((cell, sources.get(source, source)))
+    major, _, minor = str(values["compute_capability"]).partition(".")
+    return Device(
+        name=str(values.get("name", key)),
+        memory_bytes=parse_bytes(values["memory"]),
+        bandwidth=_above_zero("bandwidth", values["bandwidth"]),
+        rates=Rates(*(_above_zero(each, values[each]) for each in _RATES)),
+        compute_capability=(int(major), int(minor or 0)),
+        link_bandwidth=_above_zero("link", values["link"]),
+        pcie_bandwidth=_above_zero("pcie", values["pcie"]),
+        efficiencies=_efficiencies(cells.get("efficiencies")),
+        context_bytes=_context(values.get("context", CONTEXT_BYTES)),
+        launch_seconds=float(values.get("launch_seconds", LAUNCH_SECONDS)),
+        vendor=str(values.get("vendor", "nvidia")),
+        sources=tuple(sorted(said)),
+    )
+
+
+def _value_and_source(cell: Any) -> tuple[Any, str]:
+    """A cell is a plain value, or a table of the value and the name of its source."""
+    return (cell["value"], cell.get("source", _OWN)) if isinstance(cell, dict) and "value" in cell else (cell, _OWN)
+
+
+def _context(value: Any) -> int:
+    """None at all is possible, too: on a CPU."""
+    return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
+
+
+def _efficiencies(cells: dict[str, Any] | None) -> Efficiencies:
+    if cells is None:
+        return UNANCHORED
+    if unknown := cells.keys() - {*_EFFICIENCIES, "anchor"}:
+        raise ValueError(f"{', '.join(sorted(unknown))} is no efficiency; known are {', '.join(_EFFICIENCIES)}")
+    if missing := [each for each in _EFFICIENCIES if each not in cells]:
+        raise ValueError(f"efficiencies lack {', '.join(missing)}")
+    found = {each: _above_zero(each, cells[each]) for each in _EFFICIENCIES}
+    anchor = cells.get("anchor")
+    return Efficiencies(**found, anchor=None if anchor is None else str(anchor))
+
+
+def _above_zero(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} has to be a number above zero, not {value!r}")
+    return float(value)
+
+
+def _either(names: list[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last

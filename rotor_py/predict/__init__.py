@@ -1,0 +1,1 @@
+"""What a training step takes on a device that is not there."""

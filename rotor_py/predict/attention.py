@@ -1,0 +1,155 @@
+"""The kernel of attention that PyTorch chooses on a CUDA device, called for tensors that are on the CPU.
+
+The rules are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13. Which kernel runs decides
+what is saved for the backward: plain attention saves a number for each pair of tokens, the others for each token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+Backend = Literal["cudnn", "flash", "efficient", "math"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One call of `scaled_dot_product_attention`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def on(self, compute_capability: tuple[int, int]) -> torch.Tensor:
+        """The result, by the kernel that a device of this capability runs."""
+        match self.backend(compute_capability):
+            case "cudnn":
+                return self._cudnn()
+            case "flash":
+                return self._flash()
+            case "efficient":
+                return self._efficient()
+            case "math":
+                return self._math()
+
+    def backend(self, compute_capability: tuple[int, int]) -> Backend:
+        """The first kernel in PyTorch's order that takes this call and is not switched off."""
+        flags = torch.backends.cuda
+        if self._suits_cudnn(compute_capability) and flags.cudnn_sdp_enabled():
+            return "cudnn"
+        if self._suits_flash(compute_capability) and flags.flash_sdp_enabled():
+            return "flash"
+        if self._suits_efficient(compute_capability) and flags.mem_efficient_sdp_enabled():
+            return "efficient"
+        return "math"
+
+    def _suits_cudnn(self, capability: tuple[int, int]) -> bool:
+        # `check_prefer_cudnn_attention`: data center devices of Hopper and Blackwell, where cuDNN is 9.15 or later, as
+        # it is beside torch 2.12 and later.
+        preferred = capability in ((9, 0), (10, 0)) and _torch_version() >= (2, 12)
+        longer = self.query.dim() == 4 and min(self.query.shape[2], self.key.shape[2]) > 1
+        return preferred and longer and self._half() and self._heads_fit(128)
+
+    def _suits_flash(self, capability: tuple[int, int]) -> bool:
+        if self.attn_mask is not None or not self._half() or capability < (8, 0) or not self._heads_fit(256, pads=True):
+            return False
+        width = self.query.shape[-1]
+        # Devices with less shared memory have no backward for the widest heads.
+        small = capability in ((8, 6), (8, 9), (12, 0), (12, 1)) and self._has_gradient()
+        return not (small and (192 < width <= 224 or (width > 224 and self.dropout_p > 0)))
+
+    def _suits_efficient(self, capability: tuple[int, int]) -> bool:
+        if self.query.dtype == torch.bfloat16 and capability < (8, 0):
+            return False
+        known = self.query.dtype in (*_HALF, torch.float32)
+        align = 4 if self.query.dtype == torch.float32 else 8
+        widths = (self.query.shape[-1], self.value.shape[-1])
+        return known and self.query.dim() == 4 and all(width % align == 0 for width in widths)
+
+    def _half(self) -> bool:
+        return self.query.dtype in _HALF
+
+    def _heads_fit(self, widest: int, *, pads: bool = False) -> bool:
+        width = self.query.shape[-1]
+        same = width == self.key.shape[-1] == self.value.shape[-1]
+        return self.query.dim() == 4 and same and width <= widest and (pads or width % 8 == 0)
+
+    def _has_gradient(self) -> bool:
+        return torch.is_grad_enabled() and any(each.requires_grad for each in (self.query, self.key, self.value))
+
+    def _cudnn(self) -> torch.Tensor:
+        made: torch.Tensor = _aten._scaled_dot_product_cudnn_attention(
+            self.query,
+            self.key,
+            self.value,
+            self._bias(),
+            self._has_gradient(),
+            self.dropout_p,
+            self.is_causal,
+            False,
+            scale=self.scale,
+        )[0]
+        return made
+
+    def _flash(self) -> torch.Tensor:
+        width = self.query.shape[-1]
+        given = [self.query, self.key, self.value]
+        if width % 8:
+            given = [functional.pad(each, (0, 8 - width % 8)) for each in given]
+        scale = 1 / math.sqrt(width) if self.scale is None else self.scale
+        made: torch.Tensor = _aten._scaled_dot_product_flash_attention(
+            *given, self.dropout_p, self.is_causal, scale=scale
+        )[0]
+        return made[..., :width]
+
+    def _efficient(self) -> torch.Tensor:
+        bias = self._bias()
+        if bias is not None:
+            if (beyond := bias.shape[-1] % 8) != 0:  # `pad_bias`: rows begin at multiples of eight numbers
+                bias = functional.pad(bias, (0, 8 - beyond))[..., : bias.shape[-1]]
+            bias = bias.expand(*self.query.shape[:3], self.key.shape[2])
+        key, value = (self._for_every_head(each) for each in (self.key, self.value))
+        made: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
+            self.query, key, value, bias, self._has_gradient(), self.dropout_p, self.is_causal, scale=self.scale
+        )[0]
+        return made
+
+    def _math(self) -> torch.Tensor:
+        made: torch.Tensor = _aten._scaled_dot_product_attention_math(
+            self.query,
+            self.key,
+            self.value,
+            self._bias(),
+            self.dropout_p,
+            self.is_causal,
+            scale=self.scale,
+            enable_gqa=self.enable_gqa,
+        )[0]
+        return made
+
+    def _bias(self) -> torch.Tensor | None:
+        """The mask as numbers to add (`convert_boolean_attn_mask`)."""
+        mask = self.attn_mask
+        if mask is None or mask.dtype != torch.bool:
+            return mask
+        zero, never = self.query.new_zeros(()), self.query.new_full((), -math.inf)
+        return torch.where(mask, zero, never)
+
+    def _for_every_head(self, tensor: torch.Tensor) -> torch.Tensor:
+        heads = self.query.shape[1]
+        return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])

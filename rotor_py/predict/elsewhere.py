@@ -1,0 +1,85 @@
+"""Where a step is planned for devices that are not there: what is made there, and what is measured there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotor_profiling.instruments import using
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.devices.device import Devices
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.predict.communication import Step, find_room_for_communication
+from rotor_py.predict.prediction import prediction_for
+from rotor_py.predict.sharding import shard_blocks
+from rotor_py.predict.without_memory import WithoutMemory, made_without_memory
+from rotor_py.predict.world import world_of
+
+Shard = Callable[[nn.Module, DeviceMesh], object]
+
+
+class Elsewhere:
+    """A place for models that are planned for `devices`, which need not be there.
+
+    Where there are several, parameters are divided among them by `shard_blocks` with this `precision`, or by `shard`:
+    a function of the model and of the mesh of devices.
+    """
+
+    def __init__(self, devices: Devices, *, shard: Shard | None = None, precision: torch.dtype | None = None) -> None:
+        self.devices = devices
+        self._shard = partial(shard_blocks, precision=precision) if shard is None else shard
+        self._mesh: DeviceMesh | None = None
+        # Tensors with memory come in with losses: a target, for example.
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.without_memory = WithoutMemory(self._mode)
+        """what makes models, samples and optimizers without memory of others"""
+
+    making = staticmethod(made_without_memory)
+    """Inside, models are made on the meta device."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All that follows happens inside: there, this process is the first of those that have a device each.
+
+        UnsupportedModelError if there are several devices, and this process is one of several already.
+        """
+        if self.devices.count == 1:
+            yield
+            return
+        with world_of(self.devices.count) as self._mesh:
+            yield
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """A copy of a model without memory, of whose parameters this process has its part."""
+        found = self.without_memory.model(model)
+        if self._mesh is not None:
+            with self.measuring():
+                self._shard(found, self._mesh)
+        return found
+
+    def follow(self, network: Checkpointable, step: Callable[[], Step]) -> None:
+        """Have a model that was measured plan with the room that communication takes in a `step` by its plan."""
+        if self._mesh is not None:
+            find_room_for_communication(network, step())
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Inside, tensors that are made take no memory, and what is measured is predicted for the device.
+
+        UnsupportedModelError for what reads values.
+        """
+        try:
+            with using(prediction_for(self.devices.each)), self._mode:
+                yield
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            where = "; ".join(getattr(error, "__notes__", ()))
+            raise UnsupportedModelError(
+                f"{error.func} depends on values{f' ({where})' if where else ''}, and where nothing is computed there "
+                "are none; plan the model on a device that is here, or give it sizes that do not depend on its data"
+            ) from error

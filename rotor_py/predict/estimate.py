@@ -1,0 +1,99 @@
+"""`estimate`: what a training step takes on a device that is not there, in memory and time, and the plan for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.devices.device import Device, Devices
+from rotor_py.devices.table import find_devices
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.plan.inputs.sample import arguments_of
+from rotor_py.plan.settings import what_it_is
+from rotor_py.predict.communication import step_of
+from rotor_py.predict.elsewhere import Elsewhere, Shard
+from rotor_py.predict.without_memory import WithoutMemory
+from rotor_py.report import Report
+
+Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def estimate(
+    model: nn.Module | Callable[[], nn.Module],
+    sample: Any,
+    device: str | Device | Devices = "h100",
+    *,
+    optimizer: Optimizer | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    mem_limit: float | str | None = None,
+    fresh_grads: bool = False,
+    mem_slots: int = 500,
+    shard: Shard | None = None,
+    precision: torch.dtype | None = None,
+) -> Report:
+    """The report of a training step of `model` on `device`, which need not be there, and of the plan for it.
+
+    Nothing is computed, and no memory is taken for parameters, activations or optimizer state, so that a model may be
+    larger than this machine. Bytes of tensors are exact; peaks are predicted, and times follow from assumptions that
+    the report names.
+
+    Args:
+        model: any model, which is left as it is; or a function that makes one, so that its parameters take no memory
+            either. A model on the meta device will do.
+        sample: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments. Only
+            shapes and dtypes count. An attention mask is taken to mask nothing.
+        device: a name in the table of devices (`rotor_py.devices`), or a `Device`. "h100:8" are eight, among which
+            `fully_shard` divides the parameters; the report is then of one of them, with a batch of its own.
+        optimizer: the optimizer of the model, or a function of parameters that makes one, such as `torch.optim.AdamW`.
+        loss: the loss as a function of the output, on the CPU.
+        mem_limit: the peak of a whole step: bytes, or "60GB", "80%". None is 90 % of what PyTorch can have there.
+        fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`).
+        mem_slots: how finely the solver divides memory.
+        shard: what divides the parameters: a function of the model and of the mesh of devices that calls `fully_shard`.
+            By default, each layer of a list of like layers is gathered by itself, and the rest together.
+        precision: the dtype in which parameters are gathered by default, and layers run.
+
+    InfeasibleError, with the least limit as `min_bytes`, if no plan fits the device; UnsupportedModelError for a model
+    that cannot be planned, or whose forward depends on values; ValueError for a device that is not in the table.
+    """
+    devices = find_devices(device) if isinstance(device, str) else device
+    devices = Devices(devices) if isinstance(devices, Device) else devices
+    elsewhere = Elsewhere(devices, shard=shard, precision=precision)
+    without_memory = elsewhere.without_memory
+    if not isinstance(model, nn.Module):
+        with elsewhere.making():
+            model = model()
+        if not isinstance(model, nn.Module):
+            raise UnsupportedModelError(f"the function that makes the model gives {what_it_is(model)}, and no module")
+    arguments, keywords = arguments_of(sample, model)  # of a DataLoader, the first batch
+    with elsewhere.together():
+        fake = elsewhere.model(model).train()
+        value = without_memory.value(keywords or arguments)
+        with elsewhere.measuring():
+            made = _optimizer(optimizer, fake, without_memory)
+            network = Checkpointable(
+                fake,
+                mem_limit=mem_limit,
+                mem_slots=mem_slots,
+                loss=loss,
+                optimizer=made,
+                fresh_grads=fresh_grads,
+                cache=False,
+            )
+            network.measure(value)
+            elsewhere.follow(network, lambda: step_of(network, value, loss, made, fresh_grads=fresh_grads))
+            network.compute_sequence()
+            return replace(network.report(), device=devices.name, predicted_for=devices)
+
+
+def _optimizer(given: Optimizer | None, fake: nn.Module, without_memory: WithoutMemory) -> torch.optim.Optimizer | None:
+    if given is None:
+        return None
+    if isinstance(given, torch.optim.Optimizer):
+        return without_memory.optimizer(given)
+    return given(fake.parameters())

@@ -1,0 +1,90 @@
+"""What numbers rest on that are for a device that is not there: exact, predicted or assumed, and never measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rotor_py.devices.device import Device, Devices
+from rotor_py.devices.scratch import workspace_bytes
+from rotor_py.measure.fixed_memory import FixedMemory
+from rotor_py.units import format_bytes, format_seconds
+
+_ANCHORED = 1.25
+"""How far seconds may be off where efficiencies were fitted to known times, as a factor. A guess: twice the typical
+error of steps that they were not fitted to, 11 to 14 % (docs/devices.md)."""
+_GUESSED = 1.6
+"""The same where they were not. A guess: between devices of known times, efficiencies differ by about as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What is exact, predicted and assumed of a step on `devices`, which need not be there."""
+
+    devices: Devices
+    fixed: FixedMemory
+    batch_bytes: int
+
+    @property
+    def device(self) -> Device:
+        """One of the devices, which are alike."""
+        return self.devices.each
+
+    def seconds(self, seconds: float) -> tuple[float, float]:
+        """The least and the most that predicted seconds may really be."""
+        factor = _GUESSED if self.device.efficiencies.anchor is None else _ANCHORED
+        return seconds / factor, seconds * factor
+
+    def range(self, seconds: float) -> str:
+        """The same in words."""
+        least, most = self.seconds(seconds)
+        return f"{format_seconds(least)} to {format_seconds(most)}"
+
+    @property
+    def anchor(self) -> str:
+        """What the seconds were fitted to."""
+        return self.device.efficiencies.anchor or "no anchor"
+
+    def sentences(self) -> tuple[str, ...]:
+        """What is exact, what is predicted and what is assumed, a sentence for each."""
+        capability = ".".join(map(str, self.device.compute_capability))
+        torch_version = ".".join(torch.__version__.split(".")[:2])
+        return (
+            "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and what stages return "
+            "and keep.",
+            f"Predicted: peaks, and what kernels need beside that while they run{self._predicted_beside}.",
+            f"Assumed: the parts of the data sheet's rates that kernels reach ({self.anchor}), attention by the kernel "
+            f"that torch {torch_version} chooses for compute capability {capability}, "
+            f"{format_bytes(workspace_bytes(self.device))} for cuBLAS, {format_bytes(self.device.context_bytes)} for "
+            f"the driver's context beside the limit, and batches without padding{self._assumed_beside}.",
+        )
+
+    @property
+    def _predicted_beside(self) -> str:
+        return "" if self.devices.count == 1 else "; parameters that are whole, and gradients on their way"
+
+    @property
+    def _assumed_beside(self) -> str:
+        return "" if self.devices.count == 1 else "; what devices send to each other is sent while they compute"
+
+    def as_data(self, peaks: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
+        """The same by kind, in bytes and seconds; seconds as the least and the most."""
+        fixed = asdict(self.fixed)
+        exact = ("parameters", "buffers", "gradients", "optimizer")
+        return {
+            "device": self.device.name,
+            "devices": self.devices.count,
+            "compute_capability": list(self.device.compute_capability),
+            "exact": {**{f"{name}_bytes": fixed[name] for name in exact}, "batch_bytes": self.batch_bytes},
+            "predicted": {**peaks, "communication_bytes": self.fixed.communication},
+            "assumed": {
+                **{name: list(self.seconds(value)) for name, value in seconds.items()},
+                "efficiencies": asdict(self.device.efficiencies),
+                "workspace_bytes": workspace_bytes(self.device),
+                "context_bytes": self.device.context_bytes,
+                "launch_seconds": self.device.launch_seconds,
+            },
+            "measured": {},
+        }

@@ -1,0 +1,188 @@
+"""`--device h100`: a plan for a device that need not be here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rotor_py.devices.table import find_device
+
+LABELS = """
+import torch
+from torch import nn
+
+labels = {"of": torch.zeros(64, dtype=torch.long)}
+model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 10))
+rates = [each.item() for each in torch.linspace(0, 1, 3, device="cpu")]
+
+def sample(batch=64):
+    return torch.randn(batch, 256)
+
+def loss(output):
+    return nn.functional.cross_entropy(output, labels["of"][: len(output)])
+
+def optimizer(parameters):
+    return torch.optim.AdamW(parameters)
+"""
+PARAMETERS = (256 * 1024 + 1024 + 1024 * 10 + 128) * 4  # the last bias takes a block of 512 bytes
+
+
+@pytest.fixture
+def report(plan, model_file):
+    def run(*options: str) -> dict:
+        return json.loads(plan(model_file(LABELS), "--json", "-", *options).stdout)
+
+    return run
+
+
+def test_what_is_exact_predicted_and_assumed_are_kept_apart(report) -> None:
+    found = report("--device", "h100")
+    basis = found["prediction"]
+    assert found["device"] == basis["device"] == find_device("h100").name
+    assert basis["exact"] == {
+        "parameters_bytes": PARAMETERS,
+        "buffers_bytes": 0,
+        "gradients_bytes": PARAMETERS,
+        "optimizer_bytes": 2 * PARAMETERS,
+        "batch_bytes": 64 * 256 * 4,
+    }
+    assert basis["predicted"]["peak_bytes"] == found["plan"]["peak_bytes"]
+    assert basis["predicted"]["min_bytes"] == found["min_bytes"]
+    assumed = basis["assumed"]
+    least, most = assumed["step_seconds"]
+    assert least < found["plan"]["step_seconds"] < most
+    assert assumed["efficiencies"]["anchor"] == find_device("h100").efficiencies.anchor
+    assert assumed["workspace_bytes"] == 32 * 2**20
+    assert basis["measured"] == {}
+
+
+def test_what_is_measured_rests_on_no_prediction(report) -> None:
+    assert "prediction" not in report("--device", "cpu", "--mem-limit", "1GB")
+
+
+def test_without_an_anchor_seconds_are_known_less_well(report) -> None:
+    def width(name: str) -> float:
+        least, most = report("--device", name)["prediction"]["assumed"]["step_seconds"]
+        return most / least
+
+    assert find_device("l4").efficiencies.anchor is None
+    assert width("l4") > width("h100")
+
+
+def test_the_text_says_the_words_and_overhead_comes_first(plan, model_file) -> None:
+    text = " ".join(plan(model_file(LABELS), "--device", "l4").stdout.replace("\N{NO-BREAK SPACE}", " ").split())
+    for words in ("on NVIDIA L4", "Nothing was measured. Exact:", "Predicted: peaks", "Assumed:", "no anchor", " to "):
+        assert words in text
+    assert text.index("overhead") < text.index("planned", text.index("time"))
+    assert "attention by the kernel that torch" in text
+
+
+def test_the_page_says_them_too(plan, model_file, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    plan(model_file(LABELS), "--device", "h100", "--html", str(page))
+    text = page.read_text()
+    for words in ("Exact:", "Predicted:", "Assumed:", "fitted to", f"for {find_device('h100').name}, predicted."):
+        assert words in text
+
+
+def test_bytes_alone_are_a_device(report) -> None:
+    found = report("--device-memory", "24GB")
+    assert found["device"] == "a device of 24.0 GB"
+    assert found["prediction"]["assumed"]["efficiencies"]["anchor"] is None
+    assert found["mem_limit"] < 0.9 * 24e9
+
+
+def test_a_file_has_a_device_of_ones_own(report, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    cells = {"bandwidth": 1e12, "bf16": 1e14, "fp16": 1e14, "tf32": 5e13, "fp32": 2e13, "link": 3e10, "pcie": 3e10}
+    lines = [f"{key} = {value}" for key, value in cells.items()]
+    file.write_text("\n".join(["[mine]", 'memory = "10GB"', 'compute_capability = "8.9"', *lines]))
+    assert report("--device-file", str(file))["device"] == "mine"
+    assert report("--device-file", str(file), "--device", "mine")["device"] == "mine"
+
+
+def test_numbers_and_optimizer_can_be_chosen_on_the_command_line(report) -> None:
+    found = report("--device", "a100-80", "--dtype", "bfloat16", "--optimizer", "sgd-momentum")["prediction"]["exact"]
+    assert found["batch_bytes"] == 64 * 256 * 2
+    assert found["parameters_bytes"] == pytest.approx(PARAMETERS / 2, abs=1024)
+    assert found["optimizer_bytes"] == found["parameters_bytes"]
+
+
+def test_they_can_be_chosen_for_a_device_that_is_here_as_well(report) -> None:
+    found = report("--mem-limit", "1GB", "--device", "cpu", "--dtype", "bf16", "--optimizer", "sgd", "--fresh-grads")
+    parameters = (256 * 1024 + 1024 + 1024 * 10 + 10) * 2
+    assert parameters <= found["fixed_bytes"] < 1.2 * parameters
+
+
+def test_the_other_reports_know_the_device(plan, model_file, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    options = ("--device", "h100", "--compare", "--sweep", "--trace", str(trace))
+    assert plan(model_file(LABELS), *options).exit_code == 0
+    assert trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--device", "h1000"], "no device is called 'h1000'; did you mean h100"),
+        (["--device", "a100"], "did you mean a100-80 or a100-40"),
+        (["--device", "h100:8"], "cannot be predicted yet; write --device h100"),
+        (["--device", "h100", "--verify"], "--verify trains a step on the device, which is not here"),
+        (["--device", "h100", "--compile"], "--compile compiles"),
+        (["--device", "h100", "--pipeline", "2"], "--pipeline measures"),
+        (["--device", "h100", "--batch", "best"], "--batch best takes whole steps"),
+        (["--device", "h100", "--batch", "max"], "--batch max takes whole steps"),
+        (["--device", "cpu", "--device-memory", "1GB"], "--device cpu is a device of this machine"),
+        (["--device-memory", "much"], "--device-memory:"),
+        (["--device-file", "nowhere.toml"], "--device-file:"),
+        (["--optimizer", "adanw"], "did you mean adamw"),
+        (["--optimizer", "adamw-sparse"], "there is adamw, adamw-fused, adamw-foreach, adamw-for-loop"),
+        (["--dtype", "int8"], "--dtype 'int8' is no kind of floating-point number"),
+    ],
+)
+def test_wrong_use_is_answered_in_one_sentence(plan, model_file, options: list[str], words: str) -> None:
+    result = plan(model_file(LABELS), *options)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+READS = """
+import torch
+from torch import nn
+
+class Reads(nn.Linear):
+    def forward(self, value):
+        made = super().forward(value)
+        return made * 2 if made.sum().item() > 0 else made
+
+model = nn.Sequential(nn.Linear(4, 4), Reads(4, 4))
+sample = torch.randn(2, 4)
+"""
+
+
+def test_a_model_that_reads_values_is_refused(plan, model_file) -> None:
+    result = plan(model_file(READS), "--device", "h100")
+    assert result.exit_code == 2
+    assert "depends on values" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_limit_that_is_too_small_says_the_least_one(plan, model_file) -> None:
+    result = plan(model_file(LABELS), "--device", "h100", "--mem-limit", "1MB")
+    assert result.exit_code == 3
+    assert "a training step needs at least" in result.stderr
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_class_of_transformers_needs_no_memory(plan) -> None:
+    pytest.importorskip("transformers")
+    config = json.dumps({"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                         "num_attention_heads": 2, "num_key_value_heads": 1})  # fmt: skip
+    result = plan("transformers:LlamaForCausalLM", "--config", config, "--input", "2,64:int64", "--dtype", "bfloat16",
+                  "--optimizer", "adamw-fused", "--device", "h100", "--json", "-")  # fmt: skip
+    found = json.loads(result.stdout)["prediction"]["exact"]
+    # Two moments for each parameter, and a count of steps on the device.
+    assert found["optimizer_bytes"] > 2 * found["parameters_bytes"]

@@ -1,0 +1,74 @@
+"""The benchmark of published times: which rows efficiencies are fitted to, and what page and table have of it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rotor_py.devices.table import find_device
+from tests.docs.pages import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import anchors
+import anchors_memory
+import device_table
+from anchors_mpt import SIZES, published
+
+
+def test_no_row_is_judged_by_efficiencies_that_were_fitted_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lessons = []
+
+    def fitted(name: str, rows: tuple[object, ...]) -> object:
+        lessons.append((name, rows))
+        return find_device(name)
+
+    monkeypatch.setattr(anchors, "_fitted_once", fitted)
+    monkeypatch.setattr(anchors, "tokens_per_second", lambda row, device: row.tokens_per_second)
+    rows = anchors.mpt_rows()
+    assert len(rows) == sum(len(published(name)) for name in ("h100", "a100-80", "a100-40")) == 37 + 59 + 46
+    judged = [(name, size) for name in ("h100", "a100-80", "a100-40")
+              for size in dict.fromkeys(row.size for row in published(name))]  # fmt: skip
+    for (name, size), (taught, others) in zip(judged, lessons, strict=True):
+        assert taught == name
+        own = published(name)
+        assert not [row for row in others if row.size == size and row in own]
+        assert name == "a100-40" or {row.size for row in others} == {row.size for row in own} - {size}
+
+
+def test_a_step_of_mpt_computes_what_its_parameters_say() -> None:
+    """6 operations for each parameter and token, and the published formula for attention, halved as it is causal."""
+    row = next(row for row in published("h100") if (row.size, row.length, row.batch) == ("1b", 2048, 14))
+    width, layers, _ = SIZES["1b"]
+    parameters = layers * 12 * width**2 + anchors.VOCABULARY * width
+    tokens = row.batch * row.length
+    # Flash attention's backward computes the scores again: five products for the forward's two, not four.
+    expected = tokens * (6 * parameters + layers * (2 + 5) * width * row.length)
+    operations = sum(count * work.operations for work, count in anchors.step_of(row).items())
+    assert operations == pytest.approx(expected, rel=0.01)
+
+
+def test_the_page_has_the_table_as_it_is() -> None:
+    page = device_table.PAGE.read_text(encoding="utf-8")
+    assert device_table.written(page) == page, "python benchmarks/device_table.py --write"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h100", "a100-80"])
+def test_the_table_has_the_efficiencies_that_the_benchmark_fits(name: str) -> None:
+    told = find_device(name).efficiencies
+    found = anchors.fitted(find_device(name), published(name)).efficiencies
+    assert (told.matmul, told.attention, told.streaming) == (found.matmul, found.attention, found.streaming)
+    assert told.anchor is not None
+    assert told.anchor.startswith(f"{len(published(name))} steps of MPT models")
+
+
+@pytest.mark.slow
+def test_one_process_of_a_world_holds_its_share_of_parameters_gradients_and_state() -> None:
+    """Twice as many processes: half as much of four numbers of 32 bits for each parameter, and all else as it was."""
+    found = {world: anchors_memory.predicted(world, layers=1, length=64)["allocated_gib"] for world in (2, 4)}
+    block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336 + 2 * 4096
+    parameters = block + 2 * 128_256 * 4096 + 4096
+    expected = 4 * 4 * parameters * (1 / 2 - 1 / 4) / 2**30
+    assert found[2] - found[4] == pytest.approx(expected, rel=0.005)

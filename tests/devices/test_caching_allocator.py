@@ -1,0 +1,286 @@
+"""The simulated caching allocator: PyTorch's documented rules one by one, a naive twin, and CUDA's own where it is."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rotor_py.devices import blocks
+from rotor_py.devices.caching_allocator import CachingAllocator, replay
+from rotor_py.devices.requests import Allocate, DeviceFullError, Event, Free, Reserved
+
+MIB = 2**20
+
+
+def after(*events: Event | tuple[str, int] | str, **options: bool) -> tuple[int, int]:
+    """Allocated and reserved bytes after events, of which ("a", 5) is an allocation and "a" a free."""
+    allocator = CachingAllocator(**options)
+    for event in events:
+        if isinstance(event, str):
+            allocator.free(event)
+        elif isinstance(event, tuple):
+            allocator.allocate(*event)
+    return allocator.allocated_bytes, allocator.reserved_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "allocated", "reserved"),
+    [
+        (0, 0, 0),
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (12 * MIB + 1, 14 * MIB, 14 * MIB),  # 1 MiB and more is left, but not more than that
+        (13 * MIB, 14 * MIB, 14 * MIB),
+    ],
+)
+def test_sizes_are_rounded_and_segments_are_of_three_kinds(size: int, allocated: int, reserved: int) -> None:
+    if size == 12 * MIB + 1:
+        allocated = 12 * MIB + 512  # 2 MiB - 512 are left, more than 1 MiB: split
+    assert after(("a", size)) == (allocated, reserved)
+
+
+def test_small_requests_share_a_segment_and_large_ones_do_not_take_from_it() -> None:
+    assert after(("a", MIB), ("b", MIB)) == (2 * MIB, 2 * MIB)
+    assert after(("a", MIB), ("b", MIB), ("c", 1)) == (2 * MIB + 512, 4 * MIB)
+    assert after(("a", MIB), ("b", 2 * MIB)) == (3 * MIB, 22 * MIB)
+
+
+def test_the_best_fit_is_used_and_not_the_first() -> None:
+    start = [("a", 40 * MIB), ("b", 20 * MIB), "a", "b"]
+    # 19 MiB fit both; of 20 MiB, 1 MiB is left, which is not split off. Then 40 MiB still fit.
+    assert after(*start, ("c", 19 * MIB), ("d", 40 * MIB)) == (60 * MIB, 60 * MIB)
+
+
+def test_free_neighbours_become_one_block_and_stay_reserved() -> None:
+    thirds = [(name, 6 * MIB) for name in "abc"]
+    assert after(*thirds, "a", "c", "b", ("d", 20 * MIB)) == (20 * MIB, 20 * MIB)
+    # Fragmentation: 12 MiB are free on both sides of what is held, and 13 MiB do not fit.
+    held = after(*thirds, "a", "c", ("d", 13 * MIB))
+    assert held == (6 * MIB + 14 * MIB, 34 * MIB)
+
+
+def test_streams_do_not_share_blocks() -> None:
+    events = [Allocate("a", 30 * MIB, stream=0), Free("a"), Allocate("b", 30 * MIB, stream=1)]
+    assert replay(events) == Reserved(30 * MIB, 60 * MIB)
+
+
+def test_expandable_segments_grow_instead_of_fragmenting() -> None:
+    def events(sizes: list[int]) -> list[Event]:
+        """Each is freed before the next, slightly larger one."""
+        return [event for size in sizes for event in (Allocate(size, size * MIB), Free(size))]
+
+    growing = events(list(range(20, 200, 4)))
+    assert replay(growing).reserved_bytes == sum(range(20, 200, 4)) * MIB
+    assert replay(growing, expandable=True).reserved_bytes == 200 * MIB  # 196, by pages of 20
+
+
+def test_expandable_segments_split_off_what_the_others_leave() -> None:
+    assert after(("a", 13 * MIB), expandable=True) == (13 * MIB, 20 * MIB)
+    assert after(("a", 13 * MIB), ("b", 7 * MIB), expandable=True) == (20 * MIB, 20 * MIB)
+    assert after(("a", 13 * MIB), ("b", 8 * MIB), expandable=True) == (21 * MIB, 40 * MIB)
+
+
+def test_the_end_of_an_expandable_segment_is_the_last_to_be_used() -> None:
+    """Rule 7: the hole of 30 MiB before a block that is held serves, though the end is a better fit as it is."""
+    allocator = CachingAllocator(expandable=True)
+    for name, size in (("a", 30), ("b", 30), ("c", 19)):
+        allocator.allocate(name, size * MIB)
+    allocator.free("a")
+    allocator.free("c")  # 20 MiB at the end are mapped and free
+    allocator.allocate("d", 20 * MIB)  # into the hole: the end could become larger than any
+    allocator.allocate("e", 30 * MIB)  # 10 MiB of the hole are left, so the end grows
+    assert allocator.reserved_bytes == 100 * MIB
+
+
+def test_a_full_device_gives_back_whole_segments_first_and_then_has_no_more() -> None:
+    parts: list[Event] = [Allocate("a", 20 * MIB), Free("a"), Allocate("b", 30 * MIB)]
+    assert replay(parts, limit=50 * MIB) == Reserved(30 * MIB, 50 * MIB)
+    assert replay(parts, limit=40 * MIB) == Reserved(30 * MIB, 30 * MIB)
+    # Half of the first segment is in use, so none of it can be given back.
+    held = [Allocate("a", 5 * MIB), Allocate("b", 30 * MIB)]
+    with pytest.raises(DeviceFullError, match=r"31\.5 MB more do not fit: of 41\.9 MB, 21\.0 MB are reserved") as error:
+        replay(held, limit=40 * MIB)
+    assert (error.value.reserved, error.value.allocated) == (20 * MIB, 5 * MIB)
+
+
+def test_a_full_device_unmaps_pages_of_expandable_segments() -> None:
+    events: list[Event] = [
+        Allocate("a", 60 * MIB), Allocate("b", 10 * MIB), Free("a"), Allocate("c", 20 * MIB, stream=1),
+    ]  # fmt: skip
+    assert replay(events, expandable=True).reserved_bytes == 100 * MIB
+    assert replay(events, expandable=True, limit=80 * MIB).reserved_bytes == 80 * MIB
+    with pytest.raises(DeviceFullError):
+        replay(events, expandable=True, limit=30 * MIB)
+
+
+def test_mistakes_of_the_caller_are_told() -> None:
+    with pytest.raises(ValueError, match="'a' is allocated already"):
+        replay([Allocate("a", 1), Allocate("a", 1)])
+    with pytest.raises(ValueError, match="'a' is not allocated"):
+        replay([Free("a")])
+
+
+def test_constants_are_those_of_the_installed_pytorch() -> None:
+    include = Path(torch.__file__).parent / "include" / "c10"
+    headers = [include / "core" / "AllocatorConfig.h", include / "cuda" / "CUDAAllocatorConfig.h"]
+    text = "".join(each.read_text() for each in headers if each.exists())
+    for name, value in {
+        "kMinBlockSize": blocks.MIN_BLOCK,
+        "kSmallSize": blocks.SMALL_SIZE,
+        "kSmallBuffer": blocks.SMALL_SEGMENT,
+        "kMinLargeAlloc": blocks.MIN_LARGE_ALLOCATION,
+        "kRoundLarge": blocks.ROUND_LARGE,
+    }.items():
+        if name in text:  # older releases have them in the .cpp alone
+            assert f"{name} = {value};" in text
+
+
+class Twin:
+    """The same rules without lists in order or neighbours: every segment is a list of [size, key or None]."""
+
+    def __init__(self) -> None:
+        self.segments: list[tuple[bool, list[list[object]]]] = []
+
+    def allocate(self, key: object, size: int) -> None:
+        size = max(1, -(-size // 512)) * 512
+        small = size <= MIB
+        found = [
+            (piece[0], number, place)
+            for number, (kind, pieces) in enumerate(self.segments)
+            for place, piece in enumerate(pieces)
+            if kind == small and piece[1] is None and piece[0] >= size  # type: ignore[operator] # sizes are ints
+        ]
+        if not found:
+            whole = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            self.segments.append((small, [[whole, None]]))
+            found = [(whole, len(self.segments) - 1, 0)]
+        _, number, place = min(found)  # type: ignore[type-var]
+        pieces = self.segments[number][1]
+        left = int(pieces[place][0]) - size  # type: ignore[call-overload]
+        if left >= 512 if small else left > MIB:
+            pieces[place : place + 1] = [[size, key], [left, None]]
+        else:
+            pieces[place][1] = key
+
+    def free(self, key: object) -> None:
+        for _, pieces in self.segments:
+            for piece in pieces:
+                if piece[1] == key:
+                    piece[1] = None
+            place = 0
+            while place + 1 < len(pieces):
+                if pieces[place][1] is None and pieces[place + 1][1] is None:
+                    pieces[place][0] += pieces.pop(place + 1)[0]  # type: ignore[operator]
+                else:
+                    place += 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        every = [piece for _, pieces in self.segments for piece in pieces]
+        held = sum(int(size) for size, key in every if key is not None)  # type: ignore[call-overload]
+        return held, sum(int(size) for size, _ in every)  # type: ignore[call-overload]
+
+
+STEPS = st.lists(st.one_of(st.integers(1, 30 * MIB), st.integers(1, 2 * MIB), st.just(-1)), max_size=60)
+"""A size is allocated; -1 frees one that is held."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, st.randoms(use_true_random=False))
+def test_it_does_what_the_naive_twin_does(steps: list[int], choose: random.Random) -> None:
+    allocator, twin, held, names = CachingAllocator(), Twin(), [], count()
+    for size in steps:
+        if size > 0:
+            held.append(next(names))
+            allocator.allocate(held[-1], size)
+            twin.allocate(held[-1], size)
+        elif held:
+            key = held.pop(choose.randrange(len(held)))
+            allocator.free(key)
+            twin.free(key)
+        assert (allocator.allocated_bytes, allocator.reserved_bytes) == twin.sizes
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, st.randoms(use_true_random=False), st.booleans())
+def test_what_holds_for_every_sequence(steps: list[int], choose: random.Random, expandable: bool) -> None:
+    allocator, held, names = CachingAllocator(expandable=expandable), [], count()
+    for size in steps:
+        if size > 0:
+            held.append(next(names))
+            allocator.allocate(held[-1], size)
+        elif held:
+            allocator.free(held.pop(choose.randrange(len(held))))
+        assert allocator.reserved_bytes >= allocator.allocated_bytes
+    peak = allocator.peak
+    for key in held:
+        allocator.free(key)
+    assert allocator.allocated_bytes == 0
+    assert allocator.peak == peak
+    # Everything was merged again: what is free is whole segments, or whole pages.
+    allocator.release_cached()
+    assert allocator.reserved_bytes == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.booleans())
+def test_a_limit_is_never_passed_and_what_ran_inside_its_own_peak_fits_it(steps: list[int], expandable: bool) -> None:
+    events: list[Event] = []
+    held: list[int] = []
+    for number, size in enumerate(steps):
+        if size > 0:
+            events.append(Allocate(number, size))
+            held.append(number)
+        elif held:
+            events.append(Free(held.pop(0)))
+    peak = replay(events, expandable=expandable).reserved_bytes
+    assert replay(events, expandable=expandable, limit=peak).reserved_bytes == peak
+    with suppress(DeviceFullError):
+        assert replay(events, expandable=expandable, limit=peak // 2).reserved_bytes <= peak // 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", range(5))
+def test_cuda_reserves_what_is_simulated(seed: int) -> None:
+    """Random allocations and frees on the device, followed step by step."""
+    choose = random.Random(seed)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == 0, "something else holds memory of this process"
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    expandable = "expandable_segments:True" in settings
+    allocator, held = CachingAllocator(expandable=expandable), {}
+    for number in range(300):
+        if held and choose.random() < 0.45:
+            key = choose.choice(sorted(held))
+            del held[key]
+            allocator.free(key)
+        else:
+            size = int(2 ** choose.uniform(5, 27))
+            held[number] = torch.empty(size, dtype=torch.uint8, device="cuda")
+            allocator.allocate(number, size)
+        assert torch.cuda.memory_allocated() == allocator.allocated_bytes
+        assert torch.cuda.memory_reserved() == allocator.reserved_bytes
+    free, whole = _snapshot()
+    assert whole == allocator.reserved_bytes
+    assert free == allocator.reserved_bytes - allocator.allocated_bytes
+
+
+def _snapshot() -> tuple[int, int]:
+    """Free and all bytes of the segments in `torch.cuda.memory_snapshot`."""
+    segments = torch.cuda.memory_snapshot()
+    pieces = [block for segment in segments for block in segment["blocks"]]
+    free = sum(block["size"] for block in pieces if block["state"] == "inactive")
+    return free, sum(segment["total_size"] for segment in segments)

@@ -1,0 +1,151 @@
+"""What CUDA's kernels allocate inside: sizes by hand, and on CUDA what the allocator counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rotor_py.devices.scratch import scratch_bytes, workspace_bytes
+from rotor_py.devices.table import find_device
+
+aten = torch.ops.aten
+HALF = torch.bfloat16
+
+
+class Largest(TorchDispatchMode):
+    """The most that an operator holds inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, scratch_bytes(func, args, kwargs or {}, out))
+        return out
+
+
+def largest(run: Callable[[], object]) -> int:
+    with FakeTensorMode(), Largest() as found:
+        run()
+    return found.bytes
+
+
+def flash(heads: int, key_heads: int, length: int, width: int) -> Callable[[], object]:
+    def run() -> None:
+        query = torch.empty(1, heads, length, width, dtype=HALF, requires_grad=True)
+        key, value = (torch.empty(1, key_heads, length, width, dtype=HALF, requires_grad=True) for _ in range(2))
+        aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0].sum().backward()
+
+    return run
+
+
+def test_the_backward_of_flash_attention_sums_queries_in_32_bits_by_blocks_of_128() -> None:
+    assert largest(flash(4, 4, 128, 32)) == 4 * 128 * 4 * (32 + 1)
+    assert largest(flash(4, 4, 100, 24)) == 4 * 128 * 4 * (32 + 1)
+    assert largest(flash(1, 1, 128, 200)) == 128 * 4 * (256 + 1)
+
+
+def test_with_fewer_heads_of_keys_theirs_are_made_for_every_head() -> None:
+    assert largest(flash(4, 1, 128, 32)) == largest(flash(4, 4, 128, 32)) + 2 * 4 * 128 * 32 * 2
+
+
+def embedding(tokens: int, rows: int, width: int = 64) -> Callable[[], object]:
+    def run() -> None:
+        table = torch.nn.Embedding(rows, width, dtype=HALF)
+        table(torch.zeros(tokens, dtype=torch.long)).sum().backward()
+
+    return run
+
+
+def test_the_backward_of_an_embedding_sorts_long_batches_and_sums_them_in_32_bits() -> None:
+    assert largest(embedding(3072, 10_000)) == 0  # one kernel, without sorting
+    parts = 400 + 4000
+    assert largest(embedding(4000, 10_000)) == parts * 64 * 4 + 8 * (2 * 4000 + 3 * 4000 + parts)
+    assert largest(embedding(4000, 50, width=1)) == 8 * 5 * 4000  # sorting holds more than summing
+    assert largest(embedding(4000, 50)) < largest(embedding(4000, 10_000))  # no more sums than rows
+
+
+def efficient(dtype: torch.dtype, width: int, length: int = 128) -> Callable[[], object]:
+    def run() -> None:
+        given = [torch.empty(1, 2, length, width, dtype=dtype, requires_grad=True) for _ in range(3)]
+        aten._scaled_dot_product_efficient_attention(*given, None, True)[0].sum().backward()
+
+    return run
+
+
+def test_the_backward_of_efficient_attention_sums_queries_in_32_bits_and_wide_heads_all() -> None:
+    sums = 2 * 128 * 64 * 4
+    assert largest(efficient(HALF, 64)) == largest(efficient(torch.float32, 64)) == sums + 2 * 128 * 4
+    assert largest(efficient(HALF, 256)) == 3 * 4 * sums + 2 * 128 * 4
+
+
+def norm(rows: int, width: int) -> Callable[[], object]:
+    def run() -> None:
+        value = torch.empty(rows, width, dtype=HALF, requires_grad=True)
+        torch.nn.LayerNorm(width, dtype=HALF)(value).sum().backward()
+
+    return run
+
+
+def test_the_backward_of_a_norm_sums_long_batches_of_narrow_rows_in_two_steps() -> None:
+    assert largest(norm(64 * 1024, 64)) == 0
+    assert largest(norm(128 * 1024, 64)) == 2 * (128 * 1024 // 32) * 64 * 2
+    assert largest(norm(128 * 1024, 4096)) == 0
+
+
+def test_operators_that_hold_nothing_inside_have_none() -> None:
+    assert largest(lambda: (torch.empty(8, 8) @ torch.empty(8, 8)).relu().softmax(-1)) == 0
+
+
+def test_convolutions_whose_channels_are_last_need_no_copies() -> None:
+    def run(layout: torch.memory_format) -> Callable[[], object]:
+        return lambda: torch.nn.functional.conv2d(
+            torch.empty(2, 8, 16, 16).to(memory_format=layout), torch.empty(8, 8, 3, 3).to(memory_format=layout)
+        )
+
+    assert largest(run(torch.contiguous_format)) >= 4 * 2 * 8 * 16 * 16
+    assert largest(run(torch.channels_last)) == 0
+
+
+def test_cublas_keeps_what_pytorch_gives_it_by_generation() -> None:
+    assert workspace_bytes(find_device("h100")) == workspace_bytes(find_device("b200")) == 32 * 2**20
+    assert workspace_bytes(find_device("a100-80")) == (4096 * 2 + 16 * 8) * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (flash(8, 2, 1000, 64), "flash"),
+        (efficient(torch.float32, 64, 1000), "efficient"),
+        (embedding(8192, 32_000, 512), "embedding"),
+        (norm(128 * 1024, 1024), "norm"),
+    ],
+)
+def test_what_is_computed_is_what_cuda_allocates(run: Callable[[], object], name: str) -> None:
+    """The rise of a real backward above what it starts from and leaves behind."""
+    expected = largest(run)
+    with torch.device("cuda"), Rise() as rise:
+        run()
+    assert rise.bytes == pytest.approx(expected, rel=0.1), name
+
+
+class Rise(TorchDispatchMode):
+    """The most that any operator held beyond its results, by CUDA's counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        torch.cuda.reset_peak_memory_stats()
+        out = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+        return out

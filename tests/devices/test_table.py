@@ -1,0 +1,118 @@
+"""The table of devices, and files of the same form."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rotor_py.devices import table
+from rotor_py.devices.device import UNANCHORED
+from rotor_py.devices.table import device_from_file, device_names, find_device
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TABLE = Path(table.__file__).with_name("devices.toml")
+OWN = """
+[mine]
+memory = "24GB"
+bandwidth = 9e11
+bf16 = 1e14
+fp16 = 1e14
+tf32 = 5e13
+fp32 = 2e13
+compute_capability = "8.6"
+link = 3e10
+pcie = 3e10
+"""
+
+
+def test_every_cell_of_the_table_has_a_source_that_is_written_out() -> None:
+    content = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    sources = content.pop("sources")
+    used = set()
+    for name, cells in content.items():
+        for cell, value in cells.items():
+            if cell not in ("name", "vendor", "efficiencies"):
+                assert value["source"] in sources, (name, cell)
+                used.add(value["source"])
+    assert used == sources.keys()
+    assert all(len(find_device(name).sources) == 9 for name in device_names())
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_rates_are_dense_and_in_their_order(name: str) -> None:
+    device = find_device(name)
+    rates = device.rates
+    assert rates.fp16 >= rates.tf32 >= rates.fp32
+    # What one byte of bandwidth can feed: a table that counts sparsity, or takes the wrong memory, leaves this range.
+    assert 70 <= rates.fp16 / device.bandwidth <= 450
+    assert device.link_bandwidth >= device.pcie_bandwidth
+    assert device.memory_bytes > device.usable_bytes > 0
+
+
+def test_numbers_that_public_tables_have_wrong() -> None:
+    h100, h200, l4 = find_device("h100"), find_device("h200"), find_device("l4")
+    assert h100.rates.bf16 == pytest.approx(1979e12 / 2, rel=1e-3)  # the data sheet's is with sparsity
+    assert l4.bandwidth == 300e9  # torch/_inductor/analysis/device_info.py has the H100's
+    assert (h200.rates, h200.bandwidth) == (h100.rates, 4.8e12)
+
+
+def test_names_are_found_however_people_write_them_and_families_are_asked_back() -> None:
+    assert find_device("H100") is find_device("nvidia h100") is find_device("h100")
+    assert find_device("RTX 4090") is find_device("rtx4090")
+    with pytest.raises(ValueError, match="did you mean a100-80 or a100-40"):
+        find_device("a100")
+    with pytest.raises(ValueError, match=r"did you mean .*mi300x"):
+        find_device("mi300")
+
+
+def test_rates_are_those_of_what_is_multiplied() -> None:
+    rates = find_device("a100-80").rates
+    assert rates.of(torch.bfloat16) == 312e12
+    assert (rates.of(torch.float32), rates.of(torch.float32, tf32=True)) == (19.5e12, 156e12)
+
+
+def test_a_file_of_ones_own_needs_numbers_alone(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN)
+    device = device_from_file(path)
+    assert (device.name, device.memory_bytes, device.compute_capability) == ("mine", 24 * 10**9, (8, 6))
+    assert device.efficiencies is UNANCHORED
+    assert dict(device.sources)["bf16"] == "the file itself"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("bandwidth = 9e11", ""), "device 'mine': bandwidth is missing"),
+        (("bf16 = 1e14", "bf16 = -1"), "bf16 has to be a number above zero, not -1"),
+        (("pcie = 3e10", "pcie = 3e10\nbf61 = 2"), "bf61 is no cell"),
+        (("[mine]", "[mine"), "is no TOML file"),
+        (("[mine]", ""), "stands outside a device"),
+        (("memory = \"24GB\"", "memory = \"24 parsecs\""), "'parsecs'"),
+        (("pcie = 3e10", "pcie = 3e10\n[mine.efficiencies]\nmatmul = 0.5"), "efficiencies lack convolution"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_wrong_is_refused_in_one_sentence(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN.replace(*change))
+    with pytest.raises(ValueError, match=r"mine\.toml") as error:
+        device_from_file(path)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_of_several_devices_in_a_file_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(OWN + OWN.replace("[mine]", "[other]"))
+    with pytest.raises(ValueError, match="mine, other; say which"):
+        device_from_file(path)
+    assert device_from_file(path, "other").name == "other"
+    with pytest.raises(ValueError, match="no device 'third'"):
+        device_from_file(path, "third")

@@ -1,0 +1,105 @@
+"""Plans that were predicted for a device: marked in their file, and compared with the first step there."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rotor_profiling.instruments import using
+from rotor_profiling.predicted.predicted_device import PredictedDevice
+from rotor_py import Checkpointable, Plan, PlanMismatchError
+from rotor_py.predict.without_memory import WithoutMemory
+
+BATCH = torch.randn(64, 256)
+SCRATCH = 50_000_000
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
+
+
+def of_products(func: Any, *call: Any) -> int:
+    """What no kernel of the CPU takes."""
+    return SCRATCH if func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm) else 0
+
+
+def saved(path: Path, model: nn.Module, **options: Any) -> Plan:
+    """A plan that was predicted for a device like the CPU, with room for everything."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    without_memory = WithoutMemory(mode)
+    given: dict[str, Any] = {"kind": "cpu", "memory_bytes": 10**9, "seconds": lambda *call: 1e-6, **options}
+    with using(PredictedDevice(**given)), mode:
+        network = Checkpointable(without_memory.model(model), loss=torch.mean, mem_limit="800MB")
+        network.measure(without_memory.value(BATCH))
+        network.save_plan(path)
+    return Plan.load(path)
+
+
+def step(network: nn.Module) -> None:
+    network(BATCH).mean().backward()
+
+
+def test_the_file_says_what_was_predicted_and_a_measured_one_does_not(tmp_path: Path) -> None:
+    assert saved(tmp_path / "plan", blocks(), name="a good device").predicted_for == "a good device"
+    assert json.loads((tmp_path / "plan").read_text())["schema"] == 8
+    measured = Checkpointable(blocks(), BATCH, "800MB", loss=torch.mean)
+    measured.save_plan(tmp_path / "other")
+    assert Plan.load(tmp_path / "other").predicted_for is None
+    assert json.loads((tmp_path / "other").read_text())["schema"] == 5
+
+
+def test_a_prediction_that_holds_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path / "plan", blocks())
+    network = Checkpointable(blocks(), plan=tmp_path / "plan")
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        for _ in range(3):
+            network.zero_grad(set_to_none=False)
+            step(network)
+    assert not caplog.records
+    assert network.inspection_values == Plan.load(tmp_path / "plan").costs.measurement
+
+
+def test_one_that_does_not_is_measured_at_the_next_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path / "plan", blocks(), scratch=of_products, name="a bad device")
+    model = blocks()
+    plain = copy.deepcopy(model)
+    network = Checkpointable(model, plan=tmp_path / "plan")
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        for _ in range(3):
+            step(network)
+            step(plain)
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("predicted for a bad device" in each for each in told) == 1
+    assert network.budget is not None
+    assert network.sequence is not None
+    assert network.budget.peak_bytes(network.sequence) < SCRATCH
+    assert network.mem_limit == 800_000_000
+    for one, other in zip(network.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]  # all have one
+
+
+def test_a_plan_for_cuda_is_none_for_the_cpu(tmp_path: Path) -> None:
+    saved(tmp_path / "plan", blocks(), kind="cuda")
+    network = Checkpointable(blocks(), plan=tmp_path / "plan")
+    with pytest.raises(PlanMismatchError, match="device"):
+        step(network)
+
+
+def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
+    from rotor_py.plan.saved import plan_file
+
+    saved(tmp_path / "plan", blocks())
+    data = json.loads((tmp_path / "plan").read_text())
+    data["predicted_for"] = 3
+    (tmp_path / "plan").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="predicted for 3"):
+        plan_file.read(tmp_path / "plan")

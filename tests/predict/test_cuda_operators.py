@@ -1,0 +1,167 @@
+"""Tensors of the CPU run what a CUDA device would: attention, dropout; in backwards as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from rotor_py import UnsupportedModelError
+from rotor_py.predict.attention import Attention
+from rotor_py.predict.cuda_operators import cuda_operators
+
+H100, A100, RTX4090, V100 = (9, 0), (8, 0), (8, 9), (7, 0)
+
+
+class Seen(TorchDispatchMode):
+    """The names of operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def seen_on(capability: tuple[int, int]) -> Iterator[list[str]]:
+    with FakeTensorMode(), cuda_operators(capability), Seen() as seen:
+        yield seen.names
+
+
+def call(
+    heads: int = 4, width: int = 64, *, dtype: torch.dtype = torch.bfloat16, mask: Any = None, **options: Any
+) -> Attention:
+    query = torch.empty(2, heads, 16, width, dtype=dtype, requires_grad=True)
+    other = torch.empty(2, options.pop("of_keys", heads), 16, width, dtype=dtype, requires_grad=True)
+    return Attention(query, other, other.detach().requires_grad_(), mask, **options)
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected", "options"),
+    [
+        (H100, "cudnn", {}),
+        (H100, "cudnn", {"mask": "bool"}),
+        (H100, "flash", {"width": 256}),
+        (H100, "flash", {"width": 100}),
+        (H100, "efficient", {"dtype": torch.float32}),
+        (H100, "efficient", {"width": 256, "mask": "bool"}),
+        (H100, "math", {"width": 100, "mask": "bool"}),
+        (H100, "math", {"dtype": torch.float64}),
+        (A100, "flash", {}),
+        (A100, "efficient", {"mask": "bool"}),
+        (RTX4090, "efficient", {"width": 208}),
+        (RTX4090, "flash", {"width": 256}),
+        (RTX4090, "efficient", {"width": 256, "dropout_p": 0.1}),
+        (V100, "efficient", {"dtype": torch.float16}),
+        (V100, "math", {}),
+    ],
+)
+def test_the_kernel_is_the_first_that_takes_the_call(
+    capability: tuple[int, int], expected: str, options: dict[str, Any]
+) -> None:
+    with FakeTensorMode():
+        if options.get("mask") == "bool":
+            options = {**options, "mask": torch.ones(2, 1, 16, 16, dtype=torch.bool)}
+        assert call(**options).backend(capability) == expected
+
+
+def test_kernels_that_are_switched_off_are_not_chosen() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with FakeTensorMode():
+        with sdpa_kernel(SDPBackend.MATH):
+            assert call().backend(H100) == "math"
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            assert call().backend(H100) == "flash"
+
+
+@pytest.mark.parametrize(
+    ("capability", "options"),
+    [
+        (H100, {}),
+        (A100, {}),
+        (A100, {"of_keys": 2, "enable_gqa": True}),
+        (A100, {"mask": True}),
+        (A100, {"mask": True, "of_keys": 2, "enable_gqa": True}),
+        (A100, {"width": 100}),
+        (V100, {}),
+    ],
+)
+def test_attention_goes_forward_and_backward_with_the_shapes_of_plain_attention(
+    capability: tuple[int, int], options: dict[str, Any]
+) -> None:
+    with FakeTensorMode():
+        if options.get("mask"):
+            options = {**options, "mask": torch.ones(2, 1, 16, 16, dtype=torch.bool)}
+        attention = call(**options)
+        made = attention.on(capability)
+        assert made.shape == attention.query.shape
+        made.sum().backward()
+        for given in (attention.query, attention.key, attention.value):
+            assert given.grad is not None
+            assert given.grad.shape == given.shape
+
+
+def attend(value: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(value, value, value, is_causal=True)
+
+
+def test_what_a_checkpoint_runs_again_in_the_backward_runs_the_same_operators() -> None:
+    def value() -> torch.Tensor:
+        return torch.empty(1, 2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    starts: list[Callable[[torch.Tensor], object]] = [
+        lambda loss: loss.backward(),
+        lambda loss: torch.autograd.backward(loss),
+        lambda loss: torch.autograd.grad(loss, leaf),
+    ]
+    for start in starts:
+        with seen_on(A100) as names:
+            leaf = value()
+            loss = checkpoint(attend, leaf, use_reentrant=False).sum()
+            names.clear()
+            start(loss)
+        assert "_scaled_dot_product_flash_attention" in names
+        assert "_scaled_dot_product_flash_attention_backward" in names
+
+
+def test_afterwards_the_operators_are_those_of_the_cpu() -> None:
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # private
+    with pytest.raises(KeyError), cuda_operators(A100):
+        raise KeyError
+    assert torch.autograd._engine_run_backward is run  # type: ignore[attr-defined]
+    with Seen() as seen:
+        attend(torch.randn(1, 2, 4, 8))
+    assert "_scaled_dot_product_flash_attention_for_cpu" in seen.names
+
+
+def test_dropout_keeps_one_byte_for_each_number() -> None:
+    saved: list[torch.Tensor] = []
+    with seen_on(H100) as names, torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):  # type: ignore[func-returns-value,arg-type]
+        value = torch.empty(100, requires_grad=True)
+        nn.Dropout(0.1)(value)
+        torch.dropout(value, 0.1, True)
+        nn.Dropout(0.1).eval()(value)
+        functional.dropout(value, 0.0)
+    assert names.count("native_dropout") == 2
+    assert [each.dtype for each in saved] == [torch.bool, torch.bool]
+
+
+def test_autocast_is_refused_in_one_sentence() -> None:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(UnsupportedModelError, match="--dtype bfloat16"),
+        cuda_operators(A100),
+    ):
+        pass

@@ -1,0 +1,158 @@
+"""`estimate`: the same report, of a step on a device that is not there."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate, models
+from rotor_py.devices.table import find_device
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+BLOCK = 512
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)), nn.Linear(256, 10))
+
+
+def rounded(tensors: Any) -> int:
+    return sum(-(-each.numel() * each.element_size() // BLOCK) * BLOCK for each in tensors)
+
+
+def test_parameters_state_and_batch_are_exact_in_the_blocks_of_cuda() -> None:
+    model, batch = blocks(), torch.randn(64, 256)
+    report = estimate(model, batch, "a100-80", optimizer=torch.optim.AdamW, loss=torch.mean)
+    parameters = rounded(model.parameters())
+    assert report.budget.fixed.parameters == report.budget.fixed.gradients == parameters
+    # Two moments, and the count of steps stays on the CPU.
+    assert report.budget.fixed.optimizer == 2 * parameters
+    assert report.measurement.input_bytes == 64 * 256 * 4
+    assert report.device == find_device("a100-80").name
+    assert report.fits
+    assert report.mem_limit == int(0.9 * find_device("a100-80").usable_bytes)
+
+
+def test_a_model_its_optimizer_and_the_process_are_left_as_they_are() -> None:
+    model = models.resnet18(num_classes=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.randn(2, 3, 32, 32)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    model.eval()
+    estimate(model, batch, optimizer=optimizer, loss=torch.mean)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.training
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_a_function_that_makes_the_model_gives_the_same_report() -> None:
+    batch = torch.randn(64, 256)
+    made, given = (
+        estimate(model, batch, "l4", optimizer=torch.optim.AdamW, loss=torch.mean) for model in (blocks, blocks())
+    )
+    assert made.budget == given.budget
+    assert made.measurement.stages == given.measurement.stages
+
+
+def test_seconds_are_those_of_the_device() -> None:
+    slow, fast = (estimate(blocks, torch.randn(4096, 256), name, loss=torch.mean) for name in ("l4", "h100"))
+    assert slow.store_all_seconds > 2 * fast.store_all_seconds > 0
+
+
+def test_a_model_larger_than_this_machine_is_planned_without_its_memory() -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2**17, 2**17, dtype=torch.bfloat16) for _ in range(2)))  # 69 GB
+
+    report = estimate(made, torch.empty(8, 2**17, dtype=torch.bfloat16, device="meta"), "b200", loss=torch.mean)
+    assert report.budget.fixed.parameters > 68 * 10**9
+
+
+def test_where_nothing_fits_the_least_limit_is_said() -> None:
+    with pytest.raises(InfeasibleError) as raised:
+        estimate(blocks, torch.randn(64, 256), optimizer=torch.optim.AdamW, loss=torch.mean, mem_limit="1MB")
+    found = raised.value.min_bytes
+    assert (
+        estimate(blocks, torch.randn(64, 256), optimizer=torch.optim.AdamW, loss=torch.mean, mem_limit=found).peak_bytes
+        == found
+    )
+
+
+def test_what_cannot_be_planned_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match="no device is called 'h1000'"):
+        estimate(blocks, torch.randn(2, 256), "h1000")
+    with pytest.raises(UnsupportedModelError, match="gives int, and no module"):
+        estimate(lambda: 3, torch.randn(2, 256))  # type: ignore[arg-type, return-value]
+
+
+class Reads(nn.Linear):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made = super().forward(value)
+        return made * 2 if made.sum().item() > 0 else made
+
+
+def test_a_model_that_reads_values_is_refused_and_the_stage_is_named() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"_local_scalar_dense.* depends on values .*stage '1'"):
+        estimate(nn.Sequential(nn.Linear(4, 4), Reads(4, 4)), torch.randn(2, 4), loss=torch.mean)
+
+
+def test_counts_of_steps_keep_their_values() -> None:
+    """A batch norm without momentum divides by its count."""
+    norm = nn.BatchNorm1d(4, momentum=None)
+    for model in (nn.Sequential(nn.Linear(4, 4), norm), lambda: nn.Sequential(nn.Linear(4, 4), norm)):
+        assert estimate(model, torch.randn(2, 4), loss=torch.mean).fits
+
+
+def test_afterwards_models_are_measured_again() -> None:
+    estimate(blocks, torch.randn(64, 256), loss=torch.mean)
+    model = blocks()
+    network = Checkpointable(model, torch.randn(64, 256), "1GB", loss=torch.mean)
+    assert network.report().predicted_for is None
+    network(torch.randn(64, 256)).mean().backward()
+    assert all(each.grad is not None for each in model.parameters())
+
+
+def eight_billion() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_llama_of_8_billion_parameters_fits_a_card_of_80_gigabytes_if_its_optimizer_is_fused() -> None:
+    pytest.importorskip("transformers")
+    words = torch.zeros(2, 4096, dtype=torch.long)
+    inputs = {"input_ids": words, "labels": words}
+    options: dict[str, Any] = {"loss": lambda output: output.loss, "fresh_grads": True, "mem_limit": "76GiB"}
+    report = estimate(eight_billion, inputs, "h100", optimizer=partial(torch.optim.AdamW, fused=True), **options)
+    billions = 8_030_261_248
+    assert report.budget.fixed.parameters == pytest.approx(2 * billions, rel=1e-6)
+    assert report.budget.fixed.optimizer == pytest.approx(4 * billions, rel=1e-5)  # counts of steps are there, too
+    assert report.store_all_bytes > 100 * 2**30
+    assert report.peak_bytes <= 76 * 2**30
+    assert 1.0 < report.overhead < 1.2
+    # With foreach, the step of the optimizer makes copies of all parameters, and decides.
+    with pytest.raises(InfeasibleError):
+        estimate(eight_billion, inputs, "h100", optimizer=torch.optim.AdamW, **options)
+    gc.collect()

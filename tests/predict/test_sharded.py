@@ -1,0 +1,139 @@
+"""Several devices that are not there, with FSDP2 over all of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rotor_profiling.instruments import using
+from rotor_profiling.predicted.predicted_device import PredictedDevice
+from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate
+from rotor_py.devices.table import find_devices
+from rotor_py.predict.communication import find_room_for_communication, step_of
+from rotor_py.predict.sharding import blocks_of, shard_blocks
+from rotor_py.predict.without_memory import WithoutMemory
+from rotor_py.predict.world import world_of
+from rotor_solver import store_all
+from tests.distributed.processes import Processes
+from tests.predict import sharded_steps
+from tests.predict.sharded_steps import ROWS, WIDTH, Blocks
+
+ON_THE_CPU = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
+BLOCK = 512
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["float32", "mixed"])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_peaks_are_those_of_real_processes(count: int, precision: torch.dtype | None, tmp_path: Path) -> None:
+    with Processes(count, tmp_path / "meeting") as processes:
+        real = processes.run(sharded_steps.real_peaks, precision)
+    mode = FakeTensorMode()
+    with using(ON_THE_CPU), world_of(count) as mesh, mode:
+        model = sharded_steps.sharded(WithoutMemory(mode).model(Blocks()), mesh, precision)
+        predicted = sharded_steps.peaks(sharded_steps.plain_step(model, torch.randn(ROWS, WIDTH)))
+    for phase in ("forward", "backward"):
+        assert predicted[phase] == pytest.approx(max(each[phase] for each in real), rel=0.005), phase
+
+
+def test_each_device_has_its_part_and_a_batch_of_its_own() -> None:
+    batch = torch.randn(ROWS, WIDTH)
+    report = estimate(Blocks, batch, "h100:8", optimizer=torch.optim.AdamW, loss=torch.mean, fresh_grads=True)
+    fixed = report.budget.fixed
+    parts = [math.ceil(each.shape[0] / 8) * each[0].numel() * 4 for each in Blocks().parameters()]
+    assert fixed.parameters == sum(math.ceil(part / BLOCK) * BLOCK for part in parts)
+    assert fixed.optimizer == 2 * fixed.parameters
+    assert fixed.batch == ROWS * WIDTH * 4
+    assert report.device == "8 × NVIDIA H100 SXM 80 GB"
+    text = str(report)
+    assert "parameters that are whole" in text
+    assert "sent while they compute" in text
+    assert not dist.is_initialized()
+    alone = estimate(Blocks, batch, "h100", optimizer=torch.optim.AdamW, loss=torch.mean, fresh_grads=True)
+    assert alone.budget.fixed.parameters > 7 * fixed.parameters
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with using(ON_THE_CPU), world_of(4) as mesh, mode:
+        model = WithoutMemory(mode).model(Blocks()).train()
+        shard_blocks(model, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        batch = torch.empty(ROWS, WIDTH)
+        network = Checkpointable(
+            model, mem_limit="1GB", loss=sharded_steps.loss, optimizer=optimizer, fresh_grads=True, cache=False
+        )
+        network.measure(batch)
+        budget = network.budget
+        assert budget is not None
+        bound = budget.fixed.communication
+        least, most = budget.least_bytes() - bound, budget.peak_bytes(store_all(budget.chain)) - bound
+        network.mem_limit = int(least + share * (most - least)) + bound // 4
+        step = step_of(network, batch, sharded_steps.loss, optimizer, fresh_grads=True)
+        find_room_for_communication(network, step)
+        sequence = network.compute_sequence()
+        found = network.budget
+        assert found is not None
+        present = found.fixed.total - found.fixed.communication
+        taken = present + max(sharded_steps.peaks(step).values())
+        predicted = found.peak_bytes(sequence)
+        assert taken <= predicted <= network.mem_limit
+        assert predicted <= 1.02 * taken
+        assert found.fixed.communication < bound / 2, "the bound is loose, and a step shows more"
+
+
+def test_what_divides_the_parameters_may_be_the_users_own() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    calls = []
+
+    def whole(model: nn.Module, mesh: object) -> None:
+        calls.append(mesh)
+        fully_shard(model, mesh=mesh)
+
+    batch = torch.randn(ROWS, WIDTH)
+    report = estimate(Blocks(), batch, "h100:2", loss=torch.mean, shard=whole)
+    assert len(calls) == 1
+    by_blocks = estimate(Blocks(), batch, "h100:2", loss=torch.mean)
+    assert report.peak_bytes > by_blocks.peak_bytes
+
+
+def test_a_limit_that_no_plan_fits_says_what_is_least() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        estimate(Blocks, torch.randn(ROWS, WIDTH), "h100:2", loss=torch.mean, mem_limit="1MB")
+    assert caught.value.min_bytes > 10**6
+    assert not dist.is_initialized()
+
+
+def test_a_process_that_is_one_of_several_is_refused() -> None:
+    with world_of(2), pytest.raises(UnsupportedModelError, match="before init_process_group"):
+        estimate(Blocks, torch.randn(ROWS, WIDTH), "h100:2", loss=torch.mean)
+
+
+@pytest.mark.parametrize("text", ["h100:0", "h100:-1", "h100:", "h100:two", "h100:1.5"])
+def test_a_number_of_devices_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write h100:8"):
+        find_devices(text)
+
+
+def test_blocks_are_the_outermost_of_a_list_that_are_alike() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Module()
+            self.inner.layers = nn.ModuleList([Experts(), Experts(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))])
+
+    model = Model()
+    assert list(blocks_of(model)) == list(model.inner.layers)[:2]
+    assert list(blocks_of(nn.Linear(2, 2))) == []

@@ -1,0 +1,85 @@
+"""Copies without memory: all that a model has, laid out as it was, and shared as it was."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from rotor_profiling import optimizer_cost, storage_bytes
+from rotor_profiling.instruments import using
+from rotor_profiling.predicted.predicted_device import PredictedDevice
+from rotor_py.predict.without_memory import WithoutMemory, made_without_memory
+
+
+class Shared(nn.Module):
+    """Two layers with one weight, a buffer that is a view, and tensors in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("part", self.first.weight.detach()[:3])
+        self.frozen = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64).t(), requires_grad=False)
+        self.table = {"shift": [torch.ones(4)]}
+        self.rate = torch.linspace(0, 1, 3, device="cpu")[1].item()
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(self.first(value)) * self.rate + self.table["shift"][0].sum()
+        return made
+
+
+def test_a_copy_has_no_memory_and_shares_what_was_shared() -> None:
+    model = Shared()
+    before = copy.deepcopy(model.state_dict())
+    with FakeTensorMode() as mode:
+        found = WithoutMemory(mode).model(model)
+        assert isinstance(found, Shared)
+        assert found.first.weight is found.second.weight
+        assert isinstance(found.first.weight, nn.Parameter)
+        assert isinstance(found.table["shift"][0], FakeTensor)
+        assert found.frozen.stride() == model.frozen.stride()
+        assert not found.frozen.requires_grad
+        tensors, theirs = [*found.parameters(), *found.buffers()], [*model.parameters(), *model.buffers()]
+        for one, other in zip(tensors, theirs, strict=True):
+            assert isinstance(one, FakeTensor)
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+            assert one.device == torch.device("cpu")
+        with using(PredictedDevice("cpu", 1, lambda *call: 0.0)):
+            held = storage_bytes(tensors)
+        found(torch.empty(2, 6)).sum().backward()
+    assert held == storage_bytes(theirs)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_is_made_takes_no_memory_and_may_read_what_it_makes_on_the_cpu() -> None:
+    with made_without_memory():
+        made = Shared()
+        nn.init.orthogonal_(made.first.weight)
+    assert all(each.is_meta for each in made.parameters())
+    assert made.rate == 0.5
+    with FakeTensorMode() as mode:
+        WithoutMemory(mode).model(made)(torch.empty(2, 6)).sum().backward()
+    assert not nn.Linear(2, 2).weight.is_meta
+    assert nn.init.ones_(torch.zeros(2)).tolist() == [1, 1]
+
+
+def test_an_optimizer_is_one_of_the_copies_with_the_state_that_it_has() -> None:
+    model = nn.Linear(10, 10)
+    optimizer = torch.optim.AdamW([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}])
+    model(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    expected = optimizer_cost(optimizer)
+    with FakeTensorMode() as mode:
+        without_memory = WithoutMemory(mode)
+        fake = without_memory.model(model)
+        found = without_memory.optimizer(optimizer)
+        assert found.param_groups[0]["params"][0] is fake.weight
+        assert found.param_groups[0]["lr"] == 0.5
+        assert isinstance(found.state[fake.weight]["exp_avg"], FakeTensor)
+        with using(PredictedDevice("cpu", 1, lambda *call: 0.0)):
+            assert optimizer_cost(found) == expected
+    assert optimizer.param_groups[0]["params"][0] is model.weight

@@ -1,0 +1,164 @@
+"""Instruments for a device that is not there: what they read of tensors without memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rotor_profiling import RandomState, measure_loss, memory_meter, optimizer_cost, storage_bytes, storages
+from rotor_profiling.instruments import instruments_for, prediction, stopwatch, using
+from rotor_profiling.memory import Phase
+from rotor_profiling.predicted.predicted_device import Numbered, PredictedDevice
+from rotor_profiling.values import equal
+from tests.profiling.costs import CPU
+
+
+def device(**options: object) -> PredictedDevice:
+    given: dict[str, object] = {"kind": "cpu", "memory_bytes": 10**12, "seconds": lambda *call: 1.0, **options}
+    return PredictedDevice(**given)  # type: ignore[arg-type]  # by name
+
+
+def phases() -> dict[str, Phase]:
+    """Memory of some code that makes, keeps, frees, views and overwrites."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    batch = torch.randn(32, 64)
+    with memory_meter(CPU) as meter:
+        before = batch * 2
+        meter.mark("forward")
+        output = layer(before)
+        meter.mark("in place")
+        output.mul_(2).view(-1)
+        kept = [torch.empty(1000) for _ in range(3)]
+        meter.mark("backward")
+        output.sum().backward()
+        meter.mark("freed")
+        del kept, output
+    return meter.phases
+
+
+def test_the_predicted_meter_reads_what_the_measured_one_does() -> None:
+    measured = phases()
+    with using(device()), FakeTensorMode():
+        predicted = phases()
+    assert list(predicted) == list(measured)
+    for name, phase in measured.items():
+        assert (predicted[name].rise, predicted[name].kept) == pytest.approx((phase.rise, phase.kept), abs=16), name
+
+
+def test_kernels_scratch_counts_while_they_run_and_not_after() -> None:
+    with using(device(scratch=lambda func, *rest: 10_000 if "mm" in str(func) else 0)), FakeTensorMode():
+        left = torch.empty(10, 10)
+        with memory_meter(CPU) as meter:
+            product = left @ left
+            meter.mark("after")
+            double = product + product
+    assert meter.phases == {"": Phase(0, 10_400, 400), "after": Phase(400, 800, 800)}
+    assert double.shape == (10, 10)
+
+
+def test_what_is_older_than_the_meter_does_not_count_when_it_is_freed() -> None:
+    with using(device()), FakeTensorMode():
+        old = torch.empty(1000)
+        with memory_meter(CPU) as meter:
+            del old
+    assert meter.phases == {"": Phase(0, 0, 0)}
+
+
+def test_sizes_are_those_of_the_device_that_is_predicted() -> None:
+    with using(device(kind="cuda", storages=Numbered(block=512))), FakeTensorMode():
+        tensor = torch.empty(3)
+        assert storage_bytes([tensor, tensor.view(3, 1), torch.empty(0)]) == 512
+        with memory_meter(CPU) as meter:
+            kept = torch.empty(129)
+        assert meter.phases[""].kept == 1024
+        assert len(storages([tensor, kept])) == 2
+    assert prediction() is None
+    assert storage_bytes([torch.empty(3)]) == 12
+
+
+def test_the_predicted_clock_adds_up_operators() -> None:
+    seconds = {torch.ops.aten.add: 2.0, torch.ops.aten.mul: 0.5}
+    with (
+        using(device(seconds=lambda func, *call: seconds.get(func.overloadpacket, 0.0))),
+        FakeTensorMode(),
+        stopwatch(CPU) as watch,
+    ):
+        one = torch.ones(2)
+        watch.start()
+        one + one * one
+        watch.lap()
+        one.view(2)
+        watch.lap()
+        assert watch.stop() == [2.5, 0.0]
+        watch.start()
+        one * one
+        watch.lap()
+        assert watch.stop() == [0.5]
+    assert watch.exact
+
+
+def test_after_an_error_things_are_measured_again() -> None:
+    with using(device()):
+        assert instruments_for("cuda") is prediction()
+    with pytest.raises(KeyError), using(device()):
+        raise KeyError
+    assert prediction() is None
+    with pytest.raises(ValueError, match="not on 'xpu'"):
+        instruments_for("xpu")
+
+
+def test_the_random_stream_of_the_process_is_left_alone_by_tensors_without_values() -> None:
+    torch.manual_seed(3)
+    before = RandomState.now(())
+    with FakeTensorMode():
+        state = RandomState.now(())
+        torch.randn(5)
+        state.restore()
+        assert RandomState.now(()) == before == state
+    assert RandomState.now(()) == before
+
+
+def test_tensors_without_values_are_equal_if_they_look_alike() -> None:
+    with FakeTensorMode():
+        assert equal(torch.zeros(2), torch.ones(2))
+        assert not equal(torch.zeros(2), torch.zeros(3))
+    assert not equal(torch.zeros(2), torch.ones(2))
+    assert equal(torch.zeros(2), torch.zeros(2))
+
+
+def test_a_loss_is_predicted_as_it_is_measured() -> None:
+    def cost() -> tuple[int, int]:
+        output = torch.randn(16, 100, requires_grad=True)
+        target = torch.zeros(16, dtype=torch.long)
+        found = measure_loss(
+            lambda made: nn.functional.cross_entropy(made, target), output, device=CPU, output_bytes=6400
+        )
+        return found.temp_bytes, found.kept_bytes
+
+    measured = cost()
+    with using(device()), FakeTensorMode():
+        assert cost() == measured
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+def test_an_optimizer_of_tensors_without_memory_costs_the_same(make: type[torch.optim.Optimizer]) -> None:
+    def cost() -> tuple[int, int]:
+        found = optimizer_cost(make(nn.Linear(100, 30).parameters(), lr=0.1))  # type: ignore[call-arg]  # all take it
+        return found.state_bytes, found.step_bytes
+
+    measured = cost()
+    with using(device()), FakeTensorMode():
+        assert cost() == measured
+
+
+def test_for_cuda_an_optimizer_steps_as_it_does_there() -> None:
+    """Several tensors at once, unless it is fused."""
+    with using(device(kind="cuda")), FakeTensorMode():
+        layers = nn.Sequential(*(nn.Linear(100, 100) for _ in range(4)))
+        together = optimizer_cost(torch.optim.AdamW(layers.parameters()))
+        fused = optimizer_cost(torch.optim.AdamW(layers.parameters(), fused=True))
+    assert fused.step_bytes < together.step_bytes / 2
+    assert together.step_bytes >= 4 * 100 * 100 * 4
