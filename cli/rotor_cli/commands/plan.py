@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from rotor_cli.commands.batch import choose
 from rotor_cli.errors import INFEASIBLE, Failure, explained
-from rotor_cli.facts import Facts
+from rotor_cli.facts import Facts, Taken
 from rotor_cli.loading.device import device_of, limit_on
 from rotor_cli.loading.model_file import ModelFile, load
 from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, compare, verify
+from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.terminal.stage_table import StageTable
@@ -38,18 +39,35 @@ def plan(request: Request) -> Facts:
             assert limit is not None
             chosen = choose(found, limit, request, shown)
             network, found = chosen.network, replace(found, sample=found.sample_of(chosen.batch))
-        facts = replace(_stored(found, network, request), batches=chosen)
-        if request.sweep or request.overhead is not None:
-            facts = _sweep(facts, network, request, shown)
-        if request.limited:
-            with watched(shown.doing("solving")):
-                facts = _plan(facts, network, limit, request)
-        if request.plan_file is not None:
-            network.save_plan(request.plan_file)
-        if request.compare:
-            compared = compare(facts, network.model, request.slots, shown.doing("comparing"))
-            facts = replace(facts, compared=compared)
-        return _verify(facts, network, found, request, shown) if request.verify else facts
+        return facts_of(found, network, limit, request, shown, chosen=chosen)
+
+
+def facts_of(
+    found: ModelFile,
+    network: Checkpointable,
+    limit: int | None,
+    request: Request,
+    shown: Activities,
+    *,
+    chosen: BatchChoice | None = None,
+    taken: Taken | None = None,
+) -> Facts:
+    """All facts that are asked for about `network`, which has been measured on the sample of `found`.
+
+    `chosen` is how the batch was chosen, and `taken` what a script has shown. Failure as from `plan`.
+    """
+    facts = replace(_stored(found, network, request), batches=chosen, taken=taken)
+    if request.sweep or request.overhead is not None:
+        facts = _sweep(facts, network, request, shown)
+    if request.limited:
+        with watched(shown.doing("solving")):
+            facts = _plan(facts, network, limit, request)
+    if request.plan_file is not None:
+        network.save_plan(request.plan_file)
+    if request.compare:
+        compared = compare(facts, network.model, request.slots, shown.doing("comparing"))
+        facts = replace(facts, compared=compared)
+    return _verify(facts, network, found, request, shown) if request.verify else facts
 
 
 def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
@@ -86,8 +104,8 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
         arguments=(
             *(("loss=loss",) if found.loss else ()),
             *(("optimizer=optimizer",) if found.optimizer else ()),
-            *(("fresh_grads=True",) if request.fresh_grads else ()),
-            *((f"forwards_in_flight={forwards}",) if (forwards := request.forwards_in_flight) > 1 else ()),
+            *(("fresh_grads=True",) if network.fresh_grads else ()),
+            *((f"forwards_in_flight={forwards}",) if (forwards := network.forwards_in_flight) > 1 else ()),
             *(
                 (f"backward_order={request.backward_order!r}",)
                 if forwards > 1 and request.backward_order != "any"
@@ -137,7 +155,7 @@ def _verify(facts: Facts, network: Checkpointable, found: ModelFile, request: Re
             found.sample,
             loss=found.loss,
             optimizer=found.optimizer,
-            fresh_grads=request.fresh_grads,
+            fresh_grads=network.fresh_grads,
             others=[each.sequence for each in facts.compared[1:] if each.fits],
             operations=request.trace_file is not None,
             progress=shown.doing("verifying:"),

@@ -1,0 +1,291 @@
+"""The first training step of a program that knows nothing of us: its model is planned where it stands, and followed.
+
+The model is the module that the program itself calls, in training mode and with gradients, and that has parameters to
+train. It is measured on what it is called with, right there, so that autocast and modes are those of the step, and the
+plain step is never taken, which may not fit. The rest of the step shows by itself, as in any training that is watched:
+a loss that is computed outside, several forwards, and the optimizer, which is about to step at the end.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.errors import InfeasibleError, UnsupportedModelError
+from rotor_py.plan.inputs.sample import Call
+from rotor_py.stage.autocast import Autocast, autocast_now, restored_autocast
+from rotor_py.trainers.in_place import PlannedForward, is_planned
+from rotor_py.trainers.module_calls import outermost_calls
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """What a first training step has shown, right before its optimizer steps."""
+
+    network: Checkpointable
+    """The model, measured and, where a plan fits, planned."""
+    sample: Call
+    """What it was called with."""
+    autocast: tuple[Autocast, ...]
+    """The state of autocast around the call."""
+    optimizer: torch.optim.Optimizer | None
+    """None where none stepped that trains the model."""
+    own_loss: bool
+    """Whether the model returned a single number to be trained by: its loss."""
+    others: tuple[nn.Module, ...]
+    """Other models that the step trains, smaller ones."""
+
+
+class NoTrainingStepError(UnsupportedModelError):
+    """A program has ended without a training step."""
+
+
+class FirstTrainingStep:
+    """Waits for the first training step of a program, inside `watched()`, and calls `found` with what it has shown.
+
+    `found` is called right before the optimizer's first step, and may raise an error to end the program there. If the
+    program goes on, the model follows its plan until `take_away()`. Where no plan fits, `found` is called before the
+    model runs.
+
+    Args:
+        found: called once, with a `FirstStep`.
+        mem_limit: the peak of a whole step, as for `Checkpointable`.
+        settings: other arguments of `Checkpointable`. Gradients are taken to be freed between steps until some are
+            there when a forward begins.
+
+    Of several models the largest is planned. UnsupportedModelError, in the program, if its model has a plan already.
+    """
+
+    def __init__(
+        self, found: Callable[[FirstStep], None], mem_limit: float | str | None, settings: dict[str, Any]
+    ) -> None:
+        self._found = found
+        self._mem_limit, self._settings = mem_limit, {"fresh_grads": True, **settings}
+        Checkpointable(nn.Identity(), mem_limit=mem_limit, **self._settings)  # for its errors, before the program runs
+        self._planned: _Planned | None = None
+        self._plain: dict[nn.Module, int] = {}
+        """models that are called and not planned, with their sizes"""
+        self._refused: UnsupportedModelError | None = None
+        self._stepped: list[torch.optim.Optimizer] = []
+        """optimizers that have stepped for another model than the one that is planned"""
+        self._over = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have the program run inside. At its end, it has taken its step, or NoTrainingStepError is raised.
+
+        That error is not raised over one of the program's own.
+        """
+        # After the planner's own hook: it counts the optimizer, which then is part of what is found.
+        hook = register_optimizer_step_pre_hook(self._about_to_step)
+        try:
+            with outermost_calls(self._called) as self._stop:
+                yield
+        finally:
+            hook.remove()
+        if not self._over:
+            self._at_the_end()
+
+    def take_away(self) -> None:
+        """Have the model plain again."""
+        if self._planned is not None:
+            self._planned.forward.take_away()
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        if self._over or not (module.training and torch.is_grad_enabled()):
+            return run()
+        planned = self._planned
+        if planned is not None and planned.went_back and not _is_trained(planned.model):
+            self._show()  # the program trains without an optimizer of torch's: this is its next step
+            return run()
+        if planned is None or module is not planned.model:
+            size = _size(module)
+            if not size:
+                return run()
+            if module in self._plain or (planned is not None and size <= planned.size):
+                self._plain[module] = size
+                return run()
+            planned = self._plan(module, Call(args, kwargs), size)
+            if planned is None:
+                return run()
+        else:
+            planned.count_gradients()
+        try:
+            output = run()
+        except InfeasibleError:  # for this call, which is larger than the one before
+            planned.forward.measure(Call(args, kwargs))
+            self._show()
+            raise
+        planned.returned(output, Call(args, kwargs))
+        return output
+
+    def _plan(self, module: nn.Module, sample: Call, size: int) -> _Planned | None:
+        """Plan this model from now on, and no other one; None if it cannot be planned."""
+        if any(is_planned(each) for each in module.modules()):
+            raise UnsupportedModelError(
+                f"{type(module).__name__}, or a part of it, is planned already; its own report is "
+                "print(model.report()), after a step"
+            )
+        optimizer = _optimizer_of(module)
+        try:
+            network = Checkpointable(module, mem_limit=self._mem_limit, optimizer=optimizer, **self._settings)
+            network.measure(sample)
+        except UnsupportedModelError as error:
+            self._refused = self._refused or error
+            self._plain[module] = size
+            return None
+        if self._planned is not None:
+            self._planned.forward.take_away()
+            self._plain[self._planned.model] = self._planned.size
+        self._planned = _Planned(network, sample, size, optimizer)
+        try:
+            network.compute_sequence()
+        except InfeasibleError:
+            self._show()
+            raise  # nobody has ended the program
+        self._planned.forward.put()
+        return self._planned
+
+    def _about_to_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        planned = self._planned
+        # In a backward, other gradients are still to come: the step is over when the model is called again.
+        if self._over or planned is None or torch._C._current_graph_task_id() != -1:
+            return
+        if planned.went_back and _trains(optimizer, planned.model):
+            self._show(optimizer)
+            return
+        trained = [each for each in self._plain if _trains(optimizer, each)]
+        if not trained:  # of models that are not called; or a copy, by which it is found out what an optimizer needs
+            return
+        if optimizer not in self._stepped:
+            self._stepped.append(optimizer)
+            return
+        # A whole round without a gradient: the largest model is not trained, and one of the others is planned.
+        planned.forward.take_away()
+        self._plain = {planned.model: planned.size}
+        self._planned = None
+
+    def _at_the_end(self) -> None:
+        if self._planned is not None and self._planned.went_back:
+            self._show()
+        elif self._refused is not None:
+            raise self._refused
+        elif self._planned is not None:
+            name = type(self._planned.model).__name__
+            raise NoTrainingStepError(f"it called {name}, and ended without a call of backward() that reached it")
+        else:
+            raise NoTrainingStepError(
+                "it ended without a call of backward(): no model with parameters to train was called in training mode "
+                "with gradients on"
+            )
+
+    def _show(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._over = True
+        self._stop()
+        assert self._planned is not None
+        planned = self._planned
+        planned.make_room_for_forwards()
+        others = [each for each in self._plain if _is_trained(each)]
+        self._found(
+            FirstStep(planned.network, planned.sample, planned.autocast, optimizer, planned.own_loss, tuple(others))
+        )
+
+
+class _Forward:
+    """Lives as long as the graph of a forward: its output's hooks hold it."""
+
+
+class _Planned:
+    """The model that is planned now, and what its step has shown."""
+
+    def __init__(
+        self, network: Checkpointable, sample: Call, size: int, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self.network, self.model, self.sample, self.size = network, network.model, sample, size
+        self.optimizer = optimizer
+        self.autocast = autocast_now([network.device])
+        self.forward = PlannedForward(network)
+        self.went_back = self.own_loss = False
+        self._in_flight: WeakSet[_Forward] = WeakSet()
+        self._most_in_flight = 1
+
+    def count_gradients(self) -> None:
+        """Plan for gradients that are kept, if some are there when a forward begins."""
+        if self.network.fresh_grads and any(each.grad is not None for each in self.model.parameters()):
+            self.network.fresh_grads = False
+            self.forward.measure(self.sample)
+
+    def make_room_for_forwards(self) -> None:
+        """Plan for as many forwards in flight as there were."""
+        network = self.network
+        if self._most_in_flight <= network.forwards_in_flight:
+            return
+        assert network.inspection_values is not None
+        loss = network.inspection_values.loss  # as the step has shown it; measuring does not
+        network.loss_tmp_memory_usage = loss.temp_bytes + loss.kept_bytes
+        network.forwards_in_flight = self._most_in_flight
+        with restored_autocast(self.autocast, cache=True):
+            self.forward.measure(self.sample)
+
+    def returned(self, output: Any, sample: Call) -> None:
+        """A forward on `sample` has returned this."""
+        self.sample = sample
+        tensors = [each for each in tensors_in(output) if each.requires_grad]
+        self.own_loss = any(each.dim() == 0 for each in tensors)
+        forward = _Forward()
+        self._in_flight.add(forward)
+        self._most_in_flight = max(self._most_in_flight, len(self._in_flight))
+        for tensor in tensors:
+            tensor.register_hook(partial(self._gradient_came, forward))
+
+    def _gradient_came(self, forward: _Forward, gradient: torch.Tensor) -> None:
+        self.went_back = True
+        self._in_flight.discard(forward)
+
+
+def _size(model: nn.Module) -> int:
+    """The elements of the parameters that are trained."""
+    return sum(each.numel() for each in model.parameters() if each.requires_grad)
+
+
+def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return any(id(each) in trained for each in model.parameters())
+
+
+def _is_trained(model: nn.Module) -> bool:
+    """Whether any optimizer of the program trains it."""
+    return any(_trains(each, model) for each in _optimizers())
+
+
+def _optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
+    """The one optimizer that trains it; None where there are several, or none yet, or one of an unknown kind.
+
+    These are noticed when they step.
+    """
+    found = [each for each in _optimizers() if _trains(each, model)]
+    if len(found) != 1:
+        return None
+    with suppress(UnknownOptimizerError):
+        optimizer_cost(found[0])
+        return found[0]
+    return None
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    """All that there are, without those of Accelerate, which stand around others."""
+    # By its type: `isinstance` asks objects for their class, and some answer by importing a library. At once: among all
+    # objects are tuples that are being made meanwhile, and nobody may hold these.
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return [each for each in found if "param_groups" in each.__dict__]
