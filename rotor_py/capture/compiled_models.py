@@ -28,9 +28,9 @@ _MOST = 32
 """The most functions that are kept: those used last. A guess. There is a bound because each holds traced graphs."""
 _ALONE = "isolate_recompiles"
 """An option of torch.compile, in newer releases. Where a graph breaks, TorchDynamo goes on in functions of the library
-that models of other kinds call as well, and it caches by code object. Alone, a capture finds nothing there of other
-captures: else their versions would count against its limit, and why they do not fit would be asked of a model that lacks
-what they guard, which ends in a KeyError."""
+that models of other kinds call as well, and it caches by code object. Alone, a capture finds nothing there of others:
+else their versions would count against its limit, and why they do not fit would be asked of a model that lacks what
+they guard: a KeyError."""
 _alone: dict[str, Any] = {_ALONE: True} if _ALONE in inspect.signature(torch.compile).parameters else {}
 _compiled: OrderedDict[Hashable, CompiledForward] = OrderedDict()
 _handler: ContextVar[Handler | None] = ContextVar("handler", default=None)

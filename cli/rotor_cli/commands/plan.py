@@ -11,12 +11,12 @@ from rotor_cli.loading.device import device_of, limit_on
 from rotor_cli.loading.model_file import ModelFile, load
 from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
-from rotor_py import Checkpointable, InfeasibleError, compare, verify
+from rotor_py import Checkpointable, InfeasibleError, verify
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.terminal.stage_table import StageTable
-from rotor_py.trials.comparison import leanest_of_each, with_verified
+from rotor_py.trials.comparison import compare_at_limit, leanest_of_each, with_verified
 from rotor_py.trials.default_loss import default_loss
 from rotor_solver import store_all, watched
 
@@ -65,7 +65,7 @@ def facts_of(
     if request.plan_file is not None:
         network.save_plan(request.plan_file)
     if request.compare:
-        compared = compare(facts, network.model, request.slots, shown.doing("comparing"))
+        compared = compare_at_limit(facts, network.model, request.slots, shown.doing("comparing"))
         facts = replace(facts, compared=compared)
     return _verify(facts, network, found, request, shown) if request.verify else facts
 
@@ -155,7 +155,6 @@ def _verify(facts: Facts, network: Checkpointable, found: ModelFile, request: Re
             found.sample,
             loss=found.loss,
             optimizer=found.optimizer,
-            fresh_grads=network.fresh_grads,
             others=[each.sequence for each in facts.compared[1:] if each.fits],
             operations=request.trace_file is not None,
             progress=shown.doing("verifying:"),
