@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rotor_py.report import Report
 from rotor_py.trials.comparison import ComparedStrategy
@@ -14,6 +15,8 @@ class Taken:
     """What was taken from the first training step of a script."""
 
     script: str
+    arguments: tuple[str, ...]
+    """What it was called with."""
     model: str
     trained: int
     """Elements of its parameters that are trained."""
@@ -29,8 +32,8 @@ class Taken:
         optimizer = "no optimizer of torch" if self.optimizer is None else self.optimizer
         loss = "its own loss" if self.own_loss else "a loss computed outside of it"
         found = (
-            f"Taken from the first training step of {self.script}: {self.model}, which trains {self.trained:,} "
-            f"parameters, on {self.input}, with {loss} and {optimizer}.",
+            f"Taken from the first training step of {Path(self.script).name}: {self.model}, which trains "
+            f"{self.trained:,} parameters, on {self.input}, with {loss} and {optimizer}.",
         )
         if not self.others:
             return found

@@ -8,43 +8,21 @@ a loss that is computed outside, several forwards, and the optimizer, which is a
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError, UnsupportedModelError
 from rotor_py.plan.inputs.sample import Call
-from rotor_py.stage.autocast import Autocast, autocast_now, restored_autocast
-from rotor_py.trainers.in_place import PlannedForward, is_planned
+from rotor_py.trainers.followed_model import FirstStep, FollowedModel
+from rotor_py.trainers.in_place import is_planned
+from rotor_py.trainers.live_optimizers import is_trained, optimizer_of, trains
 from rotor_py.trainers.module_calls import outermost_calls
-
-
-@dataclass(frozen=True, slots=True)
-class FirstStep:
-    """What a first training step has shown, right before its optimizer steps."""
-
-    network: Checkpointable
-    """The model, measured and, where a plan fits, planned."""
-    sample: Call
-    """What it was called with."""
-    autocast: tuple[Autocast, ...]
-    """The state of autocast around the call."""
-    optimizer: torch.optim.Optimizer | None
-    """None where none stepped that trains the model."""
-    own_loss: bool
-    """Whether the model returned a single number to be trained by: its loss."""
-    others: tuple[nn.Module, ...]
-    """Other models that the step trains, smaller ones."""
 
 
 class NoTrainingStepError(UnsupportedModelError):
@@ -73,13 +51,15 @@ class FirstTrainingStep:
         self._found = found
         self._mem_limit, self._settings = mem_limit, {"fresh_grads": True, **settings}
         Checkpointable(nn.Identity(), mem_limit=mem_limit, **self._settings)  # for its errors, before the program runs
-        self._planned: _Planned | None = None
+        self._planned: FollowedModel | None = None
         self._plain: dict[nn.Module, int] = {}
         """models that are called and not planned, with their sizes"""
         self._refused: UnsupportedModelError | None = None
         self._stepped: list[torch.optim.Optimizer] = []
         """optimizers that have stepped for another model than the one that is planned"""
         self._over = False
+        self._ended: BaseException | None = None
+        """what `found` has raised"""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -103,10 +83,11 @@ class FirstTrainingStep:
             self._planned.forward.take_away()
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        self._end_again()
         if self._over or not (module.training and torch.is_grad_enabled()):
             return run()
         planned = self._planned
-        if planned is not None and planned.went_back and not _is_trained(planned.model):
+        if planned is not None and planned.went_back and not is_trained(planned.model):
             self._show()  # the program trains without an optimizer of torch's: this is its next step
             return run()
         if planned is None or module is not planned.model:
@@ -130,14 +111,14 @@ class FirstTrainingStep:
         planned.returned(output, Call(args, kwargs))
         return output
 
-    def _plan(self, module: nn.Module, sample: Call, size: int) -> _Planned | None:
+    def _plan(self, module: nn.Module, sample: Call, size: int) -> FollowedModel | None:
         """Plan this model from now on, and no other one; None if it cannot be planned."""
         if any(is_planned(each) for each in module.modules()):
             raise UnsupportedModelError(
                 f"{type(module).__name__}, or a part of it, is planned already; its own report is "
                 "print(model.report()), after a step"
             )
-        optimizer = _optimizer_of(module)
+        optimizer = optimizer_of(module)
         try:
             network = Checkpointable(module, mem_limit=self._mem_limit, optimizer=optimizer, **self._settings)
             network.measure(sample)
@@ -148,7 +129,7 @@ class FirstTrainingStep:
         if self._planned is not None:
             self._planned.forward.take_away()
             self._plain[self._planned.model] = self._planned.size
-        self._planned = _Planned(network, sample, size, optimizer)
+        self._planned = FollowedModel(network, sample, size, optimizer)
         try:
             network.compute_sequence()
         except InfeasibleError:
@@ -158,14 +139,15 @@ class FirstTrainingStep:
         return self._planned
 
     def _about_to_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._end_again()
         planned = self._planned
         # In a backward, other gradients are still to come: the step is over when the model is called again.
         if self._over or planned is None or torch._C._current_graph_task_id() != -1:
             return
-        if planned.went_back and _trains(optimizer, planned.model):
+        if planned.went_back and trains(optimizer, planned.model):
             self._show(optimizer)
             return
-        trained = [each for each in self._plain if _trains(optimizer, each)]
+        trained = [each for each in self._plain if trains(optimizer, each)]
         if not trained:  # of models that are not called; or a copy, by which it is found out what an optimizer needs
             return
         if optimizer not in self._stepped:
@@ -175,6 +157,11 @@ class FirstTrainingStep:
         planned.forward.take_away()
         self._plain = {planned.model: planned.size}
         self._planned = None
+
+    def _end_again(self) -> None:
+        """Raise once more what has ended the program, if it has caught that: nothing is to be trained."""
+        if self._ended is not None:
+            raise self._ended
 
     def _at_the_end(self) -> None:
         if self._planned is not None and self._planned.went_back:
@@ -192,100 +179,19 @@ class FirstTrainingStep:
 
     def _show(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._over = True
-        self._stop()
         assert self._planned is not None
         planned = self._planned
         planned.make_room_for_forwards()
-        others = [each for each in self._plain if _is_trained(each)]
-        self._found(
-            FirstStep(planned.network, planned.sample, planned.autocast, optimizer, planned.own_loss, tuple(others))
-        )
-
-
-class _Forward:
-    """Lives as long as the graph of a forward: its output's hooks hold it."""
-
-
-class _Planned:
-    """The model that is planned now, and what its step has shown."""
-
-    def __init__(
-        self, network: Checkpointable, sample: Call, size: int, optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        self.network, self.model, self.sample, self.size = network, network.model, sample, size
-        self.optimizer = optimizer
-        self.autocast = autocast_now([network.device])
-        self.forward = PlannedForward(network)
-        self.went_back = self.own_loss = False
-        self._in_flight: WeakSet[_Forward] = WeakSet()
-        self._most_in_flight = 1
-
-    def count_gradients(self) -> None:
-        """Plan for gradients that are kept, if some are there when a forward begins."""
-        if self.network.fresh_grads and any(each.grad is not None for each in self.model.parameters()):
-            self.network.fresh_grads = False
-            self.forward.measure(self.sample)
-
-    def make_room_for_forwards(self) -> None:
-        """Plan for as many forwards in flight as there were."""
-        network = self.network
-        if self._most_in_flight <= network.forwards_in_flight:
-            return
-        assert network.inspection_values is not None
-        loss = network.inspection_values.loss  # as the step has shown it; measuring does not
-        network.loss_tmp_memory_usage = loss.temp_bytes + loss.kept_bytes
-        network.forwards_in_flight = self._most_in_flight
-        with restored_autocast(self.autocast, cache=True):
-            self.forward.measure(self.sample)
-
-    def returned(self, output: Any, sample: Call) -> None:
-        """A forward on `sample` has returned this."""
-        self.sample = sample
-        tensors = [each for each in tensors_in(output) if each.requires_grad]
-        self.own_loss = any(each.dim() == 0 for each in tensors)
-        forward = _Forward()
-        self._in_flight.add(forward)
-        self._most_in_flight = max(self._most_in_flight, len(self._in_flight))
-        for tensor in tensors:
-            tensor.register_hook(partial(self._gradient_came, forward))
-
-    def _gradient_came(self, forward: _Forward, gradient: torch.Tensor) -> None:
-        self.went_back = True
-        self._in_flight.discard(forward)
+        others = [each for each in self._plain if is_trained(each)]
+        step = planned.step(optimizer, others)
+        try:
+            self._found(step)
+        except BaseException as error:
+            self._ended = error
+            raise
+        self._stop()
 
 
 def _size(model: nn.Module) -> int:
     """The elements of the parameters that are trained."""
     return sum(each.numel() for each in model.parameters() if each.requires_grad)
-
-
-def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    return any(id(each) in trained for each in model.parameters())
-
-
-def _is_trained(model: nn.Module) -> bool:
-    """Whether any optimizer of the program trains it."""
-    return any(_trains(each, model) for each in _optimizers())
-
-
-def _optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
-    """The one optimizer that trains it; None where there are several, or none yet, or one of an unknown kind.
-
-    These are noticed when they step.
-    """
-    found = [each for each in _optimizers() if _trains(each, model)]
-    if len(found) != 1:
-        return None
-    with suppress(UnknownOptimizerError):
-        optimizer_cost(found[0])
-        return found[0]
-    return None
-
-
-def _optimizers() -> list[torch.optim.Optimizer]:
-    """All that there are, without those of Accelerate, which stand around others."""
-    # By its type: `isinstance` asks objects for their class, and some answer by importing a library. At once: among all
-    # objects are tuples that are being made meanwhile, and nobody may hold these.
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    return [each for each in found if "param_groups" in each.__dict__]

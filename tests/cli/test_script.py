@@ -123,6 +123,7 @@ def test_a_script_with_arguments_workers_and_a_neighbour_is_planned_before_it_tr
     found = taken(result)
     assert (found["model"], found["optimizer"], found["own_loss"]) == ("Net", "SGD", False)
     assert found["input"].startswith("[32, 16] float32")
+    assert found["arguments"] == ["--width", "16"]
     assert found["trained"] == 3 * (16 * 64 + 64 + 64 * 16 + 16) + 16 * 4 + 4
     assert not (tmp_path / "trained").exists()
     data = json.loads(result.stdout)
@@ -139,6 +140,7 @@ def test_with_run_the_script_goes_on_by_the_plan_with_its_own_numbers(script, tm
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith("train.py fits in")
+    assert "train.py --mem-limit" in result.stdout
     assert [line for line in lines if line.startswith("loss")] == plain[:-1]
     measured = int(script(LOOP, "--run").stdout.splitlines()[-1].split()[1])  # what measuring takes is in both
     assert int(lines[-1].split()[1]) > measured
@@ -266,6 +268,41 @@ def test_of_several_models_the_largest_is_planned_and_the_report_says_so(script)
     assert "Generator, which trains" in result.stdout
     assert "trains Discriminator as well, which is smaller" in " ".join(result.stdout.split())
     assert taken(script(GAN, "--json", "-", "--"))["input"].startswith("[32, 8]")
+
+
+def test_a_script_that_catches_everything_trains_nothing_all_the_same(script):
+    guarded = """
+optimizer, before = torch.optim.SGD(net.parameters(), lr=1.0), net[0][0].weight.clone()
+for x, y in batches:
+    try:
+        criterion(net(x), y).backward()
+        optimizer.step()
+    except:
+        pass
+print("the same" if torch.equal(before, net[0][0].weight) else "trained")
+"""
+    result = script(f"{NETWORK}{guarded}", "--")
+    assert "Taken from the first training step" in result.stdout
+    assert "the same" in result.stderr
+
+
+def test_a_step_stays_inside_the_limit_while_the_script_runs(script):
+    measured = """
+from rotor_profiling import measured_peak
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def step():
+    criterion(net(batches[0][0]), batches[0][1]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+step()
+step()
+print("peak", measured_peak(step, [*net.parameters(), *batches[0]], torch.device("cpu")))
+"""
+    text = f"{NETWORK}{measured}"
+    data = json.loads(script(text, "--json", "-", "--").stdout)
+    limit = (data["min_bytes"] + data["store_all"]["peak_bytes"]) // 2
+    peaks = [int(script(text, "--run", limit=most).stdout.splitlines()[-1].split()[1]) for most in ("1GB", limit)]
+    assert peaks[1] <= limit < peaks[0]
 
 
 ACCELERATE = f"""{NETWORK}

@@ -20,7 +20,8 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.inputs.input_spec import describe, spec_of
 from rotor_py.report.progress import activities
 from rotor_py.stage.autocast import restored_autocast
-from rotor_py.trainers.first_step import FirstStep, FirstTrainingStep, NoTrainingStepError
+from rotor_py.trainers.first_step import FirstTrainingStep, NoTrainingStepError
+from rotor_py.trainers.followed_model import FirstStep
 
 
 class _Ended(BaseException):
@@ -138,7 +139,8 @@ def _file_of(step: FirstStep, request: Request) -> ModelFile:
 def _taken(step: FirstStep, request: Request) -> Taken:
     model = step.network.model
     return Taken(
-        script=Path(request.model).name,
+        script=request.model,
+        arguments=request.script_arguments or (),
         model=type(model).__name__,
         trained=sum(each.numel() for each in model.parameters() if each.requires_grad),
         input=describe(spec_of(step.sample)),
