@@ -74,6 +74,7 @@ class FirstTrainingStep:
                 yield
         finally:
             hook.remove()
+            self._ended = None  # its traceback would keep what the program has made
         if not self._over:
             self._at_the_end()
 

@@ -284,6 +284,10 @@ print("the same" if torch.equal(before, net[0][0].weight) else "trained")
     result = script(f"{NETWORK}{guarded}", "--")
     assert "Taken from the first training step" in result.stdout
     assert "the same" in result.stderr
+    for other in ("raise ValueError('another')", "sys.exit(1)"):
+        assert script(f"{NETWORK}{guarded.replace('pass', other)}", "--").exit_code == 0
+    refused = script(f"{NETWORK}{guarded}", "--run", limit="10kB")
+    assert (refused.exit_code, "the same" in refused.stdout) == (3, True)
 
 
 def test_a_step_stays_inside_the_limit_while_the_script_runs(script):
@@ -406,6 +410,8 @@ def test_with_run_the_script_ends_as_it_ends_by_itself(script):
     failed = script(f"{LOOP}\nraise KeyError('mine')\n", "--run")
     assert failed.exit_code == 4
     assert "KeyError: 'mine'" in failed.stderr
+    grown = f"{LOOP}\nnet(torch.randn(6400, 16)).sum().backward()\n"
+    assert script(grown, "--run", limit="2MB").exit_code == 3
 
 
 @pytest.mark.parametrize(
