@@ -125,7 +125,7 @@ class Request:
         _refuse_unwritable(self.json_file, stdout=True)
         for path in (self.plan_file, self.plot_file, self.trace_file, self.html_file):
             _refuse_unwritable(path)
-        if self.mem_limit is not None and self.overhead is not None:
+        if self.overhead is not None and self.mem_limit is not None:  # in this order: a share that is none is refused
             raise usage("--mem-limit and --max-overhead both say how to plan; give one of them")
         if self.plot_file is not None:
             self._refuse_plot(self.plot_file)
