@@ -10,7 +10,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rotor_py.batch.choose import PlannedBatch, best_batch, largest_batch
+    from rotor_py.batch.choose import best_batch, largest_batch
+    from rotor_py.batch.planned_batch import PlannedBatch
     from rotor_py.by_hand.by_level import ByLevel
     from rotor_py.by_hand.checkpoint_config import CheckpointConfig
     from rotor_py.by_hand.checkpointer import ActivationCheckpointer
@@ -62,7 +63,8 @@ if TYPE_CHECKING:
     from rotor_solver.kept_at_loss import PlanMemory, StageMemory
 
 _NAMES = {
-    "rotor_py.batch.choose": ("PlannedBatch", "best_batch", "largest_batch"),
+    "rotor_py.batch.choose": ("best_batch", "largest_batch"),
+    "rotor_py.batch.planned_batch": ("PlannedBatch",),
     "rotor_py.by_hand.checkpointer": ("ActivationCheckpointer",),
     "rotor_py.by_hand.levels": ("ActivationCheckpointing",),
     "rotor_py.by_hand.level_assignment": ("AssignedLevel", "assign_levels"),

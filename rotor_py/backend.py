@@ -30,7 +30,7 @@ from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
 from rotor_py.plan.room import StepRoom
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import solve
-from rotor_py.plan.sources import LayerSource
+from rotor_py.plan.sources.layer_source import LayerSource
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import parse_bytes

@@ -124,6 +124,7 @@ class Checkpointable(Transparent):
     verbosity = Setting[int]()
     preserve_rng_state = Setting[bool]()
     loss_tmp_memory_usage = Setting[int]()
+    fresh_grads = Setting[bool]()
     progress = Setting[Progress | bool | None]()
     forwards_in_flight = Setting[int]()
     backward_order = Setting[str | None]()

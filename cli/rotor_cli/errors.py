@@ -65,6 +65,17 @@ def raised_by_model(error: BaseException, file: str) -> Failure:
     return Failure(f"the model itself raised an error\n\n{text.rstrip()}", MODEL_RAISED)
 
 
+def raised_by_script(error: BaseException, file: str) -> Failure:
+    """The failure that shows an error of the user's script, without the frames of our own between the script's."""
+    shown = traceback.TracebackException.from_exception(error)
+    each: traceback.TracebackException | None = shown
+    while each is not None:
+        theirs = [frame for frame in each.stack if not any(own in frame.filename for own in _OWN)]
+        each.stack = traceback.StackSummary.from_list(theirs)
+        each = each.__cause__ or each.__context__
+    return Failure(f"{file} itself raised an error\n\n{''.join(shown.format()).rstrip()}", MODEL_RAISED)
+
+
 def _theirs(trace: TracebackType | None, file: str) -> TracebackType | None:
     """The traceback from the first frame in `file` on; if there is none, from the first frame that is not ours."""
     wanted = Path(file).resolve()

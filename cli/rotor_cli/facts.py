@@ -3,10 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rotor_py.report import Report
 from rotor_py.trials.comparison import ComparedStrategy
 from rotor_py.trials.verification import Verification
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What was taken from the first training step of a script."""
+
+    script: str
+    arguments: tuple[str, ...]
+    """What it was called with."""
+    model: str
+    trained: int
+    """Elements of its parameters that are trained."""
+    input: str
+    optimizer: str | None
+    own_loss: bool
+    """Whether the model computes its loss itself."""
+    others: tuple[str, ...]
+    """Other models that the step trains."""
+
+    def sentences(self) -> tuple[str, ...]:
+        """In words."""
+        optimizer = "no optimizer of torch" if self.optimizer is None else self.optimizer
+        loss = "its own loss" if self.own_loss else "a loss computed outside of it"
+        found = (
+            f"Taken from the first training step of {Path(self.script).name}: {self.model}, which trains "
+            f"{self.trained:,} parameters, on {self.input}, with {loss} and {optimizer}.",
+        )
+        if not self.others:
+            return found
+        several = len(self.others) > 1
+        names = ", ".join(self.others)
+        return (
+            *found,
+            f"The script trains {names} as well, which {'are' if several else 'is'} smaller: this plan and its limit "
+            f"are not about {'them' if several else 'it'}.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +58,13 @@ class Facts(Report):
     """Every strategy at the limit, the plan first."""
     limited: bool = True
     """Whether a limit was planned for. If not, `sequence` stores everything, and `mem_limit` is its peak."""
+    taken: Taken | None = None
+    """What a script has shown, where the model is that of a script."""
+
+    def remarks(self) -> tuple[str, ...]:
+        """What there is to say beside the verdict, in whole sentences."""
+        taken = () if self.taken is None else self.taken.sentences()
+        return (*taken, *Report.remarks(self))  # not `super()`, which a class with slots does not have
 
     def problem(self) -> str | None:
         """What real steps showed to be wrong, in words; None if nothing is."""

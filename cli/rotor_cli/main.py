@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import click
@@ -25,6 +26,7 @@ Examples:
   rotor-plan model.py --sweep --plot curve.svg
   rotor-plan model.py --max-overhead 10%
   rotor-plan model.py --pipeline 4 --microbatches 16 --mem-limit 4GB
+  rotor-plan train.py --mem-limit 4GB -- --epochs 3
   rotor-plan model.py:encoder --mem-limit 512MiB --input 32,3,224,224
   rotor-plan package.models:net --mem-limit 4GB --json - | jq .plan
   rotor-plan transformers:LlamaForCausalLM --config '{"num_hidden_layers": 8}' --input 4,512:int64 --mem-limit 8GB
@@ -170,6 +172,7 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
     metavar="[DEVICE]",
     help="Measure this machine's device, print a file for --device-file, and end. Needs no MODEL.",
 )
+@click.option("--run", is_flag=True, help="Of a script: go on after its first step, inside the limit.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on the terminal while it works.")
 @click.option("--traceback", is_flag=True, help="Show tracebacks of unexpected errors.")
 @click.version_option(package_name="rotor-plan")
@@ -180,6 +183,9 @@ def main(traceback: bool, **options: Any) -> None:
     returns one) and `sample` (a tensor, tuple or dict, or a function of the batch size that returns one); `loss` (a
     function of the output) and `optimizer` (a function of the parameters) are optional. A model class of transformers
     needs no file: it is made with random weights, as --config says.
+
+    Any other file is a training script. It is run, with ARGUMENTS, up to where its first training step would change a
+    weight, and that step is planned; with --run it goes on inside the limit.
     """
     # The CPU profiler, with which memory is measured, logs to stderr when it starts. torch reads this on import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -191,12 +197,17 @@ def main(traceback: bool, **options: Any) -> None:
 
             run(request)
             return
-        from rotor_cli.commands.deliver import show, write
-        from rotor_cli.commands.plan import plan
+        from rotor_cli.commands.deliver import deliver
 
-        facts = plan(request)
-        write(facts, request)
-        show(facts, request)
+        if request.as_script:
+            from rotor_cli.commands.script import plan_script
+
+            facts = plan_script(request, partial(deliver, request=request))
+        else:
+            from rotor_cli.commands.plan import plan
+
+            facts = plan(request)
+            deliver(facts, request)
     except Failure:
         raise
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from rotor_cli.errors import usage
+from rotor_cli.loading.script_file import defines
 from rotor_cli.loading.target import split_target
 
 _IMAGES = (".svg", ".png")
@@ -67,6 +68,33 @@ class Request:
     precision: str | None = None
     optimizer: str | None = None
     grad_accumulation: int | None = None
+    script_arguments: tuple[str, ...] | None = None
+    run: bool = False
+
+    @property
+    def explicit_script(self) -> bool:
+        """Whether the command line says that the file is a training script."""
+        return self.script_arguments is not None or self.run
+
+    @property
+    def as_script(self) -> bool:
+        """Whether the file is a training script: it is said so, or it does not define what a model file does."""
+        if self.explicit_script:
+            return True
+        if not self.model.endswith(".py") or self._of_model_files():
+            return False
+        return not defines(self.model, ("model", "sample"))
+
+    def _of_model_files(self) -> list[str]:
+        """The options that are given and that only a model file leaves open; a script says these things itself."""
+        given = {
+            "--device": self.device,
+            "--batch": self.batch,
+            "--input": self.shape,
+            "--config": self.config,
+            "--pipeline": self.pipeline,
+        }
+        return [name for name, value in given.items() if value is not None]
 
     @property
     def overhead(self) -> float | None:
@@ -94,7 +122,8 @@ class Request:
         """Whether a plan for one limit is wanted: a sweep alone has none."""
         if self.batch_aim is not None:
             return True
-        alone = self.sweep and not (self.verify or self.compare or self.plan_file or self.trace_file or self.html_file)
+        others = (self.verify, self.compare, self.plan_file, self.trace_file, self.html_file, self.run)
+        alone = self.sweep and not any(others)
         return not alone or self.mem_limit is not None or self.max_overhead is not None
 
     def refuse_wrong_use(self) -> None:
@@ -102,11 +131,12 @@ class Request:
         cannot be written. Nothing is loaded for it.
         """
         split_target(self.model)
+        self._refuse_script()
         self._refuse_texts()
         _refuse_unwritable(self.json_file, stdout=True)
         for path in (self.plan_file, self.plot_file, self.trace_file, self.html_file):
             _refuse_unwritable(path)
-        if self.mem_limit is not None and self.overhead is not None:
+        if self.overhead is not None and self.mem_limit is not None:  # in this order: a share that is none is refused
             raise usage("--mem-limit and --max-overhead both say how to plan; give one of them")
         if self.plot_file is not None:
             self._refuse_plot(self.plot_file)
@@ -114,6 +144,20 @@ class Request:
         self._refuse_batch()
         if self.backward_order != "any" and self.forwards_in_flight == 1:
             raise usage("--backward-order is about several forwards in flight; add --forwards-in-flight 2")
+
+    def _refuse_script(self) -> None:
+        if not self.explicit_script:
+            return
+        if not self.model.endswith(".py"):
+            raise usage(
+                f"{self.model} is no script, and -- is followed by the arguments of one: train.py -- --epochs 3"
+            )
+        for name in self._of_model_files():
+            raise usage(f"{name} is for a model file; a script decides that itself: give it what it takes after --")
+        if self.run and self.verify:
+            raise usage("--verify takes steps of its own, and --run lets the script train; leave one of them out")
+        if self.run and self.json_file == "-":
+            raise usage("with --run, stdout is the script's; give --json the name of a file")
 
     def _refuse_texts(self) -> None:
         if self.mem_limit is not None:

@@ -23,7 +23,10 @@ class CommandWithSynonyms(click.Command):
     """Suggests an option by its meaning; click goes by its letters, and would find --quiet for --budget."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does it. --compile is followed by no mode, as `torch.compile` is."""
+        """As click does it. After `--` comes what is a script's. --compile takes no mode, as `torch.compile` does."""
+        script: tuple[str, ...] | None = None
+        if "--" in args:
+            args, script = args[: args.index("--")], tuple(args[args.index("--") + 1 :])
         following = args[args.index("--compile") + 1 :][:1] if "--compile" in args else []
         if following and following[0] in _MODES:
             records = following[0] in _MODES[1:3]
@@ -34,7 +37,7 @@ class CommandWithSynonyms(click.Command):
                 ctx=ctx,
             )
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name = error.option_name.lstrip("-").replace("_", "-")
             meant = next((option for option, others in _ELSEWHERE.items() if name in others), None)
@@ -42,3 +45,9 @@ class CommandWithSynonyms(click.Command):
                 raise
             message = f"No such option {error.option_name!r}. Did you mean {meant!r}?"
             raise click.NoSuchOption(error.option_name, message, ctx=error.ctx) from None
+        ctx.params["script_arguments"] = script
+        return rest
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """As click has them, and what may follow the options."""
+        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS]"]

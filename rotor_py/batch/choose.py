@@ -17,38 +17,36 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from rotor_py.batch.candidates import MOST, candidates
 from rotor_py.batch.chooser import Chooser
-from rotor_py.batch.curve import curve
 from rotor_py.batch.largest import Largest
 from rotor_py.batch.measured_batches import MeasuredBatches
-from rotor_py.batch.real_steps import seconds_in_turns, step_peak
-from rotor_py.batch.search import Found, Rate
-from rotor_py.checkpointable import Checkpointable
-from rotor_py.report.batch_choice import Aim, BatchChoice
+from rotor_py.batch.planned_batch import PlannedBatch, planned_batch
+from rotor_py.batch.real_steps import Trial
+from rotor_py.batch.search import Rate
+from rotor_py.report.batch_choice import Aim
 from rotor_solver.progress import Progress
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _log = logging.getLogger("rotor_py")
 _ELSEWHERE = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input")
 """Options of `Checkpointable` that leave nothing to choose, or that are about one batch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedBatch(BatchChoice):
-    """A batch that was chosen, with the model planned for it and ready to be trained: `network`."""
-
-    network: Checkpointable
-
-
-def largest_batch(
+def choose_batch(
+    aim: Aim,
+    /,
     model: nn.Module,
     sample_of: Callable[[int], Any],
     mem_limit: float | str | None = None,
@@ -62,6 +60,57 @@ def largest_batch(
     progress: Progress | None = None,
     **options: Any,
 ) -> PlannedBatch:
+    """The largest batch or the best one, as `aim` says; arguments and errors are those of `largest_batch`."""
+    for name in _ELSEWHERE:
+        if options.pop(name, None) not in (None, False):
+            raise ValueError(f"{name}= is not for choosing a batch; choose one without it, then plan for that batch")
+    among: Sequence[int] = candidates(multiple, effective_batch, most, fresh_grads=fresh_grads)
+    step = {"loss": loss, "optimizer": optimizer, "fresh_grads": fresh_grads, "progress": progress, **options}
+    batches = MeasuredBatches(model, sample_of, mem_limit, **step)
+    if not _probe(batches) and among[0] == 1 and len(among) > 1:
+        among = among[1:]
+    rate: Rate | None = None
+    over: Largest | None = None  # whose step is over the limit, though it was predicted to fit
+    while True:
+        chooser = Chooser(batches, batches.mem_limit, among, options.get("mem_slots", 500))
+        fits, stored = chooser.largest(stored=False), chooser.largest(stored=True)
+        if fits is None:
+            raise chooser.infeasible()
+        if over is not None:
+            fits = replace(fits, beyond=over.batch, beyond_bytes=over.needs, beyond_measured=True)
+        if rate is None:  # not before it is known that a batch fits, and so does the optimizer's step
+            rate = Rate(batches.optimizer_seconds, effective_batch)
+        found = None if aim == "max" else chooser.best(rate, fits.batch)
+        trial = Trial(batches, rate, chooser.mem_limit, fits.batch if found is None else found.batch)
+        if found is not None:
+            trial.compare({fits.batch, *(() if stored is None else (stored.batch,))})
+        if trial.over is None:
+            return planned_batch(aim, chooser, trial, fits, stored, found)
+        batch, over = trial.over.batch, trial.over
+        _log.warning(
+            "a step of %d samples has a peak of %d bytes, beyond the limit of %d: looking for smaller batches",
+            batch, over.needs, chooser.mem_limit,
+        )  # fmt: skip
+        if batch == among[0]:
+            raise chooser.infeasible()
+        among = among[: among.index(batch)]
+
+
+def _for_one_aim(
+    choose: Callable[Concatenate[Aim, P], R],
+) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Give a function the arguments of `choose` behind its aim, for type checkers, `help` and editors."""
+
+    def decorated(function: Callable[..., R]) -> Callable[P, R]:
+        signature = inspect.signature(choose)
+        function.__dict__["__signature__"] = signature.replace(parameters=[*signature.parameters.values()][1:])
+        return function
+
+    return decorated
+
+
+@_for_one_aim(choose_batch)
+def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     """The largest batch with which a step of `model` stays inside `mem_limit`, recomputation included; exact.
 
     Batches are measured stage by stage, so none is tried that runs out of memory, and it works with several processes,
@@ -89,79 +138,17 @@ def largest_batch(
         ValueError: a number or an option that cannot be.
         UnsupportedModelError: the model cannot be planned, or its costs do not grow with the batch.
     """
-    rate_and_memory = {"loss": loss, "optimizer": optimizer, "fresh_grads": fresh_grads, "progress": progress}
-    return _choose(
-        "max", model, sample_of, mem_limit, candidates(multiple, effective_batch, most, fresh_grads=fresh_grads),
-        effective_batch, **rate_and_memory, **options,
-    )  # fmt: skip
+    return choose_batch("max", *args, **kwargs)
 
 
-def best_batch(
-    model: nn.Module,
-    sample_of: Callable[[int], Any],
-    mem_limit: float | str | None = None,
-    *,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    fresh_grads: bool = False,
-    multiple: int = 1,
-    effective_batch: int | None = None,
-    most: int = MOST,
-    progress: Progress | None = None,
-    **options: Any,
-) -> PlannedBatch:
+@_for_one_aim(choose_batch)
+def best_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     """The batch with the most samples a second inside `mem_limit`, recomputation and the optimizer's step included.
 
     Arguments and errors are those of `largest_batch`. `gap` of the result is a certificate: for the measured costs, no
     batch has more samples a second by more than that share.
     """
-    rate_and_memory = {"loss": loss, "optimizer": optimizer, "fresh_grads": fresh_grads, "progress": progress}
-    return _choose(
-        "best", model, sample_of, mem_limit, candidates(multiple, effective_batch, most, fresh_grads=fresh_grads),
-        effective_batch, **rate_and_memory, **options,
-    )  # fmt: skip
-
-
-def _choose(
-    aim: Aim,
-    model: nn.Module,
-    sample_of: Callable[[int], Any],
-    mem_limit: float | str | None,
-    among: Sequence[int],
-    effective_batch: int | None,
-    **options: Any,
-) -> PlannedBatch:
-    for name in _ELSEWHERE:
-        if options.pop(name, None) not in (None, False):
-            raise ValueError(f"{name}= is not for choosing a batch; choose one without it, then plan for that batch")
-    batches = MeasuredBatches(model, sample_of, mem_limit, **options)
-    if not _probe(batches) and among[0] == 1 and len(among) > 1:
-        among = among[1:]
-    rate: Rate | None = None
-    over: Largest | None = None  # whose step is over the limit, though it was predicted to fit
-    while True:
-        chooser = Chooser(batches, batches.mem_limit, among, options.get("mem_slots", 500))
-        fits, stored = chooser.largest(stored=False), chooser.largest(stored=True)
-        if fits is None:
-            raise chooser.infeasible()
-        if over is not None:
-            fits = replace(fits, beyond=over.batch, beyond_bytes=over.needs, beyond_measured=True)
-        if rate is None:  # not before it is known that a batch fits, and so does the optimizer's step
-            rate = Rate(batches.optimizer_seconds, effective_batch)
-        found = None if aim == "max" else chooser.best(rate, fits.batch)
-        trial = _Trial(batches, rate, chooser.mem_limit, fits.batch if found is None else found.batch)
-        if found is not None:
-            trial.compare({fits.batch, *(() if stored is None else (stored.batch,))})
-        if trial.over is None:
-            return _planned(aim, chooser, trial, fits, stored, found)
-        batch, over = trial.over.batch, trial.over
-        _log.warning(
-            "a step of %d samples has a peak of %d bytes, beyond the limit of %d: looking for smaller batches",
-            batch, over.needs, chooser.mem_limit,
-        )  # fmt: skip
-        if batch == among[0]:
-            raise chooser.infeasible()
-        among = among[: among.index(batch)]
+    return choose_batch("best", *args, **kwargs)
 
 
 def _probe(batches: MeasuredBatches) -> bool:
@@ -178,55 +165,3 @@ def _probe(batches: MeasuredBatches) -> bool:
         return True
     batches.of(3)
     return False
-
-
-class _Trial:
-    """Real steps of a batch, and of others that it has to be as fast as."""
-
-    def __init__(self, batches: MeasuredBatches, rate: Rate, mem_limit: int, batch: int) -> None:
-        self.batch = batch
-        self.peaks = {batch: step_peak(batches, batch)}
-        self.rates: dict[int, float] = {}
-        """Samples a second in real steps, the optimizer's share included."""
-        self._batches, self.rate, self._mem_limit = batches, rate, mem_limit
-
-    @property
-    def over(self) -> Largest | None:
-        """The least batch whose step takes more than the limit, with what it takes."""
-        found = [batch for batch, peak in self.peaks.items() if peak is not None and peak > self._mem_limit]
-        return Largest(min(found), self.peaks[min(found)] or 0) if found else None
-
-    def compare(self, others: set[int]) -> None:
-        """Turn to the batch with the most samples a second, if there is room for real steps of all of them."""
-        self.peaks |= {batch: step_peak(self._batches, batch) for batch in sorted(others - {self.batch})}
-        if len(self.peaks) > 1 and self.over is None and None not in self.peaks.values():
-            seconds = seconds_in_turns(self._batches, sorted(self.peaks))
-            self.rates = {batch: 1 / self.rate.per_sample(each, batch) for batch, each in seconds.items()}
-            self.batch = max(self.rates, key=self.rates.__getitem__)
-
-
-def _planned(
-    aim: Aim, chooser: Chooser, trial: _Trial, fits: Largest, stored: Largest | None, found: Found | None
-) -> PlannedBatch:
-    search, batch = chooser.search(trial.rate), trial.batch
-    costs, per_sample = chooser.batches.of(batch), search.per_sample(batch)
-    return PlannedBatch(
-        aim=aim,
-        batch=batch,
-        mem_limit=chooser.mem_limit,
-        step_seconds=search.seconds(batch),
-        optimizer_seconds=trial.rate.optimizer_seconds,
-        overhead=search.seconds(batch) / costs.stored_seconds if costs.stored_seconds else 1.0,
-        samples_per_second=1 / per_sample,
-        largest=fits.batch,
-        largest_stored=None if stored is None else stored.batch,
-        points=curve(search, chooser.candidates, fits.batch, {batch, *((stored.batch,) if stored else ())}),
-        gap=None if found is None else max(0.0, per_sample / found.bound - 1),
-        beyond=fits.beyond,
-        beyond_bytes=fits.beyond_bytes,
-        beyond_measured=fits.beyond_measured,
-        effective_batch=trial.rate.effective_batch,
-        measured_peak_bytes=trial.peaks[batch],
-        measured_per_second=tuple(sorted(trial.rates.items())),
-        network=chooser.batches.network(batch),
-    )

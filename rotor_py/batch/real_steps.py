@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rotor_py.batch.largest import Largest
 from rotor_py.batch.measured_batches import MeasuredBatches
+from rotor_py.batch.search import Rate
 from rotor_py.measure.device import available_bytes
 
 _TURNS = 3
@@ -39,3 +41,28 @@ def seconds_in_turns(batches: MeasuredBatches, among: Iterable[int]) -> dict[int
             with batches.stepping(batch) as step:
                 found[batch].append(step.seconds(batches.network(batch)))
     return {batch: batches.agreed(min(seconds)) for batch, seconds in found.items()}
+
+
+class Trial:
+    """Real steps of a batch, and of others that it has to be as fast as."""
+
+    def __init__(self, batches: MeasuredBatches, rate: Rate, mem_limit: int, batch: int) -> None:
+        self.batch = batch
+        self.peaks = {batch: step_peak(batches, batch)}
+        self.rates: dict[int, float] = {}
+        """Samples a second in real steps, the optimizer's share included."""
+        self._batches, self.rate, self._mem_limit = batches, rate, mem_limit
+
+    @property
+    def over(self) -> Largest | None:
+        """The least batch whose step takes more than the limit, with what it takes."""
+        found = [batch for batch, peak in self.peaks.items() if peak is not None and peak > self._mem_limit]
+        return Largest(min(found), self.peaks[min(found)] or 0) if found else None
+
+    def compare(self, others: set[int]) -> None:
+        """Turn to the batch with the most samples a second, if there is room for real steps of all of them."""
+        self.peaks |= {batch: step_peak(self._batches, batch) for batch in sorted(others - {self.batch})}
+        if len(self.peaks) > 1 and self.over is None and None not in self.peaks.values():
+            seconds = seconds_in_turns(self._batches, sorted(self.peaks))
+            self.rates = {batch: 1 / self.rate.per_sample(each, batch) for batch, each in seconds.items()}
+            self.batch = max(self.rates, key=self.rates.__getitem__)

@@ -5,6 +5,7 @@ Tracing takes seconds for a large model. Tests, sweeps over limits and copies of
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,12 @@ Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 
 _MOST = 32
 """The most functions that are kept: those used last. A guess. There is a bound because each holds traced graphs."""
+_ALONE = "isolate_recompiles"
+"""An option of torch.compile, in newer releases. Where a graph breaks, TorchDynamo goes on in functions of the library
+that models of other kinds call as well, and it caches by code object. Alone, a capture finds nothing there of others:
+else their versions would count against its limit, and why they do not fit would be asked of a model that lacks what
+they guard: a KeyError."""
+_alone: dict[str, Any] = {_ALONE: True} if _ALONE in inspect.signature(torch.compile).parameters else {}
 _compiled: OrderedDict[Hashable, CompiledForward] = OrderedDict()
 _handler: ContextVar[Handler | None] = ContextVar("handler", default=None)
 
@@ -37,8 +44,9 @@ class TracedGraph:
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
         handler = _handler.get()
-        # A user's own torch.compile may come here: TorchDynamo caches what it traced by code object, and once a
-        # function has as many versions as it may have, it runs one that fits, whichever backend made it.
+        # A user's own torch.compile may come here, if torch is too old for captures that are alone: TorchDynamo caches
+        # what it traced by code object, and once a function has as many versions as it may have, it runs one that fits,
+        # whichever backend made it.
         return run_graph(self.graph_module, arguments) if handler is None else handler(self, arguments)
 
 
@@ -65,7 +73,9 @@ def compile_forward(
     key = _structure(model), marks, answers, open_sizes
     # `model` is an argument of the function and no part of it, so a function keeps no model alive.
     if key not in _compiled:
-        function = torch.compile(_own_function(), backend=_backend, fullgraph=marks is not None, dynamic=open_sizes)
+        function = torch.compile(
+            _own_function(), backend=_backend, fullgraph=marks is not None, dynamic=open_sizes, **_alone
+        )
         _compiled[key] = CompiledForward(function)
     _compiled.move_to_end(key)
     if len(_compiled) > _MOST:

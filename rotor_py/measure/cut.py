@@ -49,8 +49,9 @@ class Cut:
 
 def is_chain(model: nn.Module) -> bool:
     """Whether `model` is a nesting of `nn.Sequential`, so that its layers are its stages."""
-    # Not `isinstance`: a subclass may have a forward that does more than to call its layers in order.
-    return type(model).forward is nn.Sequential.forward
+    # Not `isinstance`: a subclass may have a forward that does more than to call its layers in order. So may a model of
+    # which somebody has replaced the forward: Accelerate puts autocast around it.
+    return type(model).forward is nn.Sequential.forward and "forward" not in model.__dict__
 
 
 def layers(model: nn.Module) -> list[Layer]:

@@ -21,7 +21,8 @@ from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.room import StepRoom
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import agree, make_room_for_optimizer
-from rotor_py.plan.sources import Rooms, source_of
+from rotor_py.plan.sources.source import Measuring, Rooms
+from rotor_py.plan.sources.source_of import source_of
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.steps.step_plans import StepPlans
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
@@ -85,7 +86,7 @@ class PlanMaker:
         device = self.model.device_of(spec.input)
         with planning, torch.enable_grad(), telling(self.settings, type(self.model.core).__name__) as progress:
             rooms = None if self.settings.inductor is None else self._rooms(device)
-            measured = source.measure(value, device, self.settings, progress, rooms)
+            measured = source.measure(value, Measuring(device, self.settings, progress, rooms))
         budget = self.model.budget(measured.plain.measurement, measured.sample, device, noticed_cost(self))
         # Capturing may have changed the model: buffers and modules that its first forward makes.
         spec = replace(spec, model=ModelState.of(self.model.core), answers=source.answers)

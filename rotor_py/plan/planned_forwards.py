@@ -18,6 +18,7 @@ from rotor_py.plan.noticed.watched_steps import WatchedSteps
 from rotor_py.plan.out_of_memory.replanner import Replanner, refuse_several_processes
 from rotor_py.plan.plan_maker import PlanMaker
 from rotor_py.plan.solving import agree
+from rotor_py.plan.sources.source import Following
 from rotor_solver import InfeasibleError
 
 
@@ -106,7 +107,7 @@ class PlannedForwards:
         rng = self._settings.preserve_rng_state
         telling = nullcontext() if smaller is None else smaller.telling_of_the_rest()
         with telling, self._steps.watched(plan, value, in_flight=len(flying)) as forward_returned:
-            output = plan.source.run(plan.cut, sequence, value, preserve_rng_state=rng, smaller=smaller)
+            output = plan.source.run(plan.cut, value, Following(sequence, rng, smaller))
             forward_returned(output)
         self._forwards.watch(output, plan, sequence, self._model)
         return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass
 
-from rotor_py.plan.sources import Source
+from rotor_py.plan.sources.source import Source
 from rotor_py.plan.steps.step_spec import StepSpec
 from rotor_solver import InfeasibleError
 

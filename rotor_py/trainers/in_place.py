@@ -50,6 +50,11 @@ class PlannedForward:
             self.planned.training = model.training
             return self.planned.forward(*args, **kwargs)
 
+    def measure(self, sample: Any) -> None:
+        """Measure the model on `sample`, as `Checkpointable.measure` does, while it has this forward."""
+        with self._own_forward(self.planned.model):
+            self.planned.measure(sample)
+
     def put(self) -> None:
         """Have the model follow the plan from its next call on."""
         self.planned.model.__dict__[_FORWARD] = self
@@ -102,7 +107,7 @@ class InPlace:
         for forward in self._put:
             if forward.planned.model is model:
                 return forward.planned
-        if any(_is_planned(each) for each in model.modules()):
+        if any(is_planned(each) for each in model.modules()):
             _log.info("%s, or a part of it, is planned already: it keeps its own limit", type(model).__name__)
             return None
         planned = Checkpointable(model, mem_limit=self._mem_limit, **self._settings)
@@ -116,7 +121,8 @@ class InPlace:
             self._put.pop().take_away()
 
 
-def _is_planned(module: nn.Module) -> bool:
+def is_planned(module: nn.Module) -> bool:
+    """Whether this module follows a plan: it is a `Checkpointable`, or has been planned where it stands."""
     return isinstance(module, Checkpointable) or isinstance(_forward_in_place(module), PlannedForward)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -11,6 +12,7 @@ from rotor_py.by_hand.by_level import ByLevel
 from rotor_py.by_hand.levels import LEVELS
 from rotor_py.measure.budget import Budget
 from rotor_py.report.facts import ReportFacts
+from rotor_py.trials.measured import measured
 from rotor_py.trials.verification import Verification
 from rotor_solver import (
     Algorithm,
@@ -50,18 +52,34 @@ class ComparedStrategy:
 
 
 def compare(
-    facts: ReportFacts, model: nn.Module, slots: int = 500, progress: Progress | None = None
+    model: nn.Module, sample: Any = None, *, slots: int = 500, progress: Progress | None = None, **options: Any
 ) -> tuple[ComparedStrategy, ...]:
-    """The plan of `facts`, then every other strategy at the same limit: those that fit, fastest first, then the others.
+    """The plan, then every other strategy at the same limit: those that fit, fastest first, then the others.
 
     Args:
-        facts: `Checkpointable.report()`, of a plan with a limit.
-        model: the model that the report is about; its modules decide which levels there are.
+        model: a `Checkpointable` with a limit; or any model that it takes, which is then measured on `sample` and not
+            changed.
+        sample: a tensor, a tuple of positional or a dict of keyword arguments. Not for a `Checkpointable`.
         slots: how finely the solver divides memory.
         progress: called with (strategies done, all of them, name of the next).
+        options: those of `Checkpointable`: `mem_limit`, above all, `loss`, `optimizer`, and the others.
 
     Raises:
-        ValueError: the plan has no limit, so there is none to compare at.
+        ValueError: the plan has no limit, so there is none to compare at; there is no sample, or a `Checkpointable` has
+            not been measured or is given options.
+        InfeasibleError: no plan fits.
+        UnsupportedModelError: the model cannot be planned.
+    """
+    network = measured(model, sample, options)
+    return compare_at_limit(network.report(), network.model, slots, progress)
+
+
+def compare_at_limit(
+    facts: ReportFacts, model: nn.Module, slots: int = 500, progress: Progress | None = None
+) -> tuple[ComparedStrategy, ...]:
+    """The same for `facts` that are known. The modules of `model` decide which levels there are.
+
+    ValueError if the plan has no limit.
     """
     limit = facts.mem_limit
     if limit is None:

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from rotor_py.checkpointable import Checkpointable
-from rotor_py.report.report import Report
 from rotor_py.report.sweep import Sweep
 from rotor_py.report.sweeping import sweep_of
 from rotor_py.trials.comparison import leanest_of_each
+from rotor_py.trials.measured import measured
 
 
 def sweep(model: nn.Module, sample: Any = None, *, slots: int = 500, **options: Any) -> Sweep:
@@ -27,7 +26,8 @@ def sweep(model: nn.Module, sample: Any = None, *, slots: int = 500, **options: 
         ValueError: there is no sample, or a `Checkpointable` has not been measured or is given options.
         UnsupportedModelError: the model cannot be planned.
     """
-    network, facts = _measured(model, sample, options)
+    network = measured(model, sample, options)
+    facts = network.report()
     return sweep_of(facts, slots, leanest_of_each(facts, network.model, slots))
 
 
@@ -39,18 +39,7 @@ def least_limit(
     With `max_overhead`, the least whose plan costs at most so much more time than storing everything: 0.1 for a tenth.
     Arguments and errors are those of `sweep`.
     """
-    _, facts = _measured(model, sample, options)
+    facts = measured(model, sample, options).report()
     if max_overhead is None:
         return facts.budget.least_bytes()
     return sweep_of(facts, slots).least_for(max_overhead).mem_limit
-
-
-def _measured(model: nn.Module, sample: Any, options: dict[str, Any]) -> tuple[Checkpointable, Report]:
-    if isinstance(model, Checkpointable):
-        if sample is not None or options:
-            raise ValueError("a Checkpointable has been given its sample and options already; pass it alone")
-        return model, model.report()
-    if sample is None:
-        raise ValueError("a model has to be measured on a sample: pass one as the second argument")
-    network = Checkpointable(model, sample, **options)
-    return network, network.report()

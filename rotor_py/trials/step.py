@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import RandomState, leaves_of, measured_peak, tensors_in
+from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.trials.operations import TimedOperation, measured_operations
 from rotor_py.trials.restore import put_back
 from rotor_solver import Sequence
@@ -109,11 +110,8 @@ class TrainingStep:
             # A batch of its own for every forward: as another view of the same images, or the rejected answers.
             given = self.sample if number == 0 else tree_map_only(torch.Tensor, torch.clone, self.sample)
             sample = tree_map_only(torch.Tensor, _without_history, given)
-            if isinstance(sample, dict):
-                output = network(**sample)
-            else:
-                output = network(*sample) if isinstance(sample, tuple) else network(sample)
-            held.append((sample, output))
+            args, kwargs = arguments_of(sample, self.model)
+            held.append((sample, network(*args, **kwargs)))
         loss: torch.Tensor = sum(self.loss(output) for _, output in held)  # type: ignore[assignment] # not an int
         loss.backward()
         return held, loss

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from rotor_py.capture.captured_forward import run_as_captured
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.trials.default_loss import default_loss
+from rotor_py.trials.measured import measured
 from rotor_py.trials.operations import TimedOperation
 from rotor_py.trials.restore import left_alone
 from rotor_py.trials.step import Network, TrainingStep
@@ -56,44 +58,53 @@ class Verification:
 
 
 def verify(
-    network: Checkpointable,
+    model: nn.Module,
     sample: Any,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    fresh_grads: bool = False,
+    fresh_grads: bool | None = None,
     others: Iterable[Sequence] = (),
     operations: bool = False,
     progress: Progress | None = None,
+    **options: Any,
 ) -> tuple[Verification, ...]:
-    """Train steps of `network` with its plan and without, from the same state, and compare them.
+    """Train steps of `model` with its plan and without, from the same state, and compare them.
 
     The first result is that of the plan; then follows one for each of `others`. Parameters, buffers, gradients, the
     optimizer's state, the random state, the mode and the plan in use are afterwards what they were.
 
     Args:
-        network: the model with its plan. Without one, the first step makes it.
+        model: a `Checkpointable`, whose plan is verified; without one, the first step makes it. Or any model that it
+            takes, which is planned for that.
         sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: a function of the output that returns a single number; `default_loss` if it is not given.
-        optimizer: takes its step in the steps whose peak is measured. Give what `Checkpointable` was given.
-        fresh_grads: gradients are freed between steps, as `Checkpointable` was told.
+        optimizer: takes its step in the steps whose peak is measured. Give what the `Checkpointable` was given.
+        fresh_grads: gradients are freed between steps. None: as the `Checkpointable` was told.
         others: sequences to be followed instead of the plan.
         operations: take two more steps with the plan, for the time and the memory of each of its operations.
         progress: called with (steps compared, all of them, what the next one is).
+        options: other options of `Checkpointable`, such as `mem_limit`, for a model that is none yet.
 
     Raises:
+        ValueError: a `Checkpointable` is given options.
         UnsupportedModelError: the output depends on nothing that needs a gradient, or the model cannot be planned.
         InfeasibleError: the network has no plan yet, and none fits.
         torch.OutOfMemoryError: a step with a plan does not fit into the device. A plain step that does not is no error.
     """
     others = list(others)
+    if isinstance(model, Checkpointable):
+        network = measured(model, None, options)
+    else:
+        given = {"loss": loss or default_loss, "optimizer": optimizer, "fresh_grads": bool(fresh_grads), **options}
+        network = measured(model, sample, given)
     step = TrainingStep(
         network.model,
         sample,
         loss or default_loss,
         optimizer,
         network.device,
-        fresh_grads=fresh_grads,
+        fresh_grads=network.fresh_grads if fresh_grads is None else fresh_grads,
         forwards=network.forwards_in_flight,
     )
 

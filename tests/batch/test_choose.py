@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_a_step_that_takes_more_than_was_predicted_makes_the_batch_smaller(choos
 
     model = convolutions()
     limit = needs(model, images, 10)[0] + 100
-    monkeypatch.setattr("rotor_py.batch.choose.step_peak", hoarded)
+    monkeypatch.setattr("rotor_py.batch.real_steps.step_peak", hoarded)
     found = choose(model, images, limit)
     assert found.largest == 8
     assert found.batch <= 8
@@ -194,3 +195,11 @@ def test_no_batch_is_asked_about_beyond_the_most():
     found = largest_batch(nn.Sequential(nn.Linear(4, 4)), lambda batch: torch.randn(batch, 4), "1GB", most=100)
     assert (found.batch, found.largest_stored, found.beyond) == (100, 100, None)
     assert "Larger batches than 100 were not asked about." in str(found)
+
+
+def test_both_questions_take_the_same_arguments_which_editors_are_shown() -> None:
+    shown = inspect.signature(largest_batch)
+    assert shown == inspect.signature(best_batch)
+    assert [*shown.parameters][:4] == ["model", "sample_of", "mem_limit", "loss"]
+    with pytest.raises(TypeError, match="sample_of"):
+        best_batch(nn.Linear(1, 1))

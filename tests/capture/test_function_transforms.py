@@ -118,7 +118,6 @@ def state_space_model(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", ["Mamba", "Jamba"])
 def test_state_space_models_train_inside_the_limit(name: str) -> None:
     """Traced, they scan with vmap; eagerly they go token by token, so that the last digits differ."""
-    torch._dynamo.reset()  # where it has compiled a Bart before, saying why it compiles anew raises a KeyError
     torch.manual_seed(0)
     model = state_space_model(name)
     ids = torch.randint(3, 50, (2, 8))

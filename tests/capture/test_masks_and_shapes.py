@@ -13,7 +13,7 @@ from torch import nn
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.plan.inputs.input_spec import spec_of
 from rotor_py.plan.refusals import Refusals
-from rotor_py.plan.sources import GraphSource
+from rotor_py.plan.sources.graph_source import GraphSource
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
 from tests.capture.test_masks import assert_same_gradients, attentions, llama, words
 

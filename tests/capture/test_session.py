@@ -198,6 +198,41 @@ def test_the_backend_refuses_less_than_one_forward_in_flight() -> None:
         compiled(torch.randn(4, 64))
 
 
+def library(function: Any) -> Any:
+    """As a library wraps the forwards of all its models: in one code object, in which the graph breaks."""
+
+    def wrapper(self: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return function(self, **inputs)
+
+    return wrapper
+
+
+class Scaled(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(64))
+
+    @library
+    def forward(self, value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return super().forward(value * self.scale) * other
+
+
+class Unscaled(Branches):
+    @library
+    def forward(self, value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return super().forward(value) * other
+
+
+@pytest.mark.skipif(not compiled_models._alone, reason="needs a torch that keeps captures apart")
+def test_models_of_other_kinds_that_share_functions_are_captured_one_after_the_other() -> None:
+    value = torch.randn(4, 64)
+    for other in (torch.randn(4, 64), torch.randn(4, 64).double()):
+        Checkpointable(Scaled(), {"value": value, "other": other})
+    planned = Checkpointable(Unscaled(), {"value": value, "other": value})
+    planned(value=value, other=value).sum().backward()
+
+
 def test_models_built_alike_are_captured_once_and_train_side_by_side(monkeypatch: Any) -> None:
     made: list[object] = []
     backend = compiled_models._backend

@@ -20,7 +20,7 @@ from rotor_py import Checkpointable, Verification, format_bytes
 from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.terminal.prose import Prose
 from rotor_py.report.terminal.stage_table import broken
-from rotor_py.trials.comparison import compare
+from rotor_py.trials.comparison import compare_at_limit
 from rotor_py.units import format_seconds
 from tests.checkpointable.steps import between, square
 
@@ -49,7 +49,7 @@ def facts_of(*names: str) -> Facts:
         arguments=("loss=loss", "optimizer=optimizer", "fresh_grads=True"),
     )  # fmt: skip
     verified = Verification(1_980_000, 0.376, 0.0, 3_030_000, 0.296)
-    rows = tuple(replace(row, verified=verified) if row.fits else row for row in compare(facts, model))
+    rows = tuple(replace(row, verified=verified) if row.fits else row for row in compare_at_limit(facts, model))
     others = {row.strategy: row.sequence for row in rows}
     return replace(facts, compared=rows, verified=verified, sweep=sweep_of(facts, 500, others))
 

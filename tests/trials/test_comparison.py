@@ -20,13 +20,13 @@ def blocks(number: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(number)])
 
 
-def test_a_report_is_compared_with_every_strategy_at_its_limit() -> None:
+def test_a_plan_is_compared_with_every_strategy_at_its_limit() -> None:
     model = blocks(6)
     network = Checkpointable(model, torch.randn(64, 64), loss=torch.sum)
     network.compute_sequence(between(network, 0.5))
     report = network.report()
     told: list[tuple[int, int, str]] = []
-    plan, *others = compare(report, model, progress=lambda *state: told.append(state))
+    plan, *others = compare(network, progress=lambda *state: told.append(state))
     assert (plan.strategy, plan.sequence, plan.fits) == ("optimal", report.sequence, True)
     assert (plan.peak_bytes, plan.step_seconds, plan.overhead) == (
         report.peak_bytes,
@@ -46,7 +46,7 @@ def test_without_a_limit_there_is_nothing_to_compare_at() -> None:
     network = Checkpointable(blocks(2), every_n_layers=0)
     network.measure(torch.randn(8, 64))
     with pytest.raises(ValueError, match="the plan has no limit"):
-        compare(network.report(), network.model)
+        compare(network)
 
 
 def test_what_fits_is_planned_to_fit_and_what_does_not_is_as_lean_as_it_can_be() -> None:

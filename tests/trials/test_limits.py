@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
-from rotor_py import Checkpointable, InfeasibleError, Sweep, least_limit, sweep
+from rotor_py import Checkpointable, InfeasibleError, Sweep, compare, least_limit, sweep, verify
 from rotor_py.report.sweeping import sweep_of
 
 BATCH = torch.randn(64, 16)
@@ -59,3 +62,27 @@ def test_what_is_missing_or_too_much_is_said() -> None:
         least_limit(layers())
     with pytest.raises(ValueError, match="its sample and options already"):
         sweep(Checkpointable(layers(), BATCH), BATCH)
+
+
+def test_all_questions_take_a_model_and_a_sample_or_what_has_been_measured() -> None:
+    for ask in (sweep, least_limit, compare, verify):
+        assert [*inspect.signature(ask).parameters][:2] == ["model", "sample"]
+    model, options = layers(), {"mem_limit": "1GB", "loss": torch.sum, "fresh_grads": True}
+    before = copy.deepcopy(model.state_dict())
+    planned = Checkpointable(copy.deepcopy(model), BATCH, **options)
+    assert least_limit(model, BATCH, **options) == least_limit(planned)
+    assert sweep(model, BATCH, **options).store_all_bytes == sweep(planned).store_all_bytes
+    for found in (compare(model, BATCH, **options), compare(planned)):
+        assert {each.strategy: each.peak_bytes for each in found}["store-all"] == planned.report().store_all_bytes
+    (found,), (same,) = verify(model, BATCH, **options), verify(planned, BATCH, loss=torch.sum)
+    assert found.measured_peak_bytes == same.measured_peak_bytes <= planned.report().peak_bytes
+    assert found.max_grad_difference == same.max_grad_difference == 0
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for ask in (sweep, least_limit, compare):
+        with pytest.raises(ValueError, match="pass one as the second argument"):
+            ask(model)
+        with pytest.raises(ValueError, match="pass it alone"):
+            ask(planned, BATCH)
+    with pytest.raises(ValueError, match="pass it alone"):
+        verify(planned, BATCH, mem_limit="1GB")

@@ -17,6 +17,12 @@ from rotor_cli.reporters.trace import trace
 from rotor_cli.request import Request
 
 
+def deliver(facts: Facts, request: Request) -> None:
+    """Write the files that are asked for, and print the report; OSError if a file cannot be written."""
+    write(facts, request)
+    show(facts, request)
+
+
 def write(facts: Facts, request: Request) -> None:
     """Write trace, page, plot and JSON, each where a file is named; OSError if one cannot be written."""
     if request.trace_file is not None:

@@ -7,18 +7,19 @@ from functools import partial
 
 from rotor_cli.commands.batch import choose
 from rotor_cli.errors import INFEASIBLE, Failure, explained
-from rotor_cli.facts import Facts
+from rotor_cli.facts import Facts, Taken
 from rotor_cli.loading.device import limit_on, place_for
 from rotor_cli.loading.model_file import ModelFile, load
 from rotor_cli.loading.place import Place
 from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
-from rotor_py import Checkpointable, InfeasibleError, compare, verify
+from rotor_py import Checkpointable, InfeasibleError, verify
 from rotor_py.predict.communication import Step, step_of
+from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.terminal.stage_table import StageTable
-from rotor_py.trials.comparison import leanest_of_each, with_verified
+from rotor_py.trials.comparison import compare_at_limit, leanest_of_each, with_verified
 from rotor_py.trials.default_loss import default_loss
 from rotor_solver import store_all, watched
 
@@ -61,8 +62,27 @@ def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activ
         assert limit is not None
         chosen = choose(found, limit, request, shown)
         network, found = chosen.network, replace(found, sample=found.sample_of(chosen.batch))
-    facts = replace(_stored(found, network, request), batches=chosen)
-    if place.predicted_for is not None:
+    return facts_of(found, network, limit, request, shown, chosen=chosen, place=place)
+
+
+def facts_of(
+    found: ModelFile,
+    network: Checkpointable,
+    limit: int | None,
+    request: Request,
+    shown: Activities,
+    *,
+    chosen: BatchChoice | None = None,
+    taken: Taken | None = None,
+    place: Place | None = None,
+) -> Facts:
+    """All facts that are asked for about `network`, which has been measured on the sample of `found`.
+
+    `chosen` is how the batch was chosen, `taken` what a script has shown, and `place` where the model was measured, if
+    not on its own device. Failure as from `plan`.
+    """
+    facts = replace(_stored(found, network, request), batches=chosen, taken=taken)
+    if place is not None and place.predicted_for is not None:
         facts = replace(facts, device=place.name, predicted_for=place.predicted_for)
     if request.sweep or request.overhead is not None:
         facts = _sweep(facts, network, request, shown)
@@ -72,7 +92,7 @@ def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activ
     if request.plan_file is not None:
         network.save_plan(request.plan_file)
     if request.compare:
-        compared = compare(facts, network.model, request.slots, shown.doing("comparing"))
+        compared = compare_at_limit(facts, network.model, request.slots, shown.doing("comparing"))
         facts = replace(facts, compared=compared)
     return _verify(facts, network, found, request, shown) if request.verify else facts
 
@@ -114,8 +134,8 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
         arguments=(
             *(("loss=loss",) if found.loss else ()),
             *(("optimizer=optimizer",) if found.optimizer else ()),
-            *(("fresh_grads=True",) if request.fresh_grads else ()),
-            *((f"forwards_in_flight={forwards}",) if (forwards := request.forwards_in_flight) > 1 else ()),
+            *(("fresh_grads=True",) if network.fresh_grads else ()),
+            *((f"forwards_in_flight={forwards}",) if (forwards := network.forwards_in_flight) > 1 else ()),
             *(
                 (f"backward_order={request.backward_order!r}",)
                 if forwards > 1 and request.backward_order != "any"
@@ -165,7 +185,6 @@ def _verify(facts: Facts, network: Checkpointable, found: ModelFile, request: Re
             found.sample,
             loss=found.loss,
             optimizer=found.optimizer,
-            fresh_grads=request.fresh_grads,
             others=[each.sequence for each in facts.compared[1:] if each.fits],
             operations=request.trace_file is not None,
             progress=shown.doing("verifying:"),

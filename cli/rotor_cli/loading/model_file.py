@@ -38,6 +38,7 @@ def loss(output):                      # optional
 def optimizer(parameters):             # optional
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 """
+_WANTED_SAMPLE = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,7 @@ def load(
     with model_code(file), place.making():
         model = _made(wanted, torch.nn.Module) if configurable is None else make(wanted, configurable, config)
     if not isinstance(model, nn.Module):
-        wanted_model = f"a model called {name!r} (a torch.nn.Module, or a function that makes one)"
-        raise usage(_unusable(file, module, wanted_model))
+        raise usage(_unusable(file, module, _wanted_model(name)))
     sample: Any
     with place.making():
         if configurable is not None:
@@ -161,8 +161,7 @@ def _made(value: Any, kind: type) -> Any:
 def _sample(module: ModuleType, file: str, batch: int | None) -> Any:
     sample = getattr(module, "sample", None)
     if sample is None:
-        wanted = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
-        raise usage(_unusable(file, module, wanted))
+        raise usage(_unusable(file, module, _WANTED_SAMPLE))
     with model_code(file):
         return made_by(sample, batch)
 
@@ -175,6 +174,17 @@ def _optimizer(make: Any, model: nn.Module, file: str) -> torch.optim.Optimizer:
             "returns a torch.optim.Optimizer"
         )
     return made
+
+
+def _wanted_model(name: str) -> str:
+    return f"a model called {name!r} (a torch.nn.Module, or a function that makes one)"
+
+
+def what_is_missing(file: str, module: ModuleType) -> tuple[str, str]:
+    """What a file would have to define to be a model file, in words; and one that works."""
+    wanted = _WANTED_SAMPLE if hasattr(module, "model") else _wanted_model("model")
+    said, _, example = _unusable(file, module, wanted).partition(". A file that works:\n\n")
+    return said, example
 
 
 def _unusable(file: str, module: ModuleType, wanted: str) -> str:

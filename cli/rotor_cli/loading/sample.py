@@ -53,8 +53,7 @@ def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
         return partial(made_by, given)
 
     def scaled(batch: int) -> Any:
-        arguments, keywords = arguments_of(made, model)  # a DataLoader's is its first batch
-        sample = keywords or arguments
+        sample = arguments_of(made, model)  # a DataLoader's is its first batch
         rows = {len(tensor) for tensor in tensors_in(sample) if tensor.dim()}
         if len(rows) != 1:
             said = " and ".join(map(str, sorted(rows))) or "none"

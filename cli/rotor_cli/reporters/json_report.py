@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from rotor_cli.facts import Facts
@@ -38,6 +39,8 @@ def json_report(facts: Facts) -> dict[str, Any]:
         },
         "stages": _stages(facts),
     }
+    if facts.taken is not None:
+        data["taken"] = asdict(facts.taken)
     if facts.verified is not None:
         data["verify"] = _verify(facts.verified)
     if facts.compared:

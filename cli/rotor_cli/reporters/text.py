@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -68,7 +69,12 @@ def usage_lines(facts: Facts, saved_plan: str | None) -> str:
     if (chosen := facts.batches) is not None:
         steps = chosen.accumulation_steps
         step += f"  # {chosen.batch} samples" + (f", and optimizer.step() after every {steps}" if steps > 1 else "")
-    return f"from rotor_py import Checkpointable\nmodel = Checkpointable(model, {argument})\n{step}"
+    lines = f"from rotor_py import Checkpointable\nmodel = Checkpointable(model, {argument})\n{step}"
+    if (taken := facts.taken) is not None:
+        limit = typed(facts.mem_limit, facts.peak_bytes).strip('"')
+        command = ["rotor-plan", taken.script, "--mem-limit", limit.replace("_", ""), "--run"]
+        lines += f"\n# or as it is: {shlex.join([*command, *(('--', *taken.arguments) if taken.arguments else ())])}"
+    return lines
 
 
 def typed(limit: int, peak: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,16 +11,23 @@ from torch.utils.data import DataLoader
 
 from rotor_py.errors import UnsupportedModelError
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+class Call(NamedTuple):
+    """What a model is called with: positional and keyword arguments, as a sample that has both."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
-def arguments_of(sample: Any, model: nn.Module) -> Arguments:
+def arguments_of(sample: Any, model: nn.Module) -> Call:
     """The positional and keyword arguments that a sample stands for.
 
-    A sample is a tensor, a tuple of positional arguments, a dict of keyword arguments, or a `DataLoader`, of which the
-    first batch is taken; no random number is drawn for that. UnsupportedModelError, in one sentence, for a text or a
-    number, and for more items than the forward of `model` takes.
+    A sample is a tensor, a tuple of positional arguments, a dict of keyword arguments, a `Call`, or a `DataLoader`, of
+    which the first batch is taken; no random number is drawn for that. UnsupportedModelError, in one sentence, for a
+    text or a number, and for more items than the forward of `model` takes.
     """
+    if isinstance(sample, Call):  # before tuples: it is one
+        return sample
     if isinstance(sample, DataLoader):
         sample = _first_batch(sample)
     if isinstance(sample, str | int | float):
@@ -29,10 +36,10 @@ def arguments_of(sample: Any, model: nn.Module) -> Arguments:
             f"is written mem_limit={sample!r}"
         )
     if isinstance(sample, dict):
-        return (), sample
+        return Call((), sample)
     arguments = sample if isinstance(sample, tuple) else (sample,)
     _refuse_too_many(arguments, model)
-    return arguments, {}
+    return Call(arguments, {})
 
 
 def _first_batch(loader: DataLoader[Any]) -> Any:

@@ -20,7 +20,7 @@ from rotor_py.plan.noticed.backward_order import BackwardOrder
 from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
-from rotor_py.plan.sources import Source
+from rotor_py.plan.sources.source import Source
 from rotor_py.plan.steps.step_spec import StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.graph_effects import GraphEffects, recall_effects, remember_effects

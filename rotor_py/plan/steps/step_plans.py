@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rotor_profiling import OptimizerCost
-from rotor_py.plan.sources import Source
+from rotor_py.plan.sources.source import Source
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
 

@@ -1,0 +1,153 @@
+"""`rotor-plan train.py -- arguments`: a user's own script up to its first training step, and the plan for that step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from rotor_cli.commands.plan import facts_of
+from rotor_cli.errors import INFEASIBLE, MODEL_RAISED, USAGE, Failure, raised_by_script, usage
+from rotor_cli.facts import Facts, Taken
+from rotor_cli.loading.model_file import ModelFile, what_is_missing
+from rotor_cli.loading.sample import batches_of
+from rotor_cli.loading.script import main_module, run_script
+from rotor_cli.request import Request
+from rotor_py import InfeasibleError, UnsupportedModelError
+from rotor_py.measure.device import limit_bytes
+from rotor_py.plan.inputs.input_spec import describe, spec_of
+from rotor_py.report.progress import activities
+from rotor_py.stage.autocast import restored_autocast
+from rotor_py.trainers.first_step import FirstTrainingStep, NoTrainingStepError
+from rotor_py.trainers.followed_model import FirstStep
+
+
+class _Ended(BaseException):
+    """Ends the script where its first training step is known. No `except Exception` of the script stops it."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the script has shown so far."""
+
+    step: FirstStep | None = None
+    facts: Facts | None = None
+    failure: Failure | None = None
+    """why the step cannot be planned"""
+
+
+def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
+    """Run the script up to the first step of its optimizer, and have the plan for it delivered.
+
+    With `--run` the script then goes on by the plan, and ends as it ends by itself. Failure, with the exit code that
+    the command's help names, if it takes no training step, or none that can be planned.
+    """
+    known = _Known()
+
+    def plan(step: FirstStep) -> Facts:
+        with activities(quiet=request.quiet) as shown, restored_autocast(step.autocast, cache=True):
+            limit = limit_bytes(request.mem_limit, step.network.device) if request.limited else None
+            facts = facts_of(_file_of(step, request), step.network, limit, request, shown, taken=_taken(step, request))
+        deliver(facts)
+        return facts
+
+    def stepping(step: FirstStep) -> None:
+        known.step = step
+        if not request.run:
+            # What the script holds is let go of first: a step that is verified finds the memory that it has alone.
+            raise _Ended
+        try:
+            known.facts = plan(step)
+        except Failure as failure:
+            known.failure = failure
+            raise _Ended from None
+
+    first = FirstTrainingStep(
+        stepping,
+        request.mem_limit,
+        {
+            "mem_slots": request.slots,
+            "forwards_in_flight": request.forwards_in_flight,
+            "backward_order": request.backward_order,
+            "progress": False if request.quiet else None,
+            "cache": not request.no_cache,
+            "compile": request.compile,
+        },
+    )
+    with main_module(request.model, request.script_arguments or ()) as module:
+        try:
+            # The answer goes to stdout; what the script prints on its way does not, unless it is to run.
+            printing = nullcontext() if request.run else redirect_stdout(sys.stderr)
+            with printing, _ending(request, module, known), first.watched():
+                run_script(module)
+        finally:
+            first.take_away()
+        if known.failure is not None:
+            raise known.failure
+        if known.facts is None:
+            assert known.step is not None
+            known.step.network.model.to(known.step.network.device)  # some trainers move it away when they end
+            known.facts = plan(known.step)
+    return known.facts
+
+
+@contextmanager
+def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[None]:
+    """Turn each way in which the script may end into an end of this command."""
+    name = Path(request.model).name
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if known.step is not None and known.facts is None:
+            return  # we have ended it, whatever it made of that
+        match error:
+            case NoTrainingStepError() if request.explicit_script:
+                raise usage(f"{name} took no training step: {error}") from error
+            case NoTrainingStepError():
+                missing, example = what_is_missing(request.model, module)
+                raise usage(f"{missing}; run as a script, {error}. A file that works:\n\n{example}") from error
+            case InfeasibleError():  # of a later and larger batch, in a script that runs
+                raise Failure(str(error), INFEASIBLE) from error
+            case UnsupportedModelError():
+                raise Failure(str(error), USAGE) from error
+            case SystemExit() if known.facts is not None:
+                raise
+            case SystemExit(code=status):
+                said = f" and {status!r}" if isinstance(status, str) else f" with exit status {status or 0}"
+                message = f"{name} ended by itself{said} before its first training step"
+                raise Failure(message, MODEL_RAISED if status else USAGE) from error
+            case _:
+                raise raised_by_script(error, request.model) from error
+
+
+def _file_of(step: FirstStep, request: Request) -> ModelFile:
+    """What the script has shown, as a model file would define it."""
+    model, sample = step.network.model, step.sample
+    return ModelFile(
+        file=request.model,
+        name=Path(request.model).name,
+        model=model,
+        sample=sample,
+        sample_of=batches_of(None, sample, model),
+        loss=None,
+        optimizer=step.optimizer,
+    )
+
+
+def _taken(step: FirstStep, request: Request) -> Taken:
+    model = step.network.model
+    return Taken(
+        script=request.model,
+        arguments=request.script_arguments or (),
+        model=type(model).__name__,
+        trained=sum(each.numel() for each in model.parameters() if each.requires_grad),
+        input=describe(spec_of(step.sample)),
+        optimizer=None if step.optimizer is None else type(step.optimizer).__name__,
+        own_loss=step.own_loss,
+        others=tuple(type(each).__name__ for each in step.others),
+    )

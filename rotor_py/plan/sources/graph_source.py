@@ -1,0 +1,108 @@
+"""The graphs that TorchDynamo captures of a model that is no chain of layers."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.distributed.whole_parameters import as_entered
+from rotor_py.measure.cut import Cut, Layer
+from rotor_py.plan.inputs.input_spec import describe, reaches, spec_of
+from rotor_py.plan.saved.plan import Plan
+from rotor_py.plan.sources.running import Replay, measuring_options
+from rotor_py.plan.sources.source import Following, Measured, Measuring, Source
+
+_log = logging.getLogger("rotor_py")
+
+
+class GraphSource:
+    """The graphs that TorchDynamo captures of any other model. Values are pairs of arguments and keywords."""
+
+    captured = True
+
+    def __init__(self, model: nn.Module, granularity: int, compiler: StageCompiler | None = None) -> None:
+        # Not at the top: it imports TorchDynamo, which takes as long as importing the rest of torch.
+        from rotor_py.capture.session import CaptureSession
+
+        self._model = model
+        self._granularity = granularity
+        self._compiler = compiler
+        self._session = CaptureSession(model, self._run_stages, granularity)
+        self._replay = Replay(model)
+        self._following: Following | None = None
+
+    @property
+    def answers(self) -> tuple[bool, ...] | None:
+        return self._session.answers
+
+    def renewed(self) -> GraphSource:
+        return GraphSource(self._model, self._granularity, self._compiler)
+
+    def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return as_entered(self._model, (arguments, keywords))
+
+    def covers(self, planned: Any, value: Any) -> bool:
+        """Whether no tensor of `value` is larger in any dimension. Where other sizes change what the model does, Dynamo
+        captures another graph, which is noticed.
+        """
+        return reaches(planned, value)
+
+    def measure(self, value: Any, how: Measuring) -> Measured:
+        arguments, keywords = value
+        rooms = how.rooms
+        ways, shared = self._session.measure(
+            arguments,
+            keywords,
+            how.device,
+            compiler=self._compiler,
+            room=rooms and (lambda measurement, shared: rooms(measurement, (arguments, keywords, shared))),
+            **measuring_options(self._model, how),
+        )
+        return Measured(ways, (arguments, keywords, shared))
+
+    def follow(self, cut: Cut) -> None:
+        self._session.follow(cut)
+
+    def same_graph(self, other: Source) -> bool:
+        return isinstance(other, GraphSource) and self._session.same_graph(other._session)
+
+    def adopt(self, plan: Plan) -> None:
+        self._session.cut_layers = partial(_cut_as_saved, plan, self._compiler)
+        self._session.answers = tuple(plan.answers)
+
+    def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
+        arguments, keywords = value
+        # Dynamo calls `_run_stages` in the course of the forward, and hands over nothing of ours.
+        self._following = how
+        return self._session.run(arguments, keywords, partial(_tell_of_capture, value))
+
+    def _run_stages(self, cut: Cut, value: Any) -> Any:
+        """Run the stages of the main graph, for the shapes that TorchDynamo found this time: `cut` is theirs."""
+        from rotor_py.capture.graph.graph_stage import in_context
+
+        how = self._following
+        assert how is not None
+        for _, layer in cut.prefix:
+            value = layer(value)
+        runners, value = in_context(cut.stages, value, how.preserve_rng_state)
+        return self._replay(runners, value, how)
+
+
+def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, layers: list[Layer]) -> Cut:
+    found = plan.cut_layers(layers)
+    if plan.compiled is None:
+        return found
+    assert compiler is not None  # `Planner.adopt` sees to it
+    return plan.compiled.compiled_again(found, compiler)
+
+
+def _tell_of_capture(value: Any, seconds: float) -> None:
+    before = f", which took {seconds:.1f} s the last time" if seconds else ""
+    _log.warning(
+        "TorchDynamo captures another graph of the model%s: the input is %s; TORCH_LOGS=recompiles says why",
+        before, describe(spec_of(value)),
+    )  # fmt: skip

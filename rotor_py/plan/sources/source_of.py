@@ -1,0 +1,23 @@
+"""Which source the stages of a model come from."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from rotor_py.compiled.stage_code import Config
+from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.measure.cut import is_chain
+from rotor_py.plan.sources.graph_source import GraphSource
+from rotor_py.plan.sources.layer_source import LayerSource
+from rotor_py.plan.sources.source import Source
+
+
+def source_of(model: nn.Module, granularity: int, compile: Config | None = None) -> Source:
+    """Layers where the model is a chain of them: they need no capturing, and have names that a user knows.
+
+    Stages to `compile` with these options of Inductor are captured in any case. A layer is code that may do anything
+    beside computing its output, and compiled it would do that once; TorchDynamo sees to it that it is done.
+    """
+    if compile is not None:
+        return GraphSource(model, granularity, StageCompiler(compile))
+    return LayerSource(model) if is_chain(model) else GraphSource(model, granularity)

@@ -1,0 +1,198 @@
+"""The first training step of a program that knows nothing of us: its model is planned where it stands, and followed.
+
+The model is the module that the program itself calls, in training mode and with gradients, and that has parameters to
+train. It is measured on what it is called with, right there, so that autocast and modes are those of the step, and the
+plain step is never taken, which may not fit. The rest of the step shows by itself, as in any training that is watched:
+a loss that is computed outside, several forwards, and the optimizer, which is about to step at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.errors import InfeasibleError, UnsupportedModelError
+from rotor_py.plan.inputs.sample import Call
+from rotor_py.trainers.followed_model import FirstStep, FollowedModel
+from rotor_py.trainers.in_place import is_planned
+from rotor_py.trainers.live_optimizers import is_trained, optimizer_of, trains
+from rotor_py.trainers.module_calls import outermost_calls
+
+
+class NoTrainingStepError(UnsupportedModelError):
+    """A program has ended without a training step."""
+
+
+class FirstTrainingStep:
+    """Waits for the first training step of a program, inside `watched()`, and calls `found` with what it has shown.
+
+    `found` is called right before the optimizer's first step, and may raise an error to end the program there. If the
+    program goes on, the model follows its plan until `take_away()`. Where no plan fits, `found` is called before the
+    model runs.
+
+    Args:
+        found: called once, with a `FirstStep`.
+        mem_limit: the peak of a whole step, as for `Checkpointable`.
+        settings: other arguments of `Checkpointable`. Gradients are taken to be freed between steps until some are
+            there when a forward begins.
+
+    Of several models the largest is planned. UnsupportedModelError, in the program, if its model has a plan already.
+    """
+
+    def __init__(
+        self, found: Callable[[FirstStep], None], mem_limit: float | str | None, settings: dict[str, Any]
+    ) -> None:
+        self._found = found
+        self._mem_limit, self._settings = mem_limit, {"fresh_grads": True, **settings}
+        Checkpointable(nn.Identity(), mem_limit=mem_limit, **self._settings)  # for its errors, before the program runs
+        self._planned: FollowedModel | None = None
+        self._plain: dict[nn.Module, int] = {}
+        """models that are called and not planned, with their sizes"""
+        self._refused: UnsupportedModelError | None = None
+        self._stepped: list[torch.optim.Optimizer] = []
+        """optimizers that have stepped for another model than the one that is planned"""
+        self._over = False
+        self._ended: BaseException | None = None
+        """what `found` has raised"""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have the program run inside. At its end, it has taken its step, or NoTrainingStepError is raised.
+
+        That error is not raised over one of the program's own.
+        """
+        # After the planner's own hook: it counts the optimizer, which then is part of what is found.
+        hook = register_optimizer_step_pre_hook(self._about_to_step)
+        try:
+            with outermost_calls(self._called) as self._stop:
+                yield
+        finally:
+            hook.remove()
+            self._ended = None  # its traceback would keep what the program has made
+        if not self._over:
+            self._at_the_end()
+
+    def take_away(self) -> None:
+        """Have the model plain again."""
+        if self._planned is not None:
+            self._planned.forward.take_away()
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        self._end_again()
+        if self._over or not (module.training and torch.is_grad_enabled()):
+            return run()
+        planned = self._planned
+        if planned is not None and planned.went_back and not is_trained(planned.model):
+            self._show()  # the program trains without an optimizer of torch's: this is its next step
+            return run()
+        if planned is None or module is not planned.model:
+            size = _size(module)
+            if not size:
+                return run()
+            if module in self._plain or (planned is not None and size <= planned.size):
+                self._plain[module] = size
+                return run()
+            planned = self._plan(module, Call(args, kwargs), size)
+            if planned is None:
+                return run()
+        else:
+            planned.count_gradients()
+        try:
+            output = run()
+        except InfeasibleError:  # for this call, which is larger than the one before
+            planned.forward.measure(Call(args, kwargs))
+            self._show()
+            raise
+        planned.returned(output, Call(args, kwargs))
+        return output
+
+    def _plan(self, module: nn.Module, sample: Call, size: int) -> FollowedModel | None:
+        """Plan this model from now on, and no other one; None if it cannot be planned."""
+        if any(is_planned(each) for each in module.modules()):
+            raise UnsupportedModelError(
+                f"{type(module).__name__}, or a part of it, is planned already; its own report is "
+                "print(model.report()), after a step"
+            )
+        optimizer = optimizer_of(module)
+        try:
+            network = Checkpointable(module, mem_limit=self._mem_limit, optimizer=optimizer, **self._settings)
+            network.measure(sample)
+        except UnsupportedModelError as error:
+            self._refused = self._refused or error
+            self._plain[module] = size
+            return None
+        if self._planned is not None:
+            self._planned.forward.take_away()
+            self._plain[self._planned.model] = self._planned.size
+        self._planned = FollowedModel(network, sample, size, optimizer)
+        try:
+            network.compute_sequence()
+        except InfeasibleError:
+            self._show()
+            raise  # nobody has ended the program
+        self._planned.forward.put()
+        return self._planned
+
+    def _about_to_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._end_again()
+        planned = self._planned
+        # In a backward, other gradients are still to come: the step is over when the model is called again.
+        if self._over or planned is None or torch._C._current_graph_task_id() != -1:
+            return
+        if planned.went_back and trains(optimizer, planned.model):
+            self._show(optimizer)
+            return
+        trained = [each for each in self._plain if trains(optimizer, each)]
+        if not trained:  # of models that are not called; or a copy, by which it is found out what an optimizer needs
+            return
+        if optimizer not in self._stepped:
+            self._stepped.append(optimizer)
+            return
+        # A whole round without a gradient: the largest model is not trained, and one of the others is planned.
+        planned.forward.take_away()
+        self._plain = {planned.model: planned.size}
+        self._planned = None
+
+    def _end_again(self) -> None:
+        """Raise once more what has ended the program, if it has caught that: nothing is to be trained."""
+        if self._ended is not None:
+            raise self._ended
+
+    def _at_the_end(self) -> None:
+        if self._planned is not None and self._planned.went_back:
+            self._show()
+        elif self._refused is not None:
+            raise self._refused
+        elif self._planned is not None:
+            name = type(self._planned.model).__name__
+            raise NoTrainingStepError(f"it called {name}, and ended without a call of backward() that reached it")
+        else:
+            raise NoTrainingStepError(
+                "it ended without a call of backward(): no model with parameters to train was called in training mode "
+                "with gradients on"
+            )
+
+    def _show(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._over = True
+        assert self._planned is not None
+        planned = self._planned
+        planned.make_room_for_forwards()
+        others = [each for each in self._plain if is_trained(each)]
+        step = planned.step(optimizer, others)
+        try:
+            self._found(step)
+        except BaseException as error:
+            self._ended = error
+            raise
+        self._stop()
+
+
+def _size(model: nn.Module) -> int:
+    """The elements of the parameters that are trained."""
+    return sum(each.numel() for each in model.parameters() if each.requires_grad)

@@ -1,0 +1,24 @@
+"""What `sweep`, `least_limit`, `compare` and `verify` are about: a model and a sample, or what has been measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from rotor_py.checkpointable import Checkpointable
+
+
+def measured(model: nn.Module, sample: Any, options: dict[str, Any]) -> Checkpointable:
+    """`model`, if it is a `Checkpointable`; else one of it, measured on `sample`. `options` are those of the class.
+
+    ValueError if there is no sample, or if a `Checkpointable` is given one, or options. UnsupportedModelError if the
+    model cannot be planned, InfeasibleError if a limit is among the options and no plan fits.
+    """
+    if isinstance(model, Checkpointable):
+        if sample is not None or options:
+            raise ValueError("a Checkpointable has been given its sample and options already; pass it alone")
+        return model
+    if sample is None:
+        raise ValueError("a model has to be measured on a sample: pass one as the second argument")
+    return Checkpointable(model, sample, **options)

@@ -1,0 +1,457 @@
+"""`rotor-plan train.py -- arguments`: a training script is run up to its first step, and that step is planned."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from torch import nn
+
+from rotor_cli.loading.script import main_module, run_script
+from rotor_cli.loading.script_file import defines
+from rotor_py import parse_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*", "ignore:.*pin_memory")
+
+NETWORK = """
+import sys
+import torch
+from torch import nn
+
+class Counted(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        Counted.calls += 1
+        return super().forward(x)
+
+torch.manual_seed(0)
+net = nn.Sequential(*(nn.Sequential(Counted(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)), nn.Linear(16, 4))
+batches = [(torch.randn(64, 16), torch.randint(4, (64,))) for _ in range(3)]
+criterion = nn.CrossEntropyLoss()
+"""
+LOOP = f"""{NETWORK}
+optimizer = torch.optim.AdamW(net.parameters())
+for x, y in batches:
+    optimizer.zero_grad()
+    loss = criterion(net(x), y)
+    loss.backward()
+    optimizer.step()
+    print("loss", loss.item())
+print("calls", Counted.calls)
+"""
+REAL = """
+import argparse
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from blocks import Block  # its neighbour
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x, scale=1.0):
+        for block in self.blocks:
+            x = x + scale * block(x)
+        return self.head(x)
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, required=True)
+    args = parser.parse_args()
+    data = TensorDataset(torch.randn(96, args.width), torch.randint(4, (96,)))
+    net = Net(args.width)
+    net(data[:2][0])  # to try it out: no step
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for x, y in DataLoader(data, batch_size=32, num_workers=1):
+        loss = nn.functional.cross_entropy(net(x, scale=0.5), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        open("trained", "w").close()
+
+if __name__ == "__main__":
+    main()
+"""
+BLOCK = """
+from torch import nn
+class Block(nn.Sequential):
+    def __init__(self, width):
+        super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+"""
+
+Script = Callable[..., Result]
+
+
+@pytest.fixture
+def script(plan, model_file, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Write a script, and run the command with it and a generous limit unless another one is given."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str, *arguments: object, limit: object = "1GB") -> Result:
+        return plan(model_file(text, "train.py"), "--mem-limit", limit, *arguments)
+
+    return run
+
+
+def taken(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["taken"]
+
+
+def plain_lines(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What the script prints without us."""
+    path = folder / "plain.py"
+    path.write_text(text)
+    with main_module(str(path), ()) as module:
+        run_script(module)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_script_with_arguments_workers_and_a_neighbour_is_planned_before_it_trains(script, model_file, tmp_path):
+    model_file(BLOCK, "blocks.py")
+    before = sys.argv, list(sys.path), sys.modules["__main__"], nn.Module.__call__
+    result = script(REAL, "--verify", "--json", "-", "--", "--width", 16)
+    assert (sys.argv, sys.path, sys.modules["__main__"], nn.Module.__call__) == before
+    found = taken(result)
+    assert (found["model"], found["optimizer"], found["own_loss"]) == ("Net", "SGD", False)
+    assert found["input"].startswith("[32, 16] float32")
+    assert found["arguments"] == ["--width", "16"]
+    assert found["trained"] == 3 * (16 * 64 + 64 + 64 * 16 + 16) + 16 * 4 + 4
+    assert not (tmp_path / "trained").exists()
+    data = json.loads(result.stdout)
+    assert data["plan"]["forwards_in_flight"] == 1  # the one that was tried out is gone
+    assert data["verify"]["max_grad_difference"] == 0
+    assert data["verify"]["measured_peak_bytes"] == pytest.approx(data["plan"]["peak_bytes"], rel=0.02)
+    sys.modules.pop("blocks")
+
+
+def test_with_run_the_script_goes_on_by_the_plan_with_its_own_numbers(script, tmp_path, capsys):
+    plain = plain_lines(LOOP, tmp_path, capsys)
+    least = json.loads(script(LOOP, "--json", "-", "--").stdout)["min_bytes"]
+    result = script(LOOP, "--run", limit=least)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("train.py fits in")
+    assert "train.py --mem-limit" in result.stdout
+    assert [line for line in lines if line.startswith("loss")] == plain[:-1]
+    measured = int(script(LOOP, "--run").stdout.splitlines()[-1].split()[1])  # what measuring takes is in both
+    assert int(lines[-1].split()[1]) > measured
+
+
+def test_the_least_limit_of_a_script_is_exact(script):
+    refused = script(LOOP, "--", limit="10kB")
+    assert refused.exit_code == 3
+    assert "stage" in refused.stderr
+    least = parse_bytes(refused.stderr.split("a limit of ")[-1].strip(" .\n"))
+    assert script(LOOP, limit=least).exit_code == 0
+    assert script(LOOP, "--run", limit="10kB").exit_code == 3
+
+
+def test_without_arguments_a_file_is_a_script_if_it_is_no_model_file(script):
+    result = script(LOOP.replace("net", "model"))  # a model, but no sample
+    assert result.exit_code == 0, result.output
+    assert "Taken from the first training step of train.py" in result.stdout
+    assert "loss" not in result.stdout.splitlines()[0]
+    model = script(f"{LOOP.replace('net', 'model')}\nsample = batches[0][0]\n")
+    assert "Taken" not in model.stdout
+
+
+STEPS = {
+    "an optimizer that steps in the backward": (
+        "optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}\n"
+        "def step(p):\n    optimizers[p].step()\n    p.grad = None\n"
+        "for p in net.parameters(): p.register_post_accumulate_grad_hook(step)\n"
+        "for x, y in batches: criterion(net(x), y).backward()",
+        {"model": "Sequential", "optimizer": None},
+    ),
+    "no optimizer of torch": (
+        "for x, y in batches:\n"
+        "    for p, g in zip(net.parameters(), torch.autograd.grad(criterion(net(x), y), list(net.parameters()))):\n"
+        "        p.data -= g",
+        {"optimizer": None},
+    ),
+    "autocast and a scaler": (
+        "optimizer, scaler = torch.optim.SGD(net.parameters()), torch.amp.GradScaler('cpu')\n"
+        "for x, y in batches:\n"
+        "    with torch.autocast('cpu', torch.bfloat16): loss = criterion(net(x), y)\n"
+        "    scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
+        {"optimizer": "SGD", "own_loss": False},
+    ),
+    "gradients over several batches": (
+        "optimizer = torch.optim.SGD(net.parameters())\n"
+        "for x, y in batches: criterion(net(x), y).backward()\n"
+        "optimizer.step()",
+        {"optimizer": "SGD"},
+    ),
+    "a model that is called twice": (
+        "optimizer = torch.optim.SGD(net.parameters())\n"
+        "(net(batches[0][0]) - net(batches[1][0])).square().mean().backward()\n"
+        "optimizer.step()",
+        {"optimizer": "SGD"},
+    ),
+    "an optimizer that is made late": (
+        "loss = criterion(net(batches[0][0]), batches[0][1])\n"
+        "optimizer = torch.optim.Adam(net.parameters())\n"
+        "loss.backward(); optimizer.step()",
+        {"optimizer": "Adam"},
+    ),
+    "a larger model that is not trained": (
+        "teacher = nn.Sequential(nn.Linear(16, 999), nn.ReLU(), nn.Linear(999, 4))\n"
+        "optimizer = torch.optim.SGD(net.parameters())\n"
+        "for x, y in batches:\n"
+        "    loss = (net(x) - teacher(x).detach()).square().mean()\n"
+        "    optimizer.zero_grad(); loss.backward(); optimizer.step()\n",
+        {"trained": 4 * (16 * 64 + 64 + 64 * 16 + 16) + 16 * 4 + 4, "others": []},
+    ),
+    "an error that the script handles": (
+        "optimizer = torch.optim.SGD(net.parameters())\n"
+        "try:\n    criterion(net(batches[0][0]), batches[0][1]).backward(); optimizer.step()\n"
+        "except Exception: raise SystemExit(1)\n",
+        {"optimizer": "SGD"},
+    ),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_a_step_shows_is_what_is_planned(step, script):
+    text, expected = STEPS[step]
+    result = script(f"{NETWORK}{text}\n", "--verify", "--json", "-", "--")
+    found = taken(result)
+    assert {name: found[name] for name in expected} == expected
+    data = json.loads(result.stdout)
+    assert data["verify"]["max_grad_difference"] == 0
+    assert data["plan"]["forwards_in_flight"] == (2 if "twice" in step else 1)
+    kept = script(f"{NETWORK}{text}\n", "--").stdout.count("fresh_grads=True") == 0
+    assert kept == ("several batches" in step)
+
+
+def test_a_loss_outside_of_the_model_counts(script):
+    wide = f"{NETWORK}optimizer = torch.optim.SGD(net.parameters())\nout = net(batches[0][0])\n"
+    ends = "loss.backward()\noptimizer.step()\n"
+    small, large = (
+        json.loads(script(f"{wide}{loss}\n{ends}", "--json", "-", "--").stdout)
+        for loss in ("loss = out.mean()", "loss = (out.repeat(1, 200).exp() * 2).sum()")
+    )
+    assert large["min_bytes"] > small["min_bytes"]
+
+
+GAN = """
+import torch
+from torch import nn
+class Generator(nn.Sequential): pass
+class Discriminator(nn.Sequential): pass
+d = Discriminator(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+g = Generator(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 16))
+of_d, of_g = torch.optim.Adam(d.parameters()), torch.optim.Adam(g.parameters())
+for _ in range(3):
+    of_d.zero_grad()
+    d(torch.randn(64, 16)).square().mean().backward()
+    fake = g(torch.randn(32, 8))
+    d(fake.detach()).square().mean().backward()
+    of_d.step()
+    of_g.zero_grad()
+    d(fake).square().mean().backward()
+    of_g.step()
+"""
+
+
+def test_of_several_models_the_largest_is_planned_and_the_report_says_so(script):
+    result = script(GAN)
+    assert "Generator, which trains" in result.stdout
+    assert "trains Discriminator as well, which is smaller" in " ".join(result.stdout.split())
+    assert taken(script(GAN, "--json", "-", "--"))["input"].startswith("[32, 8]")
+
+
+def test_a_script_that_catches_everything_trains_nothing_all_the_same(script):
+    guarded = """
+optimizer, before = torch.optim.SGD(net.parameters(), lr=1.0), net[0][0].weight.clone()
+for x, y in batches:
+    try:
+        criterion(net(x), y).backward()
+        optimizer.step()
+    except:
+        pass
+print("the same" if torch.equal(before, net[0][0].weight) else "trained")
+"""
+    result = script(f"{NETWORK}{guarded}", "--")
+    assert "Taken from the first training step" in result.stdout
+    assert "the same" in result.stderr
+    for other in ("raise ValueError('another')", "sys.exit(1)"):
+        assert script(f"{NETWORK}{guarded.replace('pass', other)}", "--").exit_code == 0
+    refused = script(f"{NETWORK}{guarded}", "--run", limit="10kB")
+    assert (refused.exit_code, "the same" in refused.stdout) == (3, True)
+
+
+def test_a_step_stays_inside_the_limit_while_the_script_runs(script):
+    measured = """
+from rotor_profiling import measured_peak
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def step():
+    criterion(net(batches[0][0]), batches[0][1]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+step()
+step()
+print("peak", measured_peak(step, [*net.parameters(), *batches[0]], torch.device("cpu")))
+"""
+    text = f"{NETWORK}{measured}"
+    data = json.loads(script(text, "--json", "-", "--").stdout)
+    limit = (data["min_bytes"] + data["store_all"]["peak_bytes"]) // 2
+    peaks = [int(script(text, "--run", limit=most).stdout.splitlines()[-1].split()[1]) for most in ("1GB", limit)]
+    assert peaks[1] <= limit < peaks[0]
+
+
+ACCELERATE = f"""{NETWORK}
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, cpu=True)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+net, optimizer = accelerator.prepare(net, optimizer)
+for x, y in batches:
+    with accelerator.accumulate(net):
+        accelerator.backward(criterion(net(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_loop_of_accelerate_is_planned_inside_its_autocast(script):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    least = json.loads(script(ACCELERATE, "--json", "-", "--").stdout)["min_bytes"]
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    result = script(ACCELERATE, "--verify", "--json", "-", "--", limit=least)
+    assert taken(result)["optimizer"] == "SGD"
+    found = json.loads(result.stdout)["verify"]
+    assert found["max_grad_difference"] == 0
+    assert found["measured_peak_bytes"] <= least
+
+
+TRAINER = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+data = [{"input_ids": torch.arange(12) + i, "labels": torch.arange(12) + i} for i in range(8)]
+args = TrainingArguments("out", per_device_train_batch_size=4, max_steps=2, report_to="none", use_cpu=True,
+    save_strategy="no", disable_tqdm=True)
+Trainer(model=LlamaForCausalLM(config), args=args, train_dataset=data).train()
+"""
+
+
+def test_a_trainer_of_transformers_is_planned(script):
+    pytest.importorskip("transformers")
+    found = taken(script(TRAINER, "--json", "-", "--"))
+    assert (found["model"], found["optimizer"], found["own_loss"]) == ("LlamaForCausalLM", "AdamW", True)
+    assert found["input"].startswith("[4, 12] int64")
+
+
+LIGHTNING = """
+import torch
+import lightning
+from torch import nn
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+loader = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=16)
+trainer = lightning.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Module(), loader)
+"""
+
+
+@pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
+def test_a_trainer_of_lightning_is_planned(script):
+    pytest.importorskip("lightning")
+    found = taken(script(LIGHTNING, "--json", "-", "--"))
+    assert (found["model"], found["optimizer"]) == ("Sequential", "Adam")
+    assert found["input"].startswith("[16, 8]")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("print('no more')", 2, "took no training step: it ended without a call of backward()"),
+        (f"{NETWORK}net(batches[0][0])", 2, "it called Sequential, and ended without a call of backward()"),
+        ("import sys; sys.exit()", 2, "ended by itself with exit status 0 before its first training step"),
+        ("import sys; sys.exit(3)", 4, "ended by itself with exit status 3 before its first training step"),
+        ("raise KeyError('mine')", 4, "KeyError: 'mine'"),
+        (f"{NETWORK}criterion(net(batches[0][0]), batches[0][0][:3])", 4, "train.py"),
+        (LOOP.replace("super().forward(x)", "super().forward(x[:, :3])"), 4, "mat1 and mat2"),
+        (LOOP.replace("net = nn.Seq", "from rotor_py import Checkpointable\nnet = Checkpointable(nn.Seq").replace(
+            "nn.Linear(16, 4))", "nn.Linear(16, 4)))"), 2, "is planned already"),
+        ("raise KeyboardInterrupt", 130, "interrupted"),
+        ("def broken(:", 4, "SyntaxError"),
+    ],
+)  # fmt: skip
+def test_a_script_that_cannot_be_planned_ends_with_one_message(script, text, code, words):
+    result = script(text, "--")
+    assert (result.exit_code, result.stdout) == (code, ""), result.output
+    assert words in result.stderr
+    for own in ("rotor_cli", "rotor_py/", "rotor_profiling"):
+        assert own not in result.stderr
+
+
+def test_with_run_the_script_ends_as_it_ends_by_itself(script):
+    assert script(f"{LOOP}\nsys.exit(7)\n", "--run").exit_code == 7
+    failed = script(f"{LOOP}\nraise KeyError('mine')\n", "--run")
+    assert failed.exit_code == 4
+    assert "KeyError: 'mine'" in failed.stderr
+    grown = f"{LOOP}\nnet(torch.randn(6400, 16)).sum().backward()\n"
+    assert script(grown, "--run", limit="2MB").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch", "8", "--"], "--batch is for a model file"),
+        (["--device", "cpu", "--run"], "--device is for a model file"),
+        (["--run", "--verify"], "--verify takes steps of its own"),
+        (["--run", "--json", "-"], "stdout is the script's"),
+    ],
+)
+def test_options_that_a_script_decides_are_refused(script, options, words):
+    result = script(LOOP, *options)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_arguments_are_for_scripts_alone(plan):
+    result = plan("torch.nn:Linear", "--mem-limit", "1GB", "--", "--epochs", "3")
+    assert result.exit_code == 2
+    assert "is no script" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "defined"),
+    [
+        ("model, sample = 1, 2", True),
+        ("def model(): pass\nclass sample: pass", True),
+        ("import model\nfrom x import y as sample", True),
+        ("try:\n    model = 1\nexcept E:\n    pass\nfor sample in x: pass", True),
+        ("if a:\n    model = 1\nwith f() as sample: pass", True),
+        ("from models import *", True),
+        ("globals()['model'] = 1", True),
+        ("broken(", True),
+        ("model = 1", False),
+        ("def main():\n    model = sample = 1", False),
+        ("model = 1\nif __name__ == '__main__':\n    sample = 1", False),
+        ("[sample for model in x]\nsample.model = 1", False),
+    ],
+)
+def test_what_a_file_defines_is_told_from_its_text(text, defined, tmp_path):
+    (tmp_path / "file.py").write_text(text)
+    assert defines(str(tmp_path / "file.py"), ("model", "sample")) == defined
