@@ -89,6 +89,11 @@ class Request:
         """The options that are given and that only a model file leaves open; a script says these things itself."""
         given = {
             "--device": self.device,
+            "--device-memory": self.device_memory,
+            "--device-file": self.device_file,
+            "--dtype": self.dtype,
+            "--precision": self.precision,
+            "--optimizer": self.optimizer,
             "--batch": self.batch,
             "--input": self.shape,
             "--config": self.config,

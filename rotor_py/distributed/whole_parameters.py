@@ -24,6 +24,12 @@ def keeps_gradients(model: nn.Module) -> bool:
     return is_sharded(model) and any(group.keeps_gradients for group in groups_of(model))
 
 
+def gathers_in_another_dtype(model: nn.Module) -> bool:
+    """Whether parameters are gathered in another dtype than their own: `MixedPrecisionPolicy(param_dtype=…)`."""
+    groups = groups_of(model) if is_sharded(model) else []
+    return any(each.dtype != each.sharded.dtype for group in groups for each in group.parameters)
+
+
 def as_entered(model: nn.Module, arguments: Any) -> Any:
     """The arguments of a call of `model`, cast as the hook of `fully_shard` before its forward casts them."""
     own = _own_group(model)

@@ -123,12 +123,25 @@ def test_the_other_reports_know_the_device(plan, model_file, tmp_path: Path) -> 
     assert trace.exists()
 
 
+def test_several_devices_are_said_with_what_is_assumed_of_them(plan, model_file) -> None:
+    result = plan(model_file(LABELS), "--device", "h100:8", "--precision", "bfloat16", "--json", "-")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["device"] == "8 × NVIDIA H100 SXM 80 GB"
+    assert report["prediction"]["devices"] == 8
+    assert report["prediction"]["predicted"]["communication_bytes"] > 0
+    alone = json.loads(plan(model_file(LABELS), "--device", "h100", "--json", "-").stdout)
+    assert report["prediction"]["exact"]["parameters_bytes"] < alone["prediction"]["exact"]["parameters_bytes"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--device", "h1000"], "no device is called 'h1000'; did you mean h100"),
         (["--device", "a100"], "did you mean a100-80 or a100-40"),
-        (["--device", "h100:8"], "cannot be predicted yet; write --device h100"),
+        (["--device", "h100:none"], "'h100:none' is not a number of devices; write h100:8"),
+        (["--device", "h100", "--precision", "bfloat16"], "write --device h100:8, or --dtype"),
+        (["--device", "h100:8", "--precision", "int8"], "--precision 'int8' is no kind of floating-point number"),
         (["--device", "h100", "--verify"], "--verify trains a step on the device, which is not here"),
         (["--device", "h100", "--compile"], "--compile compiles"),
         (["--device", "h100", "--pipeline", "2"], "--pipeline measures"),

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.distributed import fsdp
 from tests.distributed.processes import Processes
 
+MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+"""Layers take what hooks have cast, so they are captured with these."""
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, MIXED], ids=["whole", "kept", "mixed"])
 def test_numbers_are_those_of_plain_training_inside_the_limit(processes: Processes, options: dict[str, Any]) -> None:
     found = processes.run(fsdp.same_as_plain, options)
     assert len({sequence for sequence, *_ in found}) == 1

@@ -104,6 +104,17 @@ def test_what_divides_the_parameters_may_be_the_users_own() -> None:
     assert report.peak_bytes > by_blocks.peak_bytes
 
 
+def test_a_chain_of_layers_takes_its_input_in_the_dtype_in_which_it_runs() -> None:
+    def layers() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))
+
+    wide, narrow = (
+        estimate(layers, torch.randn(ROWS, WIDTH), "h100:2", loss=torch.mean, precision=dtype)
+        for dtype in (None, torch.bfloat16)
+    )
+    assert narrow.budget.chain.activation[1] == wide.budget.chain.activation[1] // 2
+
+
 def test_a_limit_that_no_plan_fits_says_what_is_least() -> None:
     with pytest.raises(InfeasibleError) as caught:
         estimate(Blocks, torch.randn(ROWS, WIDTH), "h100:2", loss=torch.mean, mem_limit="1MB")

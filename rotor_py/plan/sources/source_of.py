@@ -6,6 +6,7 @@ from torch import nn
 
 from rotor_py.compiled.stage_code import Config
 from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.distributed.whole_parameters import gathers_in_another_dtype
 from rotor_py.measure.cut import is_chain
 from rotor_py.plan.sources.graph_source import GraphSource
 from rotor_py.plan.sources.layer_source import LayerSource
@@ -16,8 +17,11 @@ def source_of(model: nn.Module, granularity: int, compile: Config | None = None)
     """Layers where the model is a chain of them: they need no capturing, and have names that a user knows.
 
     Stages to `compile` with these options of Inductor are captured in any case. A layer is code that may do anything
-    beside computing its output, and compiled it would do that once; TorchDynamo sees to it that it is done.
+    beside computing its output, and compiled it would do that once; TorchDynamo sees to it that it is done. So are
+    models that `fully_shard` gathers in another dtype: hooks cast what their layers take, and are not there while a
+    layer is measured.
     """
     if compile is not None:
         return GraphSource(model, granularity, StageCompiler(compile))
-    return LayerSource(model) if is_chain(model) else GraphSource(model, granularity)
+    as_it_stands = is_chain(model) and not gathers_in_another_dtype(model)
+    return LayerSource(model) if as_it_stands else GraphSource(model, granularity)
