@@ -72,7 +72,30 @@ def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
                 f"the memory of {type(optimizer).__name__} could not be found ({error}); plan without the optimizer, "
                 "and leave room for its state in the limit"
             ) from error
+    if kind == "cpu":
+        step = max(step, _fused_step(optimizer))
     return OptimizerCost(state, step, present_bytes=_state_bytes(optimizer, devices))
+
+
+def _fused_step(optimizer: torch.optim.Optimizer) -> int:
+    """What a `fused` step takes on the CPU: its kernel copies a parameter that is not contiguous, one after the other.
+
+    Weights of convolutions are not, if the model is in `channels_last`. Zeros like the largest are stepped.
+    """
+    most = 0
+    for group in optimizer.param_groups if prediction() is None else ():
+        strided = [each for each in group["params"] if each.requires_grad and not each.is_contiguous()]
+        if not group.get("fused") or not strided:
+            continue
+        alone = copy.copy(optimizer)
+        largest = max(strided, key=lambda each: each.numel() * each.element_size())
+        alone.param_groups = [{**group, "params": [largest]}]
+        twin = _twin(alone, lambda parameter: torch.zeros_like(parameter), foreach=False, fused=True)
+        twin.step()
+        with CpuMeter() as meter:
+            twin.step()
+        most = max(most, meter.phases[""].peak)
+    return most
 
 
 def _on_meta(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
@@ -129,7 +152,11 @@ def _state_bytes(optimizer: torch.optim.Optimizer, kinds: set[str], kind: str | 
 
 
 def _twin(
-    optimizer: torch.optim.Optimizer, make: Callable[[torch.Tensor], torch.Tensor], *, foreach: bool
+    optimizer: torch.optim.Optimizer,
+    make: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    foreach: bool,
+    fused: bool = False,
 ) -> torch.optim.Optimizer:
     """The same optimizer for stand-ins of its parameters, and of what it keeps of them already."""
     # A copy, since the arguments of its constructor are unknown. torch's optimizers leave hooks out of a copy, so the
@@ -151,7 +178,7 @@ def _twin(
             group["foreach"] = True
         # Both refuse tensors that are not on a device of theirs.
         for only_on_devices in ("fused", "capturable"):
-            if group.get(only_on_devices):
+            if group.get(only_on_devices) and not (fused and only_on_devices == "fused"):
                 group[only_on_devices] = False
         groups.append(group)
     twin.param_groups = groups

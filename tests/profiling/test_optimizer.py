@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,21 @@ def test_state_and_scratch_are_those_of_real_steps(name: str) -> None:
         optimizer.step()
     assert meter.phases[""].peak <= predicted.step_bytes <= meter.phases[""].peak + 256
     assert optimizer_cost(optimizer).present_bytes == state
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fused_step_copies_parameters_that_are_not_contiguous(make: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 64, 3), nn.Conv2d(64, 16, 3), nn.Linear(9, 9)).to(
+        memory_format=torch.channels_last
+    )
+    optimizer = make(model.parameters(), lr=0.1, fused=True)
+    predicted = optimizer_cost(optimizer)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    with memory_meter(CPU) as meter:
+        optimizer.step()
+    assert 0 < meter.phases[""].peak <= predicted.step_bytes
 
 
 def test_the_optimizer_and_its_parameters_are_not_touched() -> None:
