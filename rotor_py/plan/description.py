@@ -61,6 +61,7 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
         costs=costs,
         limited=not unlimited,
         compiled=None if inductor is None else CompiledStages.of(plan.cut, inductor),
+        step_in_backward=model.stepping(),
     )
 
 

@@ -23,6 +23,7 @@ from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import Cut, Layer, cut, is_chain
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stages import MeasuredCut, measure
+from rotor_py.measure.stepped_parameters import stepped_parameters
 from rotor_py.plan.inputs.input_spec import covers, describe, reaches, spec_of
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
@@ -330,5 +331,6 @@ def _options(model: nn.Module, settings: Settings, device: torch.device) -> dict
         "fresh_gradients": settings.fresh_grads,
         "loss_temp_bytes": settings.loss_tmp_memory_usage,
         "cache": settings.cache,
+        "stepped": stepped_parameters(model, settings.step_in_backward),
         "node_seconds": node_seconds() if device.type == "cpu" else 0.0,  # elsewhere the device works meanwhile
     }

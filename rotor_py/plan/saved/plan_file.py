@@ -14,6 +14,8 @@ What a field means:
     peak_bytes             the predicted peak of the whole step
     fresh_grads            whether gradients are freed between steps
     compiled               the compiled stages and Inductor's options, where `compile=` was given (since schema 7)
+    step_in_backward       the optimizer that steps parameters in the backward, their bytes, and what its largest step
+                           needs, where there is one (since schema 8)
     costs                  all that was measured, in seconds and bytes (`plan_costs`)
     digest                 SHA-256 of everything else, which shows damage; it is no protection against forgery
 """
@@ -39,10 +41,11 @@ from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.stage.graph_effects import GraphEffects
 from rotor_solver import Sequence
 
-SCHEMA = 7
-_READABLE = 5, 6, 7
+SCHEMA = 8
+_READABLE = 5, 6, 7, 8
 """A file is of schema 5 unless the forwards in flight follow different sequences, or have to go backward in one order:
-then it is of schema 6. One that says what is compiled is of schema 7. Earlier versions would take these for something
+then it is of schema 6. One that says what is compiled is of schema 7, and one whose
+backward steps parameters of schema 8. Earlier versions would take these for something
 else."""
 _LARGEST_FILE = 16 * 2**20
 """A plan has some thousand bytes for each hundred stages; nobody's file is read into memory to find that out."""
@@ -53,8 +56,8 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     """Write the fields of a plan as JSON. OSError if the file cannot be written."""
     sequence, costs = fields["sequence"], fields["costs"]
     plain = not sequence.beside and costs.budget.backward_order == "any"
-    compiled = fields.pop("compiled")
-    schema = 7 if compiled is not None else 5 if plain else 6
+    compiled, steps = fields.pop("compiled"), fields.pop("step_in_backward")
+    schema = 8 if steps is not None else 7 if compiled is not None else 5 if plain else 6
     data = {"schema": schema, "torch": torch.__version__, **fields}
     data |= {"traits": [asdict(traits) for traits in fields["traits"]], "sequence": str(sequence)}
     data |= {"solver": _solver_data(sequence), "costs": costs.as_data()}
@@ -62,6 +65,8 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
         data["beside"] = [str(each) for each in sequence.beside]
     if compiled is not None:
         data["compiled"] = asdict(compiled)
+    if steps is not None:
+        data["step_in_backward"] = steps
     data["digest"] = _digest(data)
     Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
@@ -134,7 +139,22 @@ def _checked(data: dict[str, Any]) -> dict[str, Any]:
     if data["peak_bytes"] != peak:
         raise ValueError(f"the peak is {data['peak_bytes']}, and the costs make it {peak}")
     compiled = CompiledStages.from_data(data.get("compiled"), data["stages"])
-    return {**fields, "traits": traits, "sequence": sequence, "costs": costs, "compiled": compiled}
+    steps = _steps(data.get("step_in_backward"))
+    return {
+        **fields,
+        "traits": traits,
+        "sequence": sequence,
+        "costs": costs,
+        "compiled": compiled,
+        "step_in_backward": steps,
+    }
+
+
+def _steps(entry: Any) -> dict[str, Any] | None:
+    match entry:
+        case None | {"optimizer": str(), "gradient_bytes": int(), "scratch_bytes": int()}:
+            return entry
+    raise ValueError(f"what steps parameters in the backward is {reprlib.repr(entry)}")
 
 
 def _refuse_odd_fingerprints(model: dict[str, Any], given: dict[str, Any]) -> None:
