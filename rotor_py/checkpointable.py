@@ -349,6 +349,11 @@ class Checkpointable(Transparent):
         return [] if (plan := self._plan_in_use) is None else plan.names
 
     @property
+    def step_in_backward(self) -> torch.optim.Optimizer | None:
+        """The optimizer that steps parameters in the backward."""
+        return self._planner.settings.step_in_backward
+
+    @property
     def compiled(self) -> list[str]:
         """The names of the stages that run compiled."""
         return [] if (plan := self._plan_in_use) is None else plan.compiled

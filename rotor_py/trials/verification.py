@@ -24,8 +24,8 @@ class Verification:
     """What a real training step showed, in bytes and seconds.
 
     Times are of forward, loss and backward; the optimizer's step is in the peaks. `max_grad_difference` is the largest
-    absolute difference of a gradient or buffer from the plain step. It and `plain_*` are None where the plain step did
-    not fit into the device.
+    absolute difference of a gradient or buffer from the plain step, or of a parameter after the step where parameters
+    are stepped in the backward. It and `plain_*` are None where the plain step did not fit into the device.
     """
 
     measured_peak_bytes: int
@@ -75,7 +75,8 @@ def verify(
         network: the model with its plan. Without one, the first step makes it.
         sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: a function of the output that returns a single number; `default_loss` if it is not given.
-        optimizer: takes its step in the steps whose peak is measured. Give what `Checkpointable` was given.
+        optimizer: takes its step in the steps whose peak is measured. Give what `Checkpointable` was given. Where that
+            steps in the backward, it is known, and parameters are compared instead of gradients.
         fresh_grads: gradients are freed between steps, as `Checkpointable` was told.
         others: sequences to be followed instead of the plan.
         operations: take two more steps with the plan, for the time and the memory of each of its operations.
@@ -87,6 +88,8 @@ def verify(
         torch.OutOfMemoryError: a step with a plan does not fit into the device. A plain step that does not is no error.
     """
     others = list(others)
+    in_backward = network.step_in_backward
+    optimizer = optimizer if in_backward is None else in_backward
     step = TrainingStep(
         network.model,
         sample,
@@ -95,6 +98,7 @@ def verify(
         network.device,
         fresh_grads=fresh_grads,
         forwards=network.forwards_in_flight,
+        in_backward=in_backward is not None,
     )
 
     def tell(done: int, what: str) -> None:

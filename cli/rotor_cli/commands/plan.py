@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from rotor_cli.commands.batch import choose
-from rotor_cli.errors import INFEASIBLE, Failure, explained
+from rotor_cli.errors import INFEASIBLE, Failure, explained, usage
 from rotor_cli.facts import Facts
 from rotor_cli.loading.device import device_of, limit_on
 from rotor_cli.loading.model_file import ModelFile, load
 from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, compare, verify
+from rotor_py.plan.stepping.refusals import refuse_optimizer
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.terminal.stage_table import StageTable
@@ -53,6 +56,8 @@ def plan(request: Request) -> Facts:
 
 
 def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
+    if request.step_in_backward:
+        _refuse_optimizer(found.optimizer)
     with explained(found.file):
         network = Checkpointable(
             found.model,
@@ -66,9 +71,20 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
             progress=shown.doing("measuring"),
             cache=not request.no_cache,
             compile=request.compile,
+            step_in_backward=found.optimizer if request.step_in_backward else None,
         )
         network.measure(found.sample)
     return network
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
+    """Failure for an optimizer of the model file that cannot step in the backward."""
+    if optimizer is None:
+        raise usage("--step-in-backward needs an optimizer; define `optimizer` in the model file")
+    try:
+        refuse_optimizer(optimizer)
+    except ValueError as error:
+        raise usage(f"--step-in-backward: {error}") from error
 
 
 def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:
@@ -85,7 +101,7 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
         sequence=stored,
         arguments=(
             *(("loss=loss",) if found.loss else ()),
-            *(("optimizer=optimizer",) if found.optimizer else ()),
+            *((f"{_optimizer_argument(request)}=optimizer",) if found.optimizer else ()),
             *(("fresh_grads=True",) if request.fresh_grads else ()),
             *((f"forwards_in_flight={forwards}",) if (forwards := request.forwards_in_flight) > 1 else ()),
             *(
@@ -98,6 +114,10 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
         limited=request.limited,
         compiled=network.compiled,
     )
+
+
+def _optimizer_argument(request: Request) -> str:
+    return "step_in_backward" if request.step_in_backward else "optimizer"
 
 
 def _sweep(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:
