@@ -32,6 +32,11 @@ class PlannedForwards:
         self._steps = WatchedSteps(maker.model)
         self._stepper: Stepper | None = None
 
+    def wait_for_steps(self) -> None:
+        """Have the optimizer's steps noticed, where it is to step in the backward."""
+        if self._settings.step_in_backward is not None:
+            self._stepper = Stepper(self._model, self._settings.step_in_backward)
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Event 5: run the model forward, so that its backward follows the plan; as it is where nothing trains.
 
@@ -49,8 +54,8 @@ class PlannedForwards:
             return self._model.core.forward(*args, **kwargs)
         if self._settings.replans:
             refuse_several_processes(self._model)
-        if self._settings.step_in_backward is not None:
-            self._make_stepper_ready(self._settings.step_in_backward)
+        if self._stepper is not None and self._stepper.before_forward(in_flight=bool(self._forwards.in_flight())):
+            self._maker.begin_anew()
         self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
         if spec.model.has_gradients and not self._forwards.in_flight():  # else some may be of this step
             self._gradients.notice(self._maker.in_use, partial(self._maker.plan_for_kept_gradients, value))
@@ -66,13 +71,6 @@ class PlannedForwards:
             with suppress(PlanMismatchError):  # for its shape, the model may take another way, too
                 return self._run_planned(value)
         return self._run_other_way(value)
-
-    def _make_stepper_ready(self, optimizer: torch.optim.Optimizer) -> None:
-        # Here, where the first forward comes: before it, the model may be copied, and its hooks are not.
-        if self._stepper is None:
-            self._stepper = Stepper(self._model, optimizer)
-        if self._stepper.before_forward(in_flight=bool(self._forwards.in_flight())):
-            self._maker.begin_anew()
 
     def _turn_to_answers(self, answers: tuple[bool, ...], value: Any) -> None:
         """Have a plan for batches whose data answer as these do: one that waits, or a new one.

@@ -97,6 +97,7 @@ class Planner:
     def wait_for_optimizers(self) -> None:
         """Have the optimizers noticed that train the model (event 6), unless the user has named one."""
         self._maker.wait_for_optimizers()
+        self._planned.wait_for_steps()
 
     @property
     def plans(self) -> StepPlans:

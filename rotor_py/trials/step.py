@@ -76,9 +76,9 @@ class TrainingStep:
         return [*gradients, *self.model.buffers()]
 
     def seconds(self, network: Network) -> float:
-        """The median time of forward, loss and backward, and of the optimizer's step if some networks step in the backward.
+        """The median time of forward, loss and backward.
 
-        Otherwise it is the same in all plans.
+        The optimizer's step is in it if some networks step in the backward. Otherwise it is the same in all plans.
         """
         times = []
         with self._same_state(), self._restored():

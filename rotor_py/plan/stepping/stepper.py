@@ -35,6 +35,8 @@ from rotor_py.plan.stepping.spent_gradient import SpentGradient
 from rotor_py.plan.trained_model import TrainedModel
 
 _NO_TASK = -1
+_one_at_a_time = threading.Lock()
+"""A backward on several devices has a thread for each."""
 
 
 class Stepper:
@@ -53,7 +55,6 @@ class Stepper:
         """the backward pass that steps"""
         self._stepped_in = _NO_TASK
         """the last pass that has stepped a parameter, until the user's `optimizer.step()`"""
-        self._one_at_a_time = threading.Lock()  # a backward on several devices has a thread for each
         # Weakly: the optimizer may live on when this has been given up.
         optimizer.register_step_pre_hook(partial(_about_to_step, ref(self)))
         optimizer.register_step_post_hook(partial(_has_stepped, ref(self)))
@@ -118,7 +119,7 @@ class Stepper:
         group = self._groups.get(id(parameter))
         if group is None or current_task() != self._task:
             return
-        with self._one_at_a_time:
+        with _one_at_a_time:
             if self._stepped_in not in (_NO_TASK, self._task):
                 parameter.grad = None
                 raise RuntimeError(
