@@ -39,6 +39,7 @@ from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import stopwatch, together
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
+from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cache.kept_kinds import KeptKinds
 from rotor_py.measure.cache.measurement_cache import measurement_cache
 from rotor_py.measure.cut import Cut
@@ -51,6 +52,7 @@ from rotor_py.measure.walks.gradient_layouts import GradientLayouts
 from rotor_py.measure.walks.stage_times import StageTimes
 from rotor_py.stage.activity import During
 from rotor_py.stage.decisions import decided_bytes
+from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.graph_effects import find_effects, recall_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
@@ -222,9 +224,23 @@ class StageMeasurer:
         silent, arriving = self._silent_of(number), self._layouts.arriving[number]
         with During("measuring", name):
             effects = find_effects(function, value, self._device)
+            if self.stepped:
+                self._refuse_foreign_parameters(number, value)
         remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
         layouts = stage_layouts(self._runner(number), value, self._device, silent=silent, arriving=arriving)
         return Surveyed(effects, layouts)
+
+    def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
+        """UnsupportedModelError if a stage reads a parameter that it does not have and that the backward steps."""
+        name, function = self._stages[number]
+        with ForeignParameters(function, self.stepped.parameters) as reads:
+            self._run(self._runner(number), value)
+        if reads.found:
+            raise UnsupportedModelError(
+                f"stage {name!r} reads a parameter of shape {tuple(reads.found[0].shape)} that is not its own, and "
+                "step_in_backward may have stepped it before the stage is run again; make its owner a submodule of the "
+                "stage, or leave step_in_backward out"
+            )
 
     def _measure_stage(self, number: int, value: Any) -> Any:
         """Measure the bytes of a stage on its input; return its output, the input of the next one."""

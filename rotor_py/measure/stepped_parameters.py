@@ -17,13 +17,14 @@ from rotor_py.measure.cut import Cut
 
 @dataclass(frozen=True, slots=True)
 class SteppedParameters:
-    """`scratch` are the bytes that the step of each needs, by the id of the parameter. Empty: none is stepped.
+    """The `parameters`, and the bytes that the step of each needs, by its id: `scratch`. Empty: none is stepped.
 
     A parameter that several stages share gets its gradient from the last of them first. The gradient waits until the
     first of them has gone backward: then it is whole.
     """
 
     scratch: Mapping[int, int] = field(default_factory=dict)
+    parameters: tuple[torch.Tensor, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.scratch)
@@ -76,4 +77,5 @@ def stepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None
     if optimizer is None:
         return NONE_STEPPED
     scratch = scratch_alone(optimizer)
-    return SteppedParameters({id(each): scratch[id(each)] for each in model.parameters() if id(each) in scratch})
+    found = tuple(each for each in model.parameters() if id(each) in scratch)
+    return SteppedParameters({id(each): scratch[id(each)] for each in found}, found)

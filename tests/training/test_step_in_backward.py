@@ -186,6 +186,7 @@ def test_autocast_has_the_numbers_of_plain_training() -> None:
         planned, optimizer = stepping(model, adamw, batches[0])
     assert planned.chain is not None
     planned.sequence = recompute_all(planned.chain)
+    assert planned.sequence != store_all(planned.chain)
     train_in_bfloat16(planned, optimizer)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
     assert same_state(optimizer, expected)
