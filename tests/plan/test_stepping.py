@@ -152,12 +152,23 @@ def test_whoever_reads_a_gradient_that_is_gone_is_told(planned: Checkpointable, 
         read(planned)
 
 
+def test_a_scaled_loss_is_refused_before_it_steps(planned: Checkpointable) -> None:
+    scaler, before = torch.amp.GradScaler("cpu"), copies(planned)
+    loss = scaler.scale(square(planned(BATCH)))
+    with pytest.raises(RuntimeError, match="a GradScaler has scaled the loss"):
+        loss.backward()
+    assert unchanged(planned, before)
+    torch.amp.GradScaler("cpu", enabled=False).scale(square(planned(BATCH))).backward()
+    assert not unchanged(planned, before)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_a_scaler_is_told(unscaled: bool, fused: bool) -> None:
+def test_a_scaler_of_another_loss_is_told(unscaled: bool, fused: bool) -> None:
     planned, optimizer = stepping(chain(2, 16), lambda model: torch.optim.Adam(model.parameters(), fused=fused), BATCH)
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(square(planned(BATCH))).backward()
+    scaler.scale(torch.ones(()))
+    square(planned(BATCH)).backward()
     read = scaler.unscale_ if unscaled else scaler.step
     with pytest.raises(SpentGradientError, match="GradScaler"):
         read(optimizer)

@@ -40,6 +40,6 @@ class SpentGradient(torch.Tensor):
     ) -> Any:
         raise SpentGradientError(
             f"{operator} reads a gradient that is gone: step_in_backward has stepped its parameter with it in the "
-            "backward already, so nothing can clip, log, unscale or add to it afterwards (clip_grad_norm_, max_grad_norm, "
-            "a GradScaler, accumulation); leave that out, or step_in_backward"
+            "backward already, so nothing can clip, log, unscale or add to it afterwards (clip_grad_norm_, "
+            "max_grad_norm, a GradScaler, accumulation); leave that out, or step_in_backward"
         )

@@ -31,6 +31,7 @@ from rotor_profiling import tensors_in
 from rotor_profiling.step_alone import plain_step
 from rotor_py.execute.graph_task import current_task
 from rotor_py.plan.stepping.refusals import refuse_optimizer, refuse_several_processes
+from rotor_py.plan.stepping.scaled_losses import begins_at_scaled_loss, notice_scalers
 from rotor_py.plan.stepping.spent_gradient import SpentGradient
 from rotor_py.plan.trained_model import TrainedModel
 
@@ -55,6 +56,7 @@ class Stepper:
         """the backward pass that steps"""
         self._stepped_in = _NO_TASK
         """the last pass that has stepped a parameter, until the user's `optimizer.step()`"""
+        notice_scalers()
         # Weakly: the optimizer may live on when this has been given up.
         optimizer.register_step_pre_hook(partial(_about_to_step, ref(self)))
         optimizer.register_step_post_hook(partial(_has_stepped, ref(self)))
@@ -136,6 +138,11 @@ class Stepper:
             raise RuntimeError(
                 "create_graph=True asks for a graph of the gradients, and step_in_backward changes the parameters that "
                 "it would read; leave one of them out"
+            )
+        if begins_at_scaled_loss():
+            raise RuntimeError(
+                "a GradScaler has scaled the loss, and step_in_backward would step with gradients that are scaled; use "
+                "bfloat16, which needs no scaler, or leave step_in_backward out"
             )
         self._task = current_task()
 
