@@ -21,7 +21,7 @@ from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.fixed_memory import trained_bytes
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.stepped_parameters import SteppedParameters, stepped_parameters
+from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters, stepped_parameters
 from rotor_py.plan.inputs.input_spec import TensorSpec, spec_of
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
@@ -34,6 +34,8 @@ class TrainedModel:
         self.whole = whole
         self.core = core
         self.settings = settings
+        self._stepped: tuple[object, SteppedParameters] | None = None
+        """the parameters that are stepped in the backward, and those that the optimizer had then"""
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -72,7 +74,15 @@ class TrainedModel:
 
     def stepped(self) -> SteppedParameters:
         """The parameters that are stepped in the backward."""
-        return stepped_parameters(self.core, self.settings.step_in_backward)
+        optimizer = self.settings.step_in_backward
+        if optimizer is None:
+            return NONE_STEPPED
+        # Some steps ask for it, and what a step takes is found by steps of a twin.
+        groups = [group["params"] for group in optimizer.param_groups]
+        now = tuple((id(each), each.requires_grad) for parameters in groups for each in parameters)
+        if self._stepped is None or self._stepped[0] != now:
+            self._stepped = now, stepped_parameters(self.core, optimizer)
+        return self._stepped[1]
 
     def stepping(self) -> dict[str, Any] | None:
         """What a plan's file says of the optimizer that steps parameters in the backward; None without one."""

@@ -50,19 +50,19 @@ class Stepper:
         self._hooked: dict[int, nn.Parameter] = {}
         self._spent: dict[int, tuple[nn.Parameter, SpentGradient]] = {}
         """the spent gradients of parameters; they are made once"""
-        self._planned: frozenset[int] | None = None
-        """the ids of the parameters that the last forward's backward steps"""
         self._task = _NO_TASK
         """the backward pass that steps"""
         self._stepped_in = _NO_TASK
         """the last pass that has stepped a parameter, until the user's `optimizer.step()`"""
+        self._has = self._ids_of_both()
+        """the ids of the model's parameters that the optimizer had when the last forward came"""
         notice_scalers()
         # Weakly: the optimizer may live on when this has been given up.
         optimizer.register_step_pre_hook(partial(_about_to_step, ref(self)))
         optimizer.register_step_post_hook(partial(_has_stepped, ref(self)))
 
     def before_forward(self, *, in_flight: bool) -> bool:
-        """Make ready for a forward whose backward steps; other forwards may be `in_flight`.
+        """Make ready for a forward whose backward steps; other forwards may be `in_flight`. Spent gradients are gone.
 
         Returns whether the optimizer has got other parameters since the last forward, which no plan knows.
 
@@ -76,10 +76,8 @@ class Stepper:
                 "a forward begins before the backward of another one, whose parameters step_in_backward would step in "
                 "between; call backward() and optimizer.step() after each forward, or leave step_in_backward out"
             )
-        self._take_spent_away()
-        self._find_groups()
+        before, self._has = self._has, self._ids_of_both()
         mine = [each for each in self._model.core.parameters() if id(each) in self._groups and each.requires_grad]
-        before, self._planned = self._planned, frozenset(map(id, mine))
         if any(each.grad is not None for each in mine):
             raise RuntimeError(
                 "parameters have gradients when a forward begins, and step_in_backward would step with their sum; call "
@@ -90,7 +88,7 @@ class Stepper:
                 self._hooked[id(parameter)] = parameter
                 # Weakly: a hook lives as long as its parameter, and this may have been given up before.
                 parameter.register_post_accumulate_grad_hook(partial(_gradient_whole, ref(self)))
-        return before not in (None, self._planned)
+        return before != self._has
 
     def watch(self, output: Any) -> None:
         """Have the backward step that goes through `output`, which a planned forward has returned."""
@@ -100,14 +98,14 @@ class Stepper:
 
     def about_to_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """The user calls `optimizer.step()`, with a closure perhaps, whose backward steps; arguments to go on with."""
-        self._take_spent_away()
+        self.take_spent_away()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             return None
 
         def called() -> Any:
             found = closure()
-            self._take_spent_away()
+            self.take_spent_away()
             return found
 
         return args[:1], {**kwargs, "closure": called}
@@ -159,13 +157,19 @@ class Stepper:
         """Groups may be added, and are made anew by `load_state_dict`."""
         self._groups = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
 
+    def _ids_of_both(self) -> frozenset[int]:
+        self._find_groups()
+        # Whether they are trained is a matter of the kind of step, which may change and come back.
+        return frozenset(key for key in map(id, self._model.core.parameters()) if key in self._groups)
+
     def _spent_of(self, parameter: nn.Parameter) -> SpentGradient:
         known = self._spent.get(id(parameter))
         if known is None or known[0] is not parameter or known[1].shape != parameter.shape:
             known = self._spent[id(parameter)] = parameter, SpentGradient(parameter)
         return known[1]
 
-    def _take_spent_away(self) -> None:
+    def take_spent_away(self) -> None:
+        """Let go of gradients that are gone: from here on nobody is to be told."""
         for parameter, _ in self._spent.values():
             if isinstance(parameter.grad, SpentGradient):
                 parameter.grad = None
