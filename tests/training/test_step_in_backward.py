@@ -45,16 +45,17 @@ def halved(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
-@pytest.mark.parametrize("make", [adamw, momentum, two_groups])
 @pytest.mark.parametrize(
-    ("model", "batches"),
+    ("model", "batches", "make"),
     [
-        (chain(), vectors()),
-        (tied_chain(), words()),
-        (Language(tied=True), words()),
-        (Language(tied=False), words()),
+        (chain(), vectors(), adamw),
+        (chain(), vectors(), momentum),
+        (chain(), vectors(), two_groups),
+        (tied_chain(), words(), two_groups),
+        (Language(tied=True), words(), adamw),
+        (Language(tied=False), words(), momentum),
     ],
-    ids=["chain", "tied chain", "tied captured", "captured"],
+    ids=["adamw", "momentum", "two groups", "tied", "tied captured", "captured"],
 )
 def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(
     model: nn.Module, batches: list[torch.Tensor], make: Make
