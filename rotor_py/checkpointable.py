@@ -107,6 +107,12 @@ class Checkpointable(Transparent):
             Each kind of stage is compiled once and measured beside the plain one, and the plan takes what is better for
             its limit. A step then has the numbers of compiled training, whatever is recomputed.
 
+        step_in_backward: the optimizer, to step each parameter in the backward as soon as its gradient is whole, and to
+            free the gradient: so gradients take memory stage by stage only. The training loop stays as it is, and the
+            numbers are those of a plain step. `optimizer.step()` then finds nothing left to do, and says that the step
+            is over. For SGD, Adam, AdamW and others of torch.optim that step each parameter by itself. Nothing can add
+            up gradients, clip them by their norm or unscale them (GradScaler): whoever reads one is told.
+
     With `level` or `every_n_layers` nothing is solved: the strategy takes whatever memory it needs. If `mem_limit` is
     given as well, a strategy that needs more is refused.
 
@@ -156,6 +162,7 @@ class Checkpointable(Transparent):
         max_checkpoints: int | None = None,
         on_oom: Literal["raise", "replan"] = "raise",
         compile: Compile = False,
+        step_in_backward: torch.optim.Optimizer | None = None,
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
@@ -180,6 +187,7 @@ class Checkpointable(Transparent):
             watch=watch,
             on_oom=on_oom,
             compile=compile,
+            step_in_backward=step_in_backward,
         )
         super().__init__(model)
         self.__dict__["_planner"] = Planner(model, core_of(model), settings)
@@ -347,6 +355,11 @@ class Checkpointable(Transparent):
     def names(self) -> list[str]:
         """The names of the stages."""
         return [] if (plan := self._plan_in_use) is None else plan.names
+
+    @property
+    def step_in_backward(self) -> torch.optim.Optimizer | None:
+        """The optimizer that steps parameters in the backward."""
+        return self._planner.settings.step_in_backward
 
     @property
     def compiled(self) -> list[str]:

@@ -106,6 +106,9 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
 )
 @click.option("--fresh-grads", is_flag=True, help="Gradients are freed between steps: zero_grad(set_to_none=True).")
 @click.option(
+    "--step-in-backward", is_flag=True, help="The optimizer steps each parameter in the backward: step_in_backward=."
+)
+@click.option(
     "--forwards-in-flight",
     type=click.IntRange(min=1),
     default=1,

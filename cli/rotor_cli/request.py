@@ -68,6 +68,7 @@ class Request:
     precision: str | None = None
     optimizer: str | None = None
     grad_accumulation: int | None = None
+    step_in_backward: bool = False
     script_arguments: tuple[str, ...] | None = None
     run: bool = False
 
@@ -98,6 +99,7 @@ class Request:
             "--input": self.shape,
             "--config": self.config,
             "--pipeline": self.pipeline,
+            "--step-in-backward": self.step_in_backward or None,
         }
         return [name for name, value in given.items() if value is not None]
 
@@ -147,6 +149,7 @@ class Request:
             self._refuse_plot(self.plot_file)
         self._refuse_pipeline()
         self._refuse_batch()
+        self._refuse_step_in_backward()
         if self.backward_order != "any" and self.forwards_in_flight == 1:
             raise usage("--backward-order is about several forwards in flight; add --forwards-in-flight 2")
 
@@ -228,6 +231,20 @@ class Request:
                 f"--grad-accumulation a multiple of {multiple}"
             )
 
+    def _refuse_step_in_backward(self) -> None:
+        if not self.step_in_backward:
+            return
+        if self.forwards_in_flight > 1:
+            raise usage(
+                "--step-in-backward steps parameters in the first backward, and others are still in flight then; leave "
+                "out --forwards-in-flight"
+            )
+        if self.batch_aim is not None:
+            raise usage(
+                f"--batch {self.batch_aim} looks at plain steps; leave out --step-in-backward, and plan with it "
+                "for the batch that it finds"
+            )
+
     def _refuse_pipeline(self) -> None:
         of_pipelines = {"--microbatches": self.microbatches, "--virtual-stages": self.virtual_stages}
         if self.pipeline is None:
@@ -238,6 +255,7 @@ class Request:
         alone = {
             "--max-overhead": self.max_overhead,
             "--fresh-grads": self.fresh_grads,
+            "--step-in-backward": self.step_in_backward,
             "--backward-order": self.backward_order != "any",
             "--verify": self.verify,
             "--compare": self.compare,

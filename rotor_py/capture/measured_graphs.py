@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from rotor_profiling import (
     Layouts,
     LossCost,
+    bytes_like,
     loss_layouts,
     measure_loss,
     storage_bytes,
     tensors_in,
 )
+from rotor_profiling.isolate import trained_parameters
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement, PrefixCost
@@ -99,6 +102,23 @@ class MeasuredGraphs:
         if len(self.graphs) == 1:  # what a graph keeps takes long to add up
             return self.graphs[0]
         return max(self.graphs, key=lambda each: each.saved_bytes)
+
+    @property
+    def shared_gradient_bytes(self) -> int:
+        """Bytes of the gradients of parameters that several graphs use, and that are stepped in the backward."""
+        used = Counter(
+            key
+            for graph in self.graphs
+            for key in {id(each) for _, stage in graph.cut.stages for each in trained_parameters(stage)}
+        )
+        stepped = {
+            id(each): each
+            for graph in self.graphs
+            for _, stage in graph.cut.stages
+            for each in graph.stages.stepped.among(trained_parameters(stage))
+            if used[id(each)] > 1
+        }
+        return bytes_like(stepped.values())
 
     @property
     def before(self) -> list[MeasuredGraph]:

@@ -25,6 +25,8 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     output_bytes = main.stages[-1].activation_bytes
     if found.after and _FRAMES_HOLD:
         kept += output_bytes
+    # Graphs go backward one after the other: a gradient that several of them add to waits from one to another.
+    kept += found.shared_gradient_bytes
     for other in found.after:
         # They run unplanned, which stores everything.
         chain = other.measurement.chain(fresh_gradients=True)

@@ -11,6 +11,7 @@ from rotor_profiling import OptimizerCost
 from rotor_py.measure.fixed_memory import count_fixed_memory, kept_gradient_bytes, trained_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.step_memory import StepMemory
+from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.units import format_bytes, limit_text
 from rotor_solver import (
     Algorithm,
@@ -148,10 +149,14 @@ class Budget(StepMemory):
         """The same budget with `size` bytes for communication between processes."""
         return replace(self, fixed=replace(self.fixed, communication=size))
 
-    def with_gradients_of(self, model: nn.Module, device: torch.device, *, fresh: bool) -> Budget:
+    def with_gradients_of(
+        self, model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
+    ) -> Budget:
         """The same budget, with room for all gradients that are there now."""
         waiting = trained_bytes(model, device) if self.forwards > 1 else 0
-        gradients = max(self.fixed.gradients, waiting + kept_gradient_bytes(model, device, fresh=fresh))
+        gradients = max(
+            self.fixed.gradients, waiting + kept_gradient_bytes(model, device, fresh=fresh, stepped=stepped)
+        )
         return replace(self, fixed=replace(self.fixed, gradients=gradients))
 
     def with_found(self, measurement: Measurement, more_bytes: int, *, fresh_gradients: bool) -> Budget:
@@ -181,10 +186,12 @@ def make_budget(
     optimizer: OptimizerCost | None,
     communication: int = 0,
     buckets: bool = False,
+    stepped: SteppedParameters = NONE_STEPPED,
 ) -> Budget:
     """The budget of a step of `model` on `sample`; `optimizer` is None where nothing is known about it.
 
-    `buckets` says that `communication` is on the device already, as DistributedDataParallel's buckets are.
+    `buckets` says that `communication` is on the device already, as DistributedDataParallel's buckets are. The backward
+    steps the parameters in `stepped`, and `optimizer` steps the others.
     """
     fixed = count_fixed_memory(
         model,
@@ -195,11 +202,12 @@ def make_budget(
         optimizer=optimizer,
         communication=communication,
         buckets=buckets,
+        stepped=stepped,
     )
     # The caller holds the batch and the output until the step ends, the optimizer's part included.
     prefix = measurement.prefix
     output_bytes = measurement.stages[-1].activation_bytes + measurement.held_bytes
-    fresh = trained_bytes(model, device) if fresh_gradients else 0
+    fresh = trained_bytes(model, device, stepped) if fresh_gradients else 0
     return Budget(
         fixed=fixed,
         chain=measurement.chain(fresh_gradients=fresh_gradients),
@@ -207,4 +215,5 @@ def make_budget(
         snapshot_bytes=measurement.snapshot_bytes,
         stepping_bytes=measurement.input_bytes + output_bytes + fresh,
         step_bytes=optimizer.step_bytes if optimizer else None,
+        freed_gradients=trained_bytes(model, device) - trained_bytes(model, device, stepped),
     )

@@ -12,6 +12,7 @@ from rotor_profiling import OptimizerCost, bytes_like, storage_bytes, storages, 
 from rotor_profiling.instruments import prediction
 from rotor_py.measure.device import allocated_bytes
 from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.units import format_bytes
 
 _WORDS = {"optimizer": "optimizer state"}
@@ -55,10 +56,12 @@ def count_fixed_memory(
     optimizer: OptimizerCost | None,
     communication: int,
     buckets: bool,
+    stepped: SteppedParameters = NONE_STEPPED,
 ) -> FixedMemory:
     """Count what is fixed in a step of `model` on `sample`; `optimizer` is None where nothing is known about it.
 
-    `buckets` says that `communication` is on the device already, as DistributedDataParallel's buckets are.
+    `buckets` says that `communication` is on the device already, as DistributedDataParallel's buckets are. Gradients of
+    parameters that are `stepped` in the backward are not fixed.
     """
     parameters = list(model.parameters())
     sizes = storages(_on(device, parameters))
@@ -68,7 +71,7 @@ def count_fixed_memory(
     return FixedMemory(
         parameters=sum(sizes.values()),
         buffers=buffers,
-        gradients=kept_gradient_bytes(model, device, fresh=fresh_gradients),
+        gradients=kept_gradient_bytes(model, device, fresh=fresh_gradients, stepped=stepped),
         optimizer=optimizer.state_bytes if optimizer else 0,
         communication=communication,
         batch=batch if measurement.prefix else 0,
@@ -78,18 +81,20 @@ def count_fixed_memory(
     )
 
 
-def kept_gradient_bytes(model: nn.Module, device: torch.device, *, fresh: bool) -> int:
+def kept_gradient_bytes(
+    model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
+) -> int:
     """Bytes of gradients that are there throughout the step: those that frozen parameters still have and, unless
-    `fresh`, those of all trained parameters.
+    `fresh`, those of all trained parameters but the `stepped` ones.
     """
     # An optimizer's `zero_grad` clears the gradients of its own parameters, so those of frozen ones may stay for good.
     frozen = [p.grad for p in model.parameters() if p.grad is not None and not p.requires_grad]
-    return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device))
+    return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device, stepped))
 
 
-def trained_bytes(model: nn.Module, device: torch.device) -> int:
-    """Bytes of a gradient for every parameter that is trained on `device`."""
-    return bytes_like(p for p in model.parameters() if p.requires_grad and p.device == device)
+def trained_bytes(model: nn.Module, device: torch.device, stepped: SteppedParameters = NONE_STEPPED) -> int:
+    """Bytes of a gradient for every parameter that is trained on `device`, but those that are `stepped`."""
+    return bytes_like(p for p in stepped.others(model.parameters()) if p.requires_grad and p.device == device)
 
 
 def _on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

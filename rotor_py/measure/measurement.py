@@ -49,6 +49,9 @@ class Measurement:
     carried: tuple[Carried, ...] = ()
     held_bytes: int = 0
     """Bytes of outputs that get no gradient."""
+    waiting_gradients: tuple[int, ...] = ()
+    """Where parameters are stepped in the backward: bytes of gradients that each stage's backward leaves for earlier
+    stages, which use the same parameters, less those that it ends. They are not in `gradient_bytes`, which stay."""
     in_part: tuple[StageCost | None, ...] = ()
     """The cost of each stage when it is stored in part (`stage.partial_saving`); None for those that cannot be."""
     spread: float = field(default=0.0, compare=False)
@@ -106,6 +109,8 @@ class _Beside:
     def of_chain(cls, measurement: Measurement, fresh_gradients: bool) -> _Beside:
         length = len(measurement.stages)
         gradient = list(measurement.gradient_bytes) if fresh_gradients else [0] * length
+        if measurement.waiting_gradients:
+            gradient = [kept + waiting for kept, waiting in zip(gradient, measurement.waiting_gradients, strict=True)]
         found = cls([0] * length, [0] * length, [0] * length, gradient, measurement.loss.temp_bytes)
         for each in measurement.carried:
             found._add_carried(each)

@@ -40,17 +40,20 @@ from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import together
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
+from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cache.kept_kinds import KeptKinds
 from rotor_py.measure.cache.measurement_cache import measurement_cache
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.prefix import run_prefix
+from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.measure.walks.carried_tensors import CarriedTensors
 from rotor_py.measure.walks.found import Surveyed, Weighed
 from rotor_py.measure.walks.gradient_layouts import GradientLayouts
 from rotor_py.measure.walks.stage_times import StageTimes
 from rotor_py.stage.activity import During
 from rotor_py.stage.decisions import decided_bytes
+from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.graph_effects import find_effects, recall_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
@@ -62,8 +65,9 @@ class StageMeasurer:
     """Measures the stages of a chain on the input `value`, of equal ones the first.
 
     `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `node_seconds`
-    are added to the time of a run without a graph. The processes of `group` measure the same stages together. With
-    `cache`, kinds of stages that an earlier run has measured are not measured again.
+    are added to the time of a run without a graph. The backward steps the parameters in `stepped`. The processes of
+    `group` measure the same stages together. With `cache`, kinds of stages that an earlier run has measured are not
+    measured again.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class StageMeasurer:
         group: dist.ProcessGroup | None = None,
         node_seconds: float = 0.0,
         cache: bool = True,
+        stepped: SteppedParameters = NONE_STEPPED,
     ) -> None:
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
@@ -88,6 +93,7 @@ class StageMeasurer:
         self._group = group
         self._preserve_rng_state = preserve_rng_state
         self._fresh_gradients = fresh_gradients
+        self.stepped = stepped
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
         self._surveyed: dict[Hashable, Surveyed] = {}
@@ -176,7 +182,8 @@ class StageMeasurer:
         return Measurement(
             names=tuple(name for name, _ in self._stages),
             stages=tuple(cost for cost, *_ in costs),
-            gradient_bytes=_gradient_bytes(self._cut),
+            gradient_bytes=_gradient_bytes(self._cut, self.stepped),
+            waiting_gradients=self.stepped.waiting(self._cut) if self.stepped else (),
             input_bytes=self._input_bytes,
             loss=loss,
             prefix=self._prefix,
@@ -191,6 +198,7 @@ class StageMeasurer:
         self._kinds: list[Hashable] = []
         self._carried = CarriedTensors()
         self._held_bytes = 0
+        self._steps = self.stepped.by_stage(self._cut)
         self._decided_bytes = 0  # of what the stages decide, if all of them have to be run again
         self.activation_bytes = self._input_bytes
 
@@ -217,9 +225,23 @@ class StageMeasurer:
         silent, arriving = self._silent_of(number), self._layouts.arriving[number]
         with During("measuring", name):
             effects = find_effects(function, value, self._device)
+            if self.stepped:
+                self._refuse_foreign_parameters(number, value)
         remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
         layouts = stage_layouts(self._runner(number), value, self._device, silent=silent, arriving=arriving)
         return Surveyed(effects, layouts)
+
+    def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
+        """UnsupportedModelError if a stage reads a parameter that it does not have and that the backward steps."""
+        name, function = self._stages[number]
+        with ForeignParameters(function, self.stepped.parameters) as reads:
+            self._run(self._runner(number), value)
+        if reads.found:
+            raise UnsupportedModelError(
+                f"stage {name!r} reads a parameter of shape {tuple(reads.found[0].shape)} that is not its own, and "
+                "step_in_backward may have stepped it before the stage is run again; make its owner a submodule of the "
+                "stage, or leave step_in_backward out"
+            )
 
     def _measure_stage(self, number: int, value: Any) -> Any:
         """Measure the bytes of a stage on its input; return its output, the input of the next one."""
@@ -287,14 +309,13 @@ class StageMeasurer:
         # does not count.
         # Nor does what the first walk found follow from the kind of stage: see `KeptKinds`.
         effects = recall_effects(function)
-        found = effects.graph_dependent, effects.without_gradient
-        kind = (stage_kind(function, value), self.activation_bytes, last, apart, arriving, found)
+        found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
+        kind = (stage_kind(function, value), self.activation_bytes, last, apart, arriving, found, stepped)
         if anywhere(kind not in self._known, self._group, self._device):
             parameters = storages(trained_parameters(function))
             owned = (*self._owned, *parameters, *beside)
-            place = Place(
-                self._device, self.activation_bytes, owned, self._fresh_gradients, last, apart, silent, arriving
-            )
+            fresh = self._fresh_gradients or any(each is not None for each in stepped)
+            place = Place(self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped)
             weighed = self._weigh(number, value, place, kind)
             # Without the addresses of this stage: it is timed with others of its kind.
             self._known[kind] = _Found(replace(place, owned=()), weighed)
@@ -349,8 +370,8 @@ def _saves_less(way: StageBytes | StageCost, whole: StageBytes | StageCost) -> b
     return way.saved_bytes < whole.saved_bytes
 
 
-def _gradient_bytes(cut: Cut) -> tuple[int, ...]:
-    """Bytes of the parameter gradients that the backward of each stage leaves; a shared parameter's, once.
+def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
+    """Bytes of the parameter gradients that the backward of each stage leaves for good; a shared parameter's, once.
 
     The gradient of a parameter that several stages share is there from the first backward that adds to it, that of
     the last of these stages.
@@ -360,7 +381,7 @@ def _gradient_bytes(cut: Cut) -> tuple[int, ...]:
     for _, function in reversed(cut.stages):
         new = [parameter for parameter in trained_parameters(function) if id(parameter) not in seen]
         seen.update(id(parameter) for parameter in new)
-        result.append(bytes_like(new))
+        result.append(bytes_like(stepped.others(new)))
     return tuple(result[::-1])
 
 

@@ -34,6 +34,8 @@ class StepMemory:
     backward_order: str = "any"
     in_nodes: bool = False
     """Whether the backward of a stored stage takes what that of one that was run again takes."""
+    freed_gradients: int = 0
+    """Bytes of gradients that the backward frees, each as soon as it has stepped the parameter."""
 
     @property
     def floor_bytes(self) -> int:
@@ -97,7 +99,12 @@ class StepMemory:
         parts = self.parts()
         forwards = f" with {self.forwards} forwards in flight" if self.forwards > 1 else ""
         forwards += " whose backwards come in reverse" if forwards and self.backward_order == "reverse" else ""
-        return f"{format_bytes(self.fixed.total)} is fixed" + (f" ({parts})" if parts else "") + forwards
+        freed = f"; {self.gradients_freed()}" if self.freed_gradients else ""
+        return f"{format_bytes(self.fixed.total)} is fixed" + (f" ({parts})" if parts else "") + forwards + freed
+
+    def gradients_freed(self) -> str:
+        """What the backward frees, in words; for a step whose backward steps parameters."""
+        return f"{format_bytes(self.freed_gradients)} of gradients are freed in the backward, which steps parameters"
 
     def parts(self) -> str:
         """What the fixed part consists of, in words."""

@@ -63,6 +63,7 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
         limited=not unlimited,
         compiled=None if inductor is None else CompiledStages.of(plan.cut, inductor),
         predicted_for=None if predicted is None else predicted.name,
+        step_in_backward=model.stepping(),
     )
 
 

@@ -23,6 +23,7 @@ from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import agree, make_room_for_optimizer
 from rotor_py.plan.sources.source import Measuring, Rooms
 from rotor_py.plan.sources.source_of import source_of
+from rotor_py.plan.stepping.refusals import refuse_several_processes
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.steps.step_plans import StepPlans
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
@@ -82,6 +83,8 @@ class PlanMaker:
     def measure(self, spec: StepSpec, value: Any) -> None:
         """Event 1: cut the model into stages and measure them. UnsupportedModelError if it cannot be cut."""
         # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
+        if self.settings.step_in_backward is not None:
+            refuse_several_processes(self.model)
         source = self.blank.renewed()
         device = self.model.device_of(spec.input)
         with planning, torch.enable_grad(), telling(self.settings, type(self.model.core).__name__) as progress:

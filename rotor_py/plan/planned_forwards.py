@@ -19,6 +19,7 @@ from rotor_py.plan.out_of_memory.replanner import Replanner, refuse_several_proc
 from rotor_py.plan.plan_maker import PlanMaker
 from rotor_py.plan.solving import agree
 from rotor_py.plan.sources.source import Following
+from rotor_py.plan.stepping.stepper import Stepper
 from rotor_solver import InfeasibleError
 
 
@@ -30,6 +31,12 @@ class PlannedForwards:
         self._forwards = Forwards()
         self._gradients = KeptGradients(maker.model)
         self._steps = WatchedSteps(maker.model)
+        self._stepper: Stepper | None = None
+
+    def wait_for_steps(self) -> None:
+        """Have the optimizer's steps noticed, where it is to step in the backward."""
+        if self._settings.step_in_backward is not None:
+            self._stepper = Stepper(self._model, self._settings.step_in_backward)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Event 5: run the model forward, so that its backward follows the plan; as it is where nothing trains.
@@ -42,12 +49,16 @@ class PlannedForwards:
                 "no plan can be followed inside of a function that torch.func transforms (grad, vmap, jvp, ...), since "
                 "its tensors have no memory of their own; call the model itself there, the attribute `model`"
             )
+        if self._stepper is not None:
+            self._stepper.take_spent_away()
         value = self._maker.blank.input_of(args, kwargs)
         spec = self._model.step_on(value)
         if not spec.model.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return self._model.core.forward(*args, **kwargs)
         if self._settings.replans:
             refuse_several_processes(self._model)
+        if self._stepper is not None and self._stepper.before_forward(in_flight=bool(self._forwards.in_flight())):
+            self._forget_plans()
         self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
         if spec.model.has_gradients and not self._forwards.in_flight():  # else some may be of this step
             self._gradients.notice(self._maker.in_use, partial(self._maker.plan_for_kept_gradients, value))
@@ -63,6 +74,13 @@ class PlannedForwards:
             with suppress(PlanMismatchError):  # for its shape, the model may take another way, too
                 return self._run_planned(value)
         return self._run_other_way(value)
+
+    def _forget_plans(self) -> None:
+        """The optimizer of `step_in_backward` has got other parameters. PlanMismatchError for a plan from a file."""
+        plan = self._maker.plans.in_use
+        if plan is not None and plan.file is not None:
+            plan.file.refuse_other_steps(self._model.stepping())
+        self._maker.begin_anew()
 
     def _turn_to_answers(self, answers: tuple[bool, ...], value: Any) -> None:
         """Have a plan for batches whose data answer as these do: one that waits, or a new one.
@@ -110,4 +128,6 @@ class PlannedForwards:
             output = plan.source.run(plan.cut, value, Following(sequence, rng, smaller))
             forward_returned(output)
         self._forwards.watch(output, plan, sequence, self._model)
+        if self._stepper is not None:
+            self._stepper.watch(output)
         return output

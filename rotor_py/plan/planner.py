@@ -66,7 +66,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling import UnknownOptimizerError, optimizer_cost
+from rotor_profiling import UnknownOptimizerError
 from rotor_py.compiled.options import without_cuda_graphs
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
@@ -100,6 +100,7 @@ class Planner:
     def wait_for_optimizers(self) -> None:
         """Have the optimizers noticed that train the model (event 6), unless the user has named one."""
         self._maker.wait_for_optimizers()
+        self._planned.wait_for_steps()
 
     @property
     def plans(self) -> StepPlans:
@@ -168,6 +169,7 @@ class Planner:
     def adopt(self, file: Plan) -> None:
         """Event 8: follow a plan from a file. PlanMismatchError if it was made for another model or `compile=`."""
         file.refuse_other(model=model_fingerprint(self.model.core))
+        file.refuse_other_steps(self.model.stepping())
         if (config := config_beside(file.compiled, self.settings.inductor)) != self.settings.inductor:
             self.settings.inductor = config
             self._maker.begin_anew()
@@ -177,7 +179,7 @@ class Planner:
             self.settings.mem_limit = file.mem_limit
         if self.settings.optimizer is not None:
             try:
-                count_optimizer_beside_file(self.in_use, self.model, optimizer_cost(self.settings.optimizer))
+                count_optimizer_beside_file(self.in_use, self.model, self.model.optimizer_cost(self.settings.optimizer))
             except UnknownOptimizerError as error:
                 _log.warning("%s", error)
 

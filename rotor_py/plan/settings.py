@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compiled.options import Compile, config_of
 from rotor_py.compiled.stage_code import Config
+from rotor_py.plan.stepping.refusals import refuse_settings
 from rotor_solver.in_flight import ORDERS
 from rotor_solver.progress import Progress
 
@@ -41,6 +42,7 @@ class Settings:
     watch: bool | None = None
     on_oom: str = "raise"
     compile: Compile = False
+    step_in_backward: torch.optim.Optimizer | None = None
     inductor: Config | None = field(init=False, default=None)
     """what Inductor is told; None where nothing is to be compiled"""
 
@@ -48,7 +50,7 @@ class Settings:
         """TypeError if `optimizer` is no optimizer: its class, for example.
 
         ValueError if `forwards_in_flight` is not a whole number, one at least, if `backward_order` is none, if `on_oom`
-        cannot be done, or if `compile` is nothing that `torch.compile` takes.
+        or `step_in_backward` cannot be done, or if `compile` is nothing that `torch.compile` takes.
         """
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
@@ -61,6 +63,9 @@ class Settings:
                 f"optimizer is {what_it_is(given)}; pass the optimizer that will step, made of the model's parameters"
             )
         self._refuse_on_oom()
+        refuse_settings(self)
+        if self.step_in_backward is not None:
+            self.optimizer = self.step_in_backward
         self.inductor = config_of(self.compile)
 
     def _refuse_on_oom(self) -> None:

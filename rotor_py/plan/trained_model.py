@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from rotor_profiling import OptimizerCost, optimizer_cost
+from rotor_profiling import OptimizerCost, bytes_like, optimizer_cost
 from rotor_profiling.devices import accelerators
+from rotor_profiling.step_alone import step_bytes_without
 from rotor_py.distributed.processes import (
     alone_in_a_prediction,
     around,
@@ -25,6 +27,7 @@ from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.fixed_memory import trained_bytes
 from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters, stepped_parameters
 from rotor_py.plan.inputs.input_spec import TensorSpec, spec_of
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
@@ -37,6 +40,8 @@ class TrainedModel:
         self.whole = whole
         self.core = core
         self.settings = settings
+        self._stepped: tuple[object, SteppedParameters] | None = None
+        """the parameters that are stepped in the backward, and those that the optimizer had then"""
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -73,6 +78,38 @@ class TrainedModel:
             )
         return found[0] if found else torch.device("cpu")
 
+    def stepped(self) -> SteppedParameters:
+        """The parameters that are stepped in the backward."""
+        optimizer = self.settings.step_in_backward
+        if optimizer is None:
+            return NONE_STEPPED
+        # Some steps ask for it, and what a step takes is found by steps of a twin.
+        groups = [group["params"] for group in optimizer.param_groups]
+        now = tuple((id(each), each.requires_grad) for parameters in groups for each in parameters)
+        if self._stepped is None or self._stepped[0] != now:
+            self._stepped = now, stepped_parameters(self.core, optimizer)
+        return self._stepped[1]
+
+    def stepping(self) -> dict[str, Any] | None:
+        """What a plan's file says of the optimizer that steps parameters in the backward; None without one."""
+        optimizer = self.settings.step_in_backward
+        if optimizer is None:
+            return None
+        stepped = self.stepped()
+        return {
+            "optimizer": type(optimizer).__name__,
+            "gradient_bytes": bytes_like(stepped.among(self.core.parameters())),
+            "scratch_bytes": max(stepped.scratch.values(), default=0),
+        }
+
+    def optimizer_cost(self, given: torch.optim.Optimizer) -> OptimizerCost:
+        """What `given` keeps, and what its own step needs: for parameters that are not stepped in the backward.
+
+        UnknownOptimizerError if that cannot be found.
+        """
+        cost, stepped = optimizer_cost(given), self.stepped()
+        return replace(cost, step_bytes=step_bytes_without(given, set(stepped.scratch))) if stepped else cost
+
     def limit_bytes(self, device: torch.device) -> int:
         """The limit of the whole step, in bytes. ValueError if it is not one."""
         return limit_bytes(self.settings.mem_limit, device)
@@ -81,7 +118,8 @@ class TrainedModel:
         self, measurement: Measurement, sample: Any, device: torch.device, noticed: OptimizerCost | None
     ) -> Budget:
         """The memory of a step that was measured on `sample`; `noticed` is what optimizers cost that nobody named."""
-        given = self.settings.optimizer
+        given, stepped = self.settings.optimizer, self.stepped()
+        cost = noticed if given is None else self.optimizer_cost(given)
         several = self.sharded or not self.alone
         with at_rest(self.core):
             budget = make_budget(
@@ -90,9 +128,10 @@ class TrainedModel:
                 measurement,
                 device,
                 fresh_gradients=self.settings.fresh_grads,
-                optimizer=noticed if given is None else optimizer_cost(given),
+                optimizer=cost,
                 communication=communication_bytes(self.whole) if several else 0,
                 buckets=around(self.whole) is not None,
+                stepped=stepped,
             )
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
         return budget.with_backward_order(self.settings.backward_order or "any")
@@ -107,7 +146,8 @@ class TrainedModel:
 
     def with_gradients_left_over(self, budget: Budget, device: torch.device) -> Budget:
         """The budget with room for gradients that other kinds of steps have left in `grad`."""
-        return budget.with_gradients_of(self.core, device, fresh=self.settings.fresh_grads)
+        fresh = self.settings.fresh_grads
+        return budget.with_gradients_of(self.core, device, fresh=fresh, stepped=self.stepped())
 
     def with_communication(self, budget: Budget) -> Budget:
         """The budget with room for what processes send to each other.

@@ -78,7 +78,8 @@ class ReportFacts:
         names = tuple(self.compiled)
         compiled = f"{len(names)} of {len(self.chain)} stages run compiled." if names else None
         chosen = () if self.batches is None else self.batches.sentences()
-        others = (self.peak_reason(), self.which_forward(), compiled)
+        freed = f"{self.budget.gradients_freed()}." if self.budget.freed_gradients else None
+        others = (self.peak_reason(), freed, self.which_forward(), compiled)
         basis = () if self.basis is None else self.basis.sentences()
         return (*chosen, *(each for each in others if each is not None), *basis)
 

@@ -56,6 +56,8 @@ class StageRunner:
         self.function = function
         self.effects = recall_effects(function)
         self._modes = _modes(function)  # those of the forward: a runner is made anew for each
+        self._written: list[int] = []
+        """how often each parameter was written to when the stage had run last; other options of it know, too"""
         self.name = name
         self.preserve_rng_state = preserve_rng_state
         self.open = open or not isinstance(function, nn.Module)
@@ -106,16 +108,20 @@ class StageRunner:
         ):
             output = run(value)
         tell_of_backward(output, self.name)
+        self._note_parameters()
         return output, surroundings[0]
 
     def again(self, value: Any, surroundings: Surroundings) -> Any:
         """Run it once more without a graph, exactly as the first time.
 
-        RuntimeError if the stage was switched between training and evaluation since.
+        RuntimeError if the stage was switched between training and evaluation since, or if a parameter has changed.
         """
         self._refuse_other_modes()
+        self._refuse_other_parameters()
         with During("recomputation", self.name), torch.no_grad(), surroundings.restored(self.function, graph=False):
-            return self._without_graph()(value)
+            output = self._without_graph()(value)
+        self._note_parameters()
+        return output
 
     @property
     def switched(self) -> bool:
@@ -133,6 +139,18 @@ class StageRunner:
             raise RuntimeError(
                 f"stage {self.name!r} was switched between training and evaluation after its forward, and has to be "
                 "run again for the backward; call train() and eval() before the forward or after the backward"
+            )
+
+    def _note_parameters(self) -> None:
+        self._written[:] = [parameter._version for parameter in self.all_parameters()]
+
+    def _refuse_other_parameters(self) -> None:
+        """RuntimeError if a parameter was written to since the last run: another one would have other numbers."""
+        if self._written and self._written != [parameter._version for parameter in self.all_parameters()]:
+            raise RuntimeError(
+                f"a parameter of stage {self.name!r} was changed between its forward and its backward, for which the "
+                "stage has to be run again; call optimizer.step() after the backward, and with step_in_backward use no "
+                "parameter detached in one stage that is trained in a later one"
             )
 
     def _without_graph(self) -> Callable[[Any], Any]:
@@ -156,12 +174,14 @@ class StageRunner:
 
         With `skip_output`, the output has no values. The graph ends at aliases of the parameters. Gradients are handed
         on to the engine that asked for them, which calls the hooks of the real parameters and adds to their `grad`,
-        once. RuntimeError if the stage was switched between training and evaluation since, or if an `open` stage uses a
-        parameter that it does not own.
+        once. RuntimeError if the stage was switched between training and evaluation since, if a parameter of it has
+        changed, or if an `open` stage uses a parameter that it does not own.
         """
         self._refuse_other_modes()
+        self._refuse_other_parameters()
         restored = surroundings.restored(self.function, graph=True)
         attached, output, _ = self._attach("recomputation", restored, value, skip_output)
+        self._note_parameters()
         return attached, output
 
     def attach_first(self, value: Any) -> tuple[AttachedStage, Any, Surroundings]:
@@ -171,6 +191,7 @@ class StageRunner:
         """
         recording = recorded(self.function, self.devices(value), self.preserve_rng_state, self.name)
         attached, output, found = self._attach("forward", recording, value)
+        self._note_parameters()
         return attached, output, found[0]
 
     def _attach(

@@ -21,7 +21,7 @@ def left_alone(network: Transparent, optimizer: torch.optim.Optimizer | None = N
     gradients = [(parameter, parameter.grad) for parameter in network.model.parameters()]
     with in_training(network), torch.enable_grad(), ExitStack() as stack:
         if optimizer is not None:
-            stack.enter_context(_same_state(optimizer))
+            stack.enter_context(same_state(optimizer))
         # The first step would add to them otherwise.
         for parameter, _ in gradients:
             parameter.grad = None
@@ -50,7 +50,7 @@ def put_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _same_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def same_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Put the optimizer's state back: the same tensors with the same values, and none that were not there."""
     # Not by load_state_dict: it casts the state to the dtype of the parameters, and so would lose digits.
     entries = [(parameter, *tree_flatten(dict(entry))) for parameter, entry in optimizer.state.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from rotor_profiling import RandomState, leaves_of, measured_peak, tensors_in
 from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.trials.operations import TimedOperation, measured_operations
-from rotor_py.trials.restore import put_back
+from rotor_py.trials.restore import put_back, same_state
 from rotor_solver import Sequence
 
 TIMED_STEPS = 3
@@ -31,7 +31,8 @@ class TrainingStep:
     `sample` is a tensor, a tuple of positional or a dict of keyword arguments; `loss` is a function of the output.
     With `fresh_grads`, gradients are freed between steps; without, they are set to zero and stay in memory.
     With several `forwards`, their losses are added up, and one backward goes through all of them.
-    Without `steps_optimizer`, the optimizer's state counts as memory, but the optimizer takes no step.
+    Without `steps_optimizer`, the optimizer's state counts as memory, but the optimizer takes no step. If some of the
+    networks step `in_backward`, results are the parameters after the step, since no gradients are left.
 
     Each of the methods begins with the same parameters, buffers and random state, and puts them back. Gradients and the
     optimizer's state go on existing from one to the next, as they do in training: see `left_alone`.
@@ -48,53 +49,66 @@ class TrainingStep:
         fresh_grads: bool,
         steps_optimizer: bool = True,
         forwards: int = 1,
+        in_backward: bool = False,
     ) -> None:
         self.model, self.sample, self.loss, self.optimizer = model, sample, loss, optimizer
-        self.device, self.fresh_grads, self.steps_optimizer = device, fresh_grads, steps_optimizer
-        self.forwards = forwards
+        self.device, self.steps_optimizer = device, steps_optimizer
+        self.fresh_grads = fresh_grads or in_backward
+        self.forwards, self.in_backward = forwards, in_backward
         self.last_loss = float("nan")
         """The loss of the last step that `taken` took."""
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:
         """The measured peak of a step, in bytes; inside the context, gradients and buffers are those after the step."""
-        with self._restored():
-            self._clear()
-            self._train(network)  # the first step makes gradients and optimizer state, which all others find
-        with self._restored():
-            self._clear()
-            yield measured_peak(lambda: self._train(network), self._present(), self.device)
+        with self._same_state():
+            with self._restored():
+                self._clear()
+                self._train(network)  # the first step makes gradients and optimizer state, which all others find
+            with self._restored():
+                self._clear()
+                yield measured_peak(lambda: self._train(network), self._present(), self.device)
 
     def results(self) -> list[torch.Tensor]:
-        """The gradients and buffers that there are now."""
+        """The gradients, or parameters, and the buffers that there are now."""
+        if self.in_backward:
+            return [*self.model.parameters(), *self.model.buffers()]
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return [*gradients, *self.model.buffers()]
 
     def seconds(self, network: Network) -> float:
-        """The median time of forward, loss and backward. The optimizer's step, the same in all plans, is not in it."""
+        """The median time of forward, loss and backward.
+
+        The optimizer's step is in it if some networks step in the backward. Otherwise it is the same in all plans.
+        """
         times = []
-        with self._restored():
+        with self._same_state(), self._restored():
             for _ in range(TIMED_STEPS):
                 self._clear()
                 self._synchronize()
                 begin = time.perf_counter()
-                self._forward_backward(network)
+                self._timed(network)
                 self._synchronize()
                 times.append(time.perf_counter() - begin)
         return statistics.median(times)
 
     def operations(self, network: Network, sequence: Sequence, names: list[str]) -> tuple[TimedOperation, ...]:
         """What a step of one forward by `sequence` does in stages called `names`, but for the optimizer's step."""
-        with self._restored():
+        with self._same_state(), self._restored():
             self._clear()
             return measured_operations(
-                lambda: self._forward_backward(network, 1),
+                lambda: self._timed(network, 1),
                 sequence,
                 names,
                 self._present(),
                 self.device,
                 between=self._clear,
             )
+
+    def _timed(self, network: Network, forwards: int | None = None) -> None:
+        self._forward_backward(network, forwards)
+        if self.in_backward and self.optimizer is not None:
+            self.optimizer.step()
 
     def _train(self, network: Network) -> None:
         held = self._forward_backward(network)
@@ -121,10 +135,16 @@ class TrainingStep:
 
     def _present(self) -> list[torch.Tensor]:
         entries = [] if self.optimizer is None else [list(entry.values()) for entry in self.optimizer.state.values()]
-        return [*self.model.parameters(), *self.results(), *tensors_in(entries), *tensors_in(self.sample)]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        held = [*self.model.parameters(), *gradients, *self.model.buffers()]
+        return [*held, *tensors_in(entries), *tensors_in(self.sample)]
 
     def _synchronize(self) -> None:
         torch.get_device_module(self.device).synchronize(self.device)
+
+    def _same_state(self) -> AbstractContextManager[None]:
+        """Put the optimizer's state back where parameters are compared: the next step is to begin with the same."""
+        return same_state(self.optimizer) if self.in_backward and self.optimizer is not None else nullcontext()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:

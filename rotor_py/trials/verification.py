@@ -26,8 +26,8 @@ class Verification:
     """What a real training step showed, in bytes and seconds.
 
     Times are of forward, loss and backward; the optimizer's step is in the peaks. `max_grad_difference` is the largest
-    absolute difference of a gradient or buffer from the plain step. It and `plain_*` are None where the plain step did
-    not fit into the device.
+    absolute difference of a gradient or buffer from the plain step, or of a parameter after the step where parameters
+    are stepped in the backward. It and `plain_*` are None where the plain step did not fit into the device.
     """
 
     measured_peak_bytes: int
@@ -79,7 +79,8 @@ def verify(
             takes, which is planned for that.
         sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: a function of the output that returns a single number; `default_loss` if it is not given.
-        optimizer: takes its step in the steps whose peak is measured. Give what the `Checkpointable` was given.
+        optimizer: takes its step in the steps whose peak is measured. Give what the `Checkpointable` was given. One that
+            steps in the backward is known, and parameters are compared instead of gradients.
         fresh_grads: gradients are freed between steps. None: as the `Checkpointable` was told.
         others: sequences to be followed instead of the plan.
         operations: take two more steps with the plan, for the time and the memory of each of its operations.
@@ -98,6 +99,8 @@ def verify(
     else:
         given = {"loss": loss or default_loss, "optimizer": optimizer, "fresh_grads": bool(fresh_grads), **options}
         network = measured(model, sample, given)
+    in_backward = network.step_in_backward
+    optimizer = optimizer if in_backward is None else in_backward
     step = TrainingStep(
         network.model,
         sample,
@@ -106,6 +109,7 @@ def verify(
         network.device,
         fresh_grads=network.fresh_grads if fresh_grads is None else fresh_grads,
         forwards=network.forwards_in_flight,
+        in_backward=in_backward is not None,
     )
 
     def tell(done: int, what: str) -> None:

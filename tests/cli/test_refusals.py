@@ -186,3 +186,20 @@ def test_a_difference_found_by_verify_ends_with_5(plan, model_file, monkeypatch)
     assert result.exit_code == 5
     assert "differ from plain training" in result.stderr
     sys.modules.pop("net", None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "message"),
+    [
+        ("", [], "needs an optimizer; define `optimizer`"),
+        ("optimizer = torch.optim.LBFGS", [], "LBFGS is not known to step each parameter by itself"),
+        ("optimizer = torch.optim.SGD", ["--forwards-in-flight", 2], "leave out --forwards-in-flight"),
+        ("optimizer = torch.optim.SGD", ["--batch", "max"], "leave out --step-in-backward"),
+        ("optimizer = torch.optim.SGD", ["--pipeline", 2], "--step-in-backward is about one"),
+    ],
+)
+def test_what_stepping_in_the_backward_excludes(plan, model_file, optimizer, options, message):
+    text = f"{HEAD}model, sample = nn.Linear(4, 4), torch.randn(2, 4)\n{optimizer}\n"
+    result = plan(model_file(text), "--mem-limit", "1GB", "--step-in-backward", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr

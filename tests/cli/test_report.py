@@ -82,6 +82,21 @@ def test_fresh_gradients_make_room(plan, model_file, loose):
     assert fresh["min_bytes"] < loose["min_bytes"]
 
 
+def test_stepping_in_the_backward_makes_more_room(plan, model_file, loose):
+    fresh, freed = (
+        json.loads(plan(model_file(), "--mem-limit", "1GB", more, "--json", "-").stdout)
+        for more in ("--fresh-grads", "--step-in-backward")
+    )
+    assert freed["min_bytes"] < fresh["min_bytes"]
+    assert freed["freed_gradient_bytes"] > 0
+    assert "freed_gradient_bytes" not in fresh
+    result = plan(model_file(), "--mem-limit", freed["min_bytes"], "--step-in-backward", "--verify")
+    assert result.exit_code == 0
+    assert "of gradients are freed in the backward, which steps parameters." in result.stdout
+    assert "parameters after the step and buffers differ by at most 0" in " ".join(result.stdout.split())
+    assert "step_in_backward=optimizer" in result.stdout
+
+
 def test_verify_measures_a_step_inside_the_limit_with_equal_gradients(plan, model_file, loose):
     limit = between(loose)
     result = plan(model_file(), "--mem-limit", limit, "--verify", "--json", "-")

@@ -276,3 +276,15 @@ def test_a_copy_of_a_model_trains_like_the_model():
     found = seeded(lambda: torch.autograd.grad(apply(twin, MIXED, value()).sum(), list(twin.parameters())))
     expected = seeded(lambda: torch.autograd.grad(model(value()).sum(), list(model.parameters())))
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_parameter_that_changes_before_its_stage_runs_again_is_refused() -> None:
+    layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+    output = CheckpointOptim.apply(
+        layers, "CF_0, Fn_1, Fe_2, L, B_2, CF_0, Fe_1, B_1, Fe_0, B_0", list("abc"), True, torch.ones(2, 4)
+    )
+    torch.optim.SGD(layers[0].parameters(), lr=0.1).step()  # nothing to step with, so nothing changes
+    with torch.no_grad():
+        layers[1].bias.add_(1.0)  # which plain training does not need for its backward, and a recomputation does
+    with pytest.raises(RuntimeError, match="a parameter of stage 'b' was changed between its forward and its backward"):
+        output.sum().backward()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from rotor_cli.commands.batch import choose
-from rotor_cli.errors import INFEASIBLE, Failure, explained
+from rotor_cli.errors import INFEASIBLE, Failure, explained, usage
 from rotor_cli.facts import Facts, Taken
 from rotor_cli.loading.device import limit_on, place_for
 from rotor_cli.loading.model_file import ModelFile, load
@@ -14,6 +16,7 @@ from rotor_cli.loading.place import Place
 from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, verify
+from rotor_py.plan.stepping.refusals import refuse_optimizer
 from rotor_py.predict.communication import Step, step_of
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.progress import Activities, activities
@@ -102,6 +105,8 @@ def _step(network: Checkpointable, found: ModelFile, request: Request) -> Step:
 
 
 def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
+    if request.step_in_backward:
+        _refuse_optimizer(found.optimizer)
     network = Checkpointable(
         found.model,
         mem_limit=limit,
@@ -114,9 +119,20 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
         progress=shown.doing("measuring"),
         cache=not request.no_cache,
         compile=request.compile,
+        step_in_backward=found.optimizer if request.step_in_backward else None,
     )
     network.measure(found.sample)
     return network
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
+    """Failure for an optimizer of the model file that cannot step in the backward."""
+    if optimizer is None:
+        raise usage("--step-in-backward needs an optimizer; define `optimizer` in the model file")
+    try:
+        refuse_optimizer(optimizer)
+    except ValueError as error:
+        raise usage(f"--step-in-backward: {error}") from error
 
 
 def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:
@@ -133,7 +149,7 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
         sequence=stored,
         arguments=(
             *(("loss=loss",) if found.loss else ()),
-            *(("optimizer=optimizer",) if found.optimizer else ()),
+            *((f"{_optimizer_argument(request)}=optimizer",) if found.optimizer else ()),
             *(("fresh_grads=True",) if network.fresh_grads else ()),
             *((f"forwards_in_flight={forwards}",) if (forwards := network.forwards_in_flight) > 1 else ()),
             *(
@@ -146,6 +162,10 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
         limited=request.limited,
         compiled=network.compiled,
     )
+
+
+def _optimizer_argument(request: Request) -> str:
+    return "step_in_backward" if request.step_in_backward else "optimizer"
 
 
 def _sweep(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:

@@ -23,6 +23,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
         "mem_limit": facts.mem_limit,
         "fixed_bytes": facts.budget.fixed.total,
         "min_bytes": facts.budget.least_bytes(),
+        **({"freed_gradient_bytes": freed} if (freed := facts.budget.freed_gradients) else {}),
         "time_spread": facts.measurement.spread,
         "store_all": {"peak_bytes": facts.store_all_bytes, "step_seconds": facts.store_all_seconds},
         "plan": {

@@ -41,9 +41,10 @@ def verified(facts: Facts) -> Text:
         if found.eager_difference is not None:
             other, step = "compiled, storing everything", "that step"
             beside = f", and those of the model uncompiled by {found.eager_difference:g}"
+        compared = "parameters after the step" if facts.budget.freed_gradients else "gradients"
         said += (
             f", {overhead:+.1%} over {other} ({facts.overhead - 1:+.1%} predicted); {step} "
-            f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; gradients and "
+            f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; {compared} and "
             f"buffers differ by at most {found.max_grad_difference:g}{beside}"
         )
     text = Text.assemble(("verified  ", "bold"), said)

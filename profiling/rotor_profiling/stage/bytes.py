@@ -14,6 +14,7 @@ from rotor_profiling.instruments import memory_meter
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.stage.gradients import Layouts, gradients_at, gradients_for, leaves_of, scalar_after
 from rotor_profiling.stage.runner import Runner
+from rotor_profiling.stage.stepping import Stepped
 from rotor_profiling.storage import storage_bytes, storages, tensors_in, wait_for
 from rotor_profiling.timing import together
 
@@ -28,7 +29,8 @@ class Place:
     until the backward is done, which is so for the last stage. `carried` are the positions, among the output's tensors,
     of those that are kept beside the chain: they count neither as |a_{i+1}| nor as saved, only as in memory while the
     stage runs. `silent` are the positions of those that get no gradient although they could. `arriving` are the layouts
-    of the gradients that the backward is given for the output's tensors.
+    of the gradients that the backward is given for the output's tensors. `stepped` says which parameters the backward
+    steps.
     """
 
     device: torch.device
@@ -39,6 +41,7 @@ class Place:
     carried: Sequence[int] = ()
     silent: Sequence[int] = ()
     arriving: Layouts = ()
+    stepped: Stepped = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from rotor_profiling.isolate import isolated
 from rotor_profiling.stage.bytes import Place, StageBytes, measure_bytes, run_unmeasured
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, time_stage
+from rotor_profiling.stage.stepping import bytes_after_replay, stand_in_steps
 from rotor_profiling.timing import FEWEST_RUNS, Stopwatch
 
 
@@ -65,7 +66,17 @@ def run_before_measuring(runners: Sequence[Runner], value: Any, place: Place) ->
 def measure_ways(runners: Sequence[Runner], value: Any, place: Place) -> tuple[StageBytes, ...]:
     """The bytes of a stage in each way, once it has run before; arguments and errors are those of `measure_options`."""
     with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
-        return measure_bytes(runners, value, parameters, place)
+        with stand_in_steps(parameters, place.stepped):
+            found = measure_bytes(runners, value, parameters, place)
+        after_replay = bytes_after_replay(parameters, place.stepped)
+    return tuple(_with_room_after_replay(each, after_replay) for each in found)
+
+
+def _with_room_after_replay(found: StageBytes, nbytes: int) -> StageBytes:
+    """The bytes of a stage whose backward, where it was run again, is followed by steps that need `nbytes`."""
+    # The solver adds these by itself; when the first parameter is stepped, both are gone.
+    both = found.activation_bytes + found.saved_bytes
+    return replace(found, replay_temp_bytes=max(found.replay_temp_bytes, nbytes - both)) if nbytes else found
 
 
 def time_ways(runners: Sequence[Runner], value: Any, place: Place, watch: Stopwatch) -> tuple[StageRun, Any]:

@@ -32,7 +32,7 @@ class KeptGradients:
         assert plan.sequence is not None
         # Together: the gradients that are there, and those that the plan has the backward make. No step takes more.
         device = self._model.device_of(plan.input_spec)
-        kept = plan.budget.with_gradients_of(self._model.core, device, fresh=False)
+        kept = plan.budget.with_gradients_of(self._model.core, device, fresh=False, stepped=self._model.stepped())
         limit = self._model.limit_bytes(device)
         known = plan.sequence, limit
         if self._known == known:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rotor_profiling import StepWatch, storage_bytes, tensors_in, watch_step
+from rotor_profiling import StepWatch, optimizer_cost, storage_bytes, tensors_in, watch_step
 from rotor_profiling.storage import local
 from rotor_py.plan.noticed.watched_step import WatchedStep
 from rotor_py.plan.steps.step_plan import StepPlan
@@ -88,6 +88,8 @@ class WatchedSteps:
         # is to be seen as those that follow.
         outputs = sum(storage.nbytes() for each in self._outputs if (storage := each()) is not None)
         here = storage_bytes(tensor for tensor in present if tensor.device == device)
+        if self._model.settings.step_in_backward is not None:
+            return here + outputs + optimizer_cost(self._model.settings.step_in_backward).present_bytes
         return here + outputs + plan.budget.fixed.optimizer
 
     def _forward_returned(self, step: WatchedStep | None, output: Any) -> None:

@@ -26,8 +26,8 @@ class Plan:
     to what a captured model asks about its data, such as whether there is padding. `traits` are what runs without a
     graph do not show of each stage. `costs` are what was measured: a report needs nothing else. `limited` says that
     `mem_limit` is one that somebody set, or that the device has; a strategy by hand may have none. `compiled` is
-    there where `compile=` was given. `predicted_for` names the device that costs were predicted for, if nothing was
-    measured.
+    there where `compile=` was given, and `step_in_backward` where parameters are stepped in the backward.
+    `predicted_for` names the device that costs were predicted for, if nothing was measured.
     """
 
     model: dict[str, Any]
@@ -44,6 +44,7 @@ class Plan:
     limited: bool = True
     compiled: CompiledStages | None = None
     predicted_for: str | None = None
+    step_in_backward: dict[str, Any] | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; `plan_file` says what the fields mean. OSError if the file cannot be written."""
@@ -73,6 +74,12 @@ class Plan:
         for (_, function), traits in zip(stages, self.traits, strict=True):
             remember_effects(function, traits)
         return Cut(tuple((name, found[name]) for name in self.prefix), stages)
+
+    def refuse_other_steps(self, found: dict[str, Any] | None) -> None:
+        """PlanMismatchError if parameters are not stepped where, and by what, they are in the plan."""
+        if found != self.step_in_backward:
+            field = "the optimizer that steps parameters in the backward (step_in_backward)"
+            raise PlanMismatchError(field, self.step_in_backward or "none", found or "none")
 
     def refuse_other(self, *, model: dict[str, Any] | None = None, value: dict[str, Any] | None = None) -> None:
         """PlanMismatchError if the fingerprint of a model or an input is not that of the plan."""

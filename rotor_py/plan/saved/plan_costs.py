@@ -21,13 +21,15 @@ _LONGEST = 1e9
 """Seconds of anything; about thirty years."""
 _MOST_CARRIED = 10**6
 """Carried tensors times stages: a chain is made in so many steps. A guess, far above any model."""
-_BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes"})
-"""A backward may free more of its input than it needs."""
+_BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes", "waiting_gradients"})
+"""A backward may free more of its input than it needs, or gradients that later stages have left."""
 _IN_FILES = {"in_part": "lean", "skipped_output_seconds": "output_seconds"}
 """Names of parts that files know by an older name, so that saved plans go on loading."""
 _AROUND = ("before_bytes", "stepping_bytes", "step_bytes")
 _IN_FLIGHT = {"forwards": 1, "held_beside": 0, "backward_order": "any"}
 """What is in a file only where several forwards are in flight, and what it is else."""
+_STEPPED = {"waiting_gradients": [], "freed_gradients": 0}
+"""The same where parameters are stepped in the backward."""
 _MOST_FORWARDS = 10**4
 """A guess, far above the microbatches of any pipeline."""
 
@@ -43,6 +45,9 @@ class PlanCosts:
         """Seconds and bytes, as JSON has them. The chain is left out: it follows from what was measured."""
         found = _renamed(asdict(self.measurement))
         del found["names"]
+        found["freed_gradients"] = self.budget.freed_gradients
+        for name in [name for name in _STEPPED if not found[name]]:
+            del found[name]  # so that earlier versions read the file
         around = {name: getattr(self.budget, name) for name in _AROUND}
         if self.budget.forwards > 1:  # not else, so that earlier versions read the file
             around |= {name: getattr(self.budget, name) for name in ("forwards", "held_beside")}
@@ -53,7 +58,7 @@ class PlanCosts:
     @classmethod
     def from_data(cls, data: dict[str, Any], names: Sequence[str], *, fresh_gradients: bool) -> PlanCosts:
         """What `as_data` wrote, for stages of these names. ValueError if it is anything else."""
-        data = {**_IN_FLIGHT, "spread": 0.0, **data}  # what earlier versions did not write
+        data = {**_IN_FLIGHT, **_STEPPED, "spread": 0.0, **data}  # what earlier versions did not write
         unknown = data.keys() ^ _PARTS.keys()
         if unknown:
             raise ValueError(
@@ -63,10 +68,14 @@ class PlanCosts:
         for part in ("stages", "gradient_bytes"):
             if len(found[part]) != len(names):
                 raise ValueError(f"there are {part} of {len(found[part])} stages, and {len(names)} stages")
-        if len(found["lean"]) not in (0, len(names)):
-            raise ValueError(f"there are lean of {len(found['lean'])} stages, and {len(names)} stages")
+        for part in ("lean", "waiting_gradients"):
+            if len(found[part]) not in (0, len(names)):
+                raise ValueError(f"there are {part} of {len(found[part])} stages, and {len(names)} stages")
         _refuse_carried(found["carried"], len(names))
-        fixed, around = found.pop("fixed"), {name: found.pop(name) for name in (*_AROUND, *_IN_FLIGHT)}
+        fixed, around = (
+            found.pop("fixed"),
+            {name: found.pop(name) for name in (*_AROUND, *_IN_FLIGHT, "freed_gradients")},
+        )
         if not 1 <= around["forwards"] <= _MOST_FORWARDS:
             raise ValueError(f"forwards is {around['forwards']}; it has to be from one to {_MOST_FORWARDS}")
         found["in_part"] = found.pop("lean")
@@ -158,6 +167,8 @@ _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "held_bytes": _size,
     "lean": _many(_or_none(_record(StageCost))),
     "spread": _share,
+    "waiting_gradients": _sizes,
+    "freed_gradients": _size,
     "fixed": _record(FixedMemory),
     "before_bytes": _size,
     "stepping_bytes": _size,

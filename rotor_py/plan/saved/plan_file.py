@@ -15,6 +15,8 @@ What a field means:
     fresh_grads            whether gradients are freed between steps
     compiled               the compiled stages and Inductor's options, where `compile=` was given (since schema 7)
     predicted_for          the device that costs were predicted for, where nothing was measured (since schema 8)
+    step_in_backward       the optimizer that steps parameters in the backward, their bytes, and what its largest step
+                           needs, where there is one (since schema 8)
     costs                  all that was measured, in seconds and bytes (`plan_costs`)
     digest                 SHA-256 of everything else, which shows damage; it is no protection against forgery
 """
@@ -43,8 +45,8 @@ from rotor_solver import Sequence
 SCHEMA = 8
 _READABLE = 5, 6, 7, 8
 """A file is of schema 5 unless the forwards in flight follow different sequences, or have to go backward in one order:
-then it is of schema 6. One that says what is compiled is of schema 7, and one that was predicted of schema 8. Earlier
-versions would take these for something else."""
+then it is of schema 6. One that says what is compiled is of schema 7; one that was predicted, or whose backward steps
+parameters, of schema 8. Earlier versions would take these for something else."""
 _LARGEST_FILE = 16 * 2**20
 """A plan has some thousand bytes for each hundred stages; nobody's file is read into memory to find that out."""
 _log = logging.getLogger("rotor_py")
@@ -54,9 +56,9 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     """Write the fields of a plan as JSON. OSError if the file cannot be written."""
     sequence, costs = fields["sequence"], fields["costs"]
     plain = not sequence.beside and costs.budget.backward_order == "any"
-    compiled = fields.pop("compiled")
-    predicted_for = fields.pop("predicted_for")
-    schema = 8 if predicted_for is not None else 7 if compiled is not None else 5 if plain else 6
+    compiled, steps, predicted_for = (fields.pop(name) for name in ("compiled", "step_in_backward", "predicted_for"))
+    newest = steps is not None or predicted_for is not None
+    schema = 8 if newest else 7 if compiled is not None else 5 if plain else 6
     data = {"schema": schema, "torch": torch.__version__, **fields}
     data |= {"traits": [asdict(traits) for traits in fields["traits"]], "sequence": str(sequence)}
     data |= {"solver": _solver_data(sequence), "costs": costs.as_data()}
@@ -66,6 +68,8 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
         data["compiled"] = asdict(compiled)
     if predicted_for is not None:
         data["predicted_for"] = predicted_for
+    if steps is not None:
+        data["step_in_backward"] = steps
     data["digest"] = _digest(data)
     Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
@@ -141,8 +145,22 @@ def _checked(data: dict[str, Any]) -> dict[str, Any]:
     predicted_for = data.get("predicted_for")
     if not isinstance(predicted_for, str | None):
         raise ValueError(f"it is predicted for {reprlib.repr(predicted_for)}, and has to be for the name of a device")
-    found = {"traits": traits, "sequence": sequence, "costs": costs, "compiled": compiled}
-    return {**fields, **found, "predicted_for": predicted_for}
+    return {
+        **fields,
+        "traits": traits,
+        "sequence": sequence,
+        "costs": costs,
+        "compiled": compiled,
+        "step_in_backward": _steps(data.get("step_in_backward")),
+        "predicted_for": predicted_for,
+    }
+
+
+def _steps(entry: Any) -> dict[str, Any] | None:
+    match entry:
+        case None | {"optimizer": str(), "gradient_bytes": int(), "scratch_bytes": int()}:
+            return entry
+    raise ValueError(f"what steps parameters in the backward is {reprlib.repr(entry)}")
 
 
 def _refuse_odd_fingerprints(model: dict[str, Any], given: dict[str, Any]) -> None:

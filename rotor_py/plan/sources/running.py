@@ -14,6 +14,7 @@ from rotor_py.execute.guarded_tape import GuardedTape
 from rotor_py.execute.node_seconds import node_seconds
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
+from rotor_py.measure.stepped_parameters import stepped_parameters
 from rotor_py.plan.sources.source import Following, Measuring
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
@@ -57,6 +58,7 @@ def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
         "fresh_gradients": settings.fresh_grads,
         "loss_temp_bytes": settings.loss_tmp_memory_usage,
         "cache": settings.cache,
+        "stepped": stepped_parameters(model, settings.step_in_backward),
         # Elsewhere the device works meanwhile, also where it is predicted.
         "node_seconds": node_seconds() if how.device.type == "cpu" and prediction() is None else 0.0,
     }

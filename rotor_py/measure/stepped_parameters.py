@@ -1,0 +1,81 @@
+"""Parameters that are stepped in the backward, each as soon as its gradient is whole, and what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from rotor_profiling import bytes_like
+from rotor_profiling.isolate import trained_parameters
+from rotor_profiling.stage.stepping import Stepped
+from rotor_profiling.step_alone import scratch_alone
+from rotor_py.measure.cut import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class SteppedParameters:
+    """The `parameters`, and the bytes that the step of each needs, by its id: `scratch`. Empty: none is stepped.
+
+    A parameter that several stages share gets its gradient from the last of them first. The gradient waits until the
+    first of them has gone backward: then it is whole.
+    """
+
+    scratch: Mapping[int, int] = field(default_factory=dict)
+    parameters: tuple[torch.Tensor, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.scratch)
+
+    def among(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `parameters` that are stepped, each once."""
+        return list({id(each): each for each in parameters if id(each) in self.scratch}.values())
+
+    def others(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `parameters` that are not."""
+        return [each for each in parameters if id(each) not in self.scratch]
+
+    def by_stage(self, cut: Cut) -> list[Stepped]:
+        """For each stage, which of its parameters its backward steps."""
+        if not self:
+            return [()] * len(cut.stages)
+        seen: set[int] = set()
+        found = []
+        for _, function in cut.stages:  # the first stage that has a parameter is the last one to go backward
+            mine = [id(each) for each in trained_parameters(function)]
+            found.append(tuple(None if each in seen else self.scratch.get(each) for each in mine))
+            seen.update(mine)
+        return found
+
+    def waiting(self, cut: Cut) -> tuple[int, ...]:
+        """Bytes of gradients that each stage's backward leaves for earlier stages, less those that it ends."""
+        uses: dict[int, list[int]] = {}
+        parameters: dict[int, torch.Tensor] = {}
+        for number, (_, function) in enumerate(cut.stages):
+            for each in self.among(trained_parameters(function)):
+                uses.setdefault(id(each), []).append(number)
+                parameters[id(each)] = each
+        found = [0] * len(cut.stages)
+        for key, stages in uses.items():
+            nbytes = bytes_like([parameters[key]])
+            found[stages[-1]] += nbytes
+            found[stages[0]] -= nbytes
+        return tuple(found)
+
+
+NONE_STEPPED = SteppedParameters()
+"""No parameter is stepped before the backward is over."""
+
+
+def stepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> SteppedParameters:
+    """Those trained parameters of `model` that `optimizer` steps in the backward; None steps none.
+
+    UnknownOptimizerError if what a step takes cannot be found.
+    """
+    if optimizer is None:
+        return NONE_STEPPED
+    scratch = scratch_alone(optimizer)
+    found = tuple(each for each in model.parameters() if id(each) in scratch)
+    return SteppedParameters({id(each): scratch[id(each)] for each in found}, found)

@@ -1,0 +1,78 @@
+"""What `step_in_backward` does not go together with, in a sentence each."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from rotor_profiling.step_alone import steps_alone
+from rotor_py.errors import UnsupportedModelError
+
+
+class Asked(Protocol):
+    """The settings that are looked at."""
+
+    step_in_backward: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | None
+    forwards_in_flight: int
+    on_oom: str
+    process_group: Any
+
+
+class TrainedAlone(Protocol):
+    """A model, and who trains it."""
+
+    core: torch.nn.Module
+
+    @property
+    def alone(self) -> bool: ...
+
+    @property
+    def sharded(self) -> bool: ...
+
+
+def refuse_settings(asked: Asked) -> None:
+    """ValueError where `step_in_backward` excludes what else is asked for, or is an optimizer that cannot do it.
+
+    TypeError where it is no optimizer.
+    """
+    optimizer = asked.step_in_backward
+    if optimizer is None:
+        return
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        kind = f"the class {optimizer.__name__} itself" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise TypeError(f"step_in_backward is {kind}; pass the optimizer that steps, made of the model's parameters")
+    if asked.optimizer is not None and asked.optimizer is not optimizer:
+        raise ValueError("optimizer and step_in_backward are different optimizers; leave optimizer out")
+    if asked.forwards_in_flight > 1:
+        raise ValueError(
+            f"step_in_backward steps parameters in the first backward, and with "
+            f"forwards_in_flight={asked.forwards_in_flight} others still need them as they were; leave one of them out"
+        )
+    if asked.on_oom == "replan":
+        raise ValueError(
+            "on_oom='replan' runs a backward again, and step_in_backward has stepped parameters in it by then; leave "
+            "one of them out"
+        )
+    refuse_optimizer(optimizer)
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """ValueError for an optimizer that is not known to step each parameter by itself."""
+    if not steps_alone(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} is not known to step each parameter by itself, as step_in_backward has to; "
+            "use SGD, Adam, AdamW or another such optimizer of torch.optim, or leave step_in_backward out"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("step_in_backward takes no gradients of steps; leave differentiable=True out")
+
+
+def refuse_several_processes(model: TrainedAlone) -> None:
+    """UnsupportedModelError for a model that is trained by several processes, or is sharded."""
+    if not model.alone or model.sharded or any(hasattr(each, "device_mesh") for each in model.core.parameters()):
+        raise UnsupportedModelError(
+            f"step_in_backward is for one process, and {type(model.core).__name__} is trained by several or sharded: "
+            "its gradients are whole only when all have sent theirs; leave step_in_backward out"
+        )

@@ -1,0 +1,286 @@
+"""What `step_in_backward` does not go together with: each is told in a sentence, before it does harm if it can be."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.errors import PlanMismatchError
+from rotor_py.plan.stepping.spent_gradient import SpentGradientError
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_solver import Sequence, store_all
+from tests.training.stepping import chain, square, stepping, train, vectors
+
+BATCH = torch.randn(8, 16)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.fixture
+def planned() -> Checkpointable:
+    return stepping(chain(2, 16), sgd, BATCH)[0]
+
+
+def optimizer_of(planned: Checkpointable) -> torch.optim.Optimizer:
+    assert planned.step_in_backward is not None
+    return planned.step_in_backward
+
+
+def copies(planned: nn.Module) -> list[torch.Tensor]:
+    return [each.detach().clone() for each in planned.parameters()]
+
+
+def unchanged(planned: Checkpointable, before: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), before, strict=True))
+
+
+class Own(torch.optim.SGD):
+    """Looks at all parameters together, for all that is known."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (
+            lambda model: torch.optim.LBFGS(model.parameters()),
+            {},
+            "LBFGS is not known to step each parameter by itself",
+        ),
+        (lambda model: Own(model.parameters()), {}, "Own is not known to step each parameter by itself"),
+        (lambda model: torch.optim.SGD(model.parameters(), differentiable=True), {}, "leave differentiable=True out"),
+        (sgd, {"forwards_in_flight": 2}, "forwards_in_flight=2 others still need them"),
+        (sgd, {"on_oom": "replan"}, "on_oom='replan' runs a backward again"),
+        (sgd, {"optimizer": torch.optim.SGD([nn.Parameter(BATCH)])}, "leave optimizer out"),
+    ],
+)
+def test_settings_that_exclude_each_other(make: Any, options: dict[str, Any], message: str) -> None:
+    model = chain(2, 16)
+    with pytest.raises(ValueError, match=message):
+        Checkpointable(model, step_in_backward=make(model), **options)
+
+
+def test_a_class_is_no_optimizer() -> None:
+    kind: Any = torch.optim.SGD
+    with pytest.raises(TypeError, match="step_in_backward is the class SGD itself"):
+        Checkpointable(chain(2, 16), step_in_backward=kind)
+
+
+def test_a_subclass_that_steps_as_torch_does_is_taken() -> None:
+    class Named(torch.optim.SGD):
+        """With another name alone."""
+
+    model = chain(2, 16)
+    Checkpointable(model, step_in_backward=Named(model.parameters()))
+
+
+def test_a_second_backward_before_the_step_is_refused_before_it_steps(planned: Checkpointable) -> None:
+    square(planned(BATCH)).backward()
+    before = copies(planned)
+    loss = square(planned(BATCH))
+    with pytest.raises(RuntimeError, match=r"a second backward comes before optimizer\.step\(\)"):
+        loss.backward()
+    assert unchanged(planned, before)
+    optimizer_of(planned).step()
+    square(planned(BATCH)).backward()
+    assert not unchanged(planned, before)
+
+
+def test_a_second_backward_through_one_graph_is_refused_before_it_steps(planned: Checkpointable) -> None:
+    assert planned.chain is not None
+    for sequence in (
+        store_all(planned.chain),
+        Sequence.parse("CF_0, CF_1, Fe_2, Fe_3, L, B_3, B_2, Fe_1, B_1, Fe_0, B_0"),
+    ):
+        planned.sequence = sequence
+        loss = square(planned(BATCH))
+        loss.backward(retain_graph=True)
+        before = copies(planned)
+        with pytest.raises(RuntimeError):
+            loss.backward()
+        assert unchanged(planned, before)
+        optimizer_of(planned).step()
+
+
+def test_a_graph_of_gradients_is_refused(planned: Checkpointable) -> None:
+    before = copies(planned)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        square(planned(BATCH)).backward(create_graph=True)
+    assert unchanged(planned, before)
+
+
+def test_forwards_in_flight_are_refused(planned: Checkpointable) -> None:
+    first = planned(BATCH)
+    with pytest.raises(RuntimeError, match="a forward begins before the backward of another one"):
+        planned(BATCH)
+    square(first).backward()
+
+
+def test_gradients_that_are_there_already_are_refused(planned: Checkpointable) -> None:
+    square(planned.model(BATCH)).backward()
+    with pytest.raises(RuntimeError, match="parameters have gradients when a forward begins"):
+        planned(BATCH)
+    planned.zero_grad()
+    square(planned(BATCH)).backward()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda planned: nn.utils.clip_grad_norm_(planned.parameters(), 1.0),
+        lambda planned: nn.utils.clip_grad_value_(planned.parameters(), 1.0),
+        lambda planned: next(planned.parameters()).grad.norm(),
+        lambda planned: square(planned.model(BATCH)).backward(),
+        lambda planned: torch.optim.SGD(planned.parameters(), lr=0.1).step(),
+    ],
+    ids=["clip the norm", "clip values", "read", "accumulate", "another optimizer"],
+)
+def test_whoever_reads_a_gradient_that_is_gone_is_told(planned: Checkpointable, read: Any) -> None:
+    square(planned(BATCH)).backward()
+    with pytest.raises(SpentGradientError, match="step_in_backward has stepped its parameter with it"):
+        read(planned)
+
+
+def test_a_scaled_loss_is_refused_before_it_steps(planned: Checkpointable) -> None:
+    scaler, before = torch.amp.GradScaler("cpu"), copies(planned)
+    loss = scaler.scale(square(planned(BATCH)))
+    with pytest.raises(RuntimeError, match="a GradScaler has scaled the loss"):
+        loss.backward()
+    assert unchanged(planned, before)
+    torch.amp.GradScaler("cpu", enabled=False).scale(square(planned(BATCH))).backward()
+    assert not unchanged(planned, before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_scaler_of_another_loss_is_told(unscaled: bool, fused: bool) -> None:
+    planned, optimizer = stepping(chain(2, 16), lambda model: torch.optim.Adam(model.parameters(), fused=fused), BATCH)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    square(planned(BATCH)).backward()
+    read = scaler.unscale_ if unscaled else scaler.step
+    with pytest.raises(SpentGradientError, match="GradScaler"):
+        read(optimizer)
+
+
+def test_gradients_that_are_gone_take_no_memory_and_go_with_the_step(planned: Checkpointable) -> None:
+    parameters = list(planned.parameters())
+    square(planned(BATCH)).backward()
+    assert [each.grad.shape for each in parameters if each.grad is not None] == [each.shape for each in parameters]
+    assert "SpentGradient" in repr(parameters[0].grad)
+    optimizer_of(planned).step()
+    assert all(each.grad is None for each in parameters)
+    square(planned(BATCH)).backward()
+    optimizer_of(planned).zero_grad()
+    assert all(each.grad is None for each in parameters)
+
+
+def test_hooks_of_the_optimizer_and_schedulers_see_one_step(planned: Checkpointable) -> None:
+    optimizer, steps = optimizer_of(planned), []
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.register_step_post_hook(lambda *unused: steps.append(1))
+    for number in range(3):
+        list(train(planned, optimizer, [BATCH], scheduler))  # a warning of the scheduler would be an error
+        assert len(steps) == number + 1
+
+
+def test_several_processes_are_refused(planned: Checkpointable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainedModel, "alone", False)
+    with pytest.raises(UnsupportedModelError, match="step_in_backward is for one process"):
+        planned(BATCH)
+    with pytest.raises(UnsupportedModelError, match="step_in_backward is for one process"):
+        planned.measure(BATCH)
+
+
+class Borrows(nn.Module):
+    """Uses the weight of a layer without training it; the layer is its own if it is `registered`."""
+
+    def __init__(self, other: nn.Linear, *, registered: bool) -> None:
+        super().__init__()
+        self.other: Any = other if registered else [other]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        other = self.other if isinstance(self.other, nn.Linear) else self.other[0]
+        found: torch.Tensor = value @ other.weight.detach()
+        return found
+
+
+def borrowing(*, registered: bool) -> nn.Sequential:
+    last = nn.Linear(16, 16)
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), Borrows(last, registered=registered), nn.Tanh(), last)
+
+
+def test_a_stage_that_would_read_a_stepped_parameter_of_another_layer_is_refused() -> None:
+    model = borrowing(registered=False)
+    planned = Checkpointable(model, loss=square, step_in_backward=sgd(model))
+    with pytest.raises(
+        UnsupportedModelError, match="stage '2' reads a parameter of shape \\(16, 16\\) that is not its own"
+    ):
+        planned.measure(BATCH)
+
+
+def test_a_parameter_that_an_earlier_stage_has_detached_waits_for_it() -> None:
+    model = borrowing(registered=True)
+    plain = copy.deepcopy(model)
+    expected = sgd(plain)
+    list(train(plain, expected, [BATCH, BATCH]))
+    planned, optimizer = stepping(model, sgd, BATCH)
+    assert planned.chain is not None
+    planned.sequence = Sequence.parse("CF_0, CF_1, CF_2, Fe_3, Fe_4, L, B_4, B_3, Fe_2, B_2, Fe_1, B_1, Fe_0, B_0")
+    list(train(planned, optimizer, [BATCH, BATCH]))
+    assert unchanged(planned, copies(plain))
+    planned.sequence = store_all(planned.chain)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as PyTorch says it of any graph
+        square(planned(BATCH)).backward()
+
+
+def test_a_plan_file_is_for_the_optimizer_that_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "plan.json"
+    model = chain(3, 16)
+    planned, _ = stepping(model, sgd, BATCH, 10**6)
+    planned.compute_sequence()
+    planned.save_plan(file)
+    with pytest.raises(PlanMismatchError, match="step_in_backward"):
+        Checkpointable(model, plan=file)
+    with pytest.raises(PlanMismatchError, match="step_in_backward"):
+        Checkpointable(model, plan=file, step_in_backward=torch.optim.Adam(model.parameters()))
+    with pytest.raises(PlanMismatchError, match="step_in_backward"):
+        Checkpointable(model, plan=file, step_in_backward=torch.optim.SGD(model[0].parameters(), momentum=0.9))
+    caplog.set_level(logging.WARNING)
+    optimizer = sgd(model)
+    loaded = Checkpointable(model, plan=file, step_in_backward=optimizer)
+    assert loaded.budget == planned.budget
+    before = copies(loaded)
+    list(train(loaded, optimizer, [BATCH]))
+    assert not unchanged(loaded, before)
+    assert not caplog.records
+
+
+def test_a_plan_file_of_plain_steps_is_not_for_steps_in_the_backward(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    model = chain(2, 16)
+    Checkpointable(model, BATCH, 10**6, loss=square).save_plan(file)
+    with pytest.raises(PlanMismatchError, match="step_in_backward"):
+        Checkpointable(model, plan=file, step_in_backward=sgd(model))
+
+
+def test_the_first_step_makes_the_optimizers_state_and_is_no_overrun(caplog: pytest.LogCaptureFixture) -> None:
+    planned, optimizer = stepping(chain(), lambda model: torch.optim.Adam(model.parameters()), vectors(1)[0])
+    assert planned.budget is not None
+    planned.compute_sequence(planned.budget.least_bytes())
+    caplog.set_level(logging.WARNING)
+    for batch in vectors(3):
+        square(planned(batch)).backward()
+        optimizer.step()
+    assert not caplog.records

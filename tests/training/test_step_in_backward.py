@@ -1,0 +1,306 @@
+"""`step_in_backward`: the numbers of plain training, bit for bit, in less memory."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, verify
+from rotor_solver import recompute_all, store_all
+from tests.checkpointable.steps import between
+from tests.training.stepping import (
+    Language,
+    Make,
+    chain,
+    same_state,
+    square,
+    stepping,
+    tied_chain,
+    train,
+    vectors,
+    words,
+)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [each for each in model.parameters() if each.dim() > 1]
+    others = [each for each in model.parameters() if each.dim() <= 1]
+    return torch.optim.Adam([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}], lr=1e-2)
+
+
+def halved(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "make"),
+    [
+        (chain(), vectors(), adamw),
+        (chain(), vectors(), momentum),
+        (chain(), vectors(), two_groups),
+        (tied_chain(), words(), two_groups),
+        (Language(tied=True), words(), adamw),
+        (Language(tied=False), words(), momentum),
+    ],
+    ids=["adamw", "momentum", "two groups", "tied", "tied captured", "captured"],
+)
+def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(
+    model: nn.Module, batches: list[torch.Tensor], make: Make
+) -> None:
+    plain = copy.deepcopy(model)
+    expected = make(plain)
+    *_, plain_peak = train(plain, expected, batches, halved(expected))
+    for share in (0.0, 0.5, 1.0):
+        planned, optimizer = stepping(model, make, batches[0])
+        limit = between(planned, share)
+        planned.compute_sequence(limit)
+        peaks = list(train(planned, optimizer, batches, halved(optimizer)))
+        assert all(
+            torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True)
+        )
+        assert same_state(optimizer, expected)
+        assert all(each.grad is None for each in planned.parameters())
+        assert planned.budget is not None
+        assert planned.sequence is not None
+        predicted = planned.budget.peak_bytes(planned.sequence)
+        assert max(peaks) <= predicted <= limit
+        assert max(peaks) > 0.97 * predicted
+        # Where all is stored, the peak may be where the backward begins, before there are gradients.
+        assert share == 1.0 or max(peaks) < plain_peak
+
+
+def test_gradients_leave_the_budget_stage_by_stage(tmp_path: Path) -> None:
+    model, batch = chain(), vectors(1)[0]
+    kept = Checkpointable(copy.deepcopy(model), batch, loss=square, optimizer=adamw(model), fresh_grads=True)
+    freed, _ = stepping(model, adamw, batch)
+    assert kept.budget is not None
+    assert freed.budget is not None
+    assert freed.budget.fixed.gradients == 0
+    assert not any(stage.gradient for stage in freed.budget.chain.stages)
+    gradients = sum(each.nbytes for each in model.parameters())
+    assert freed.budget.freed_gradients == gradients
+    assert kept.budget.least_bytes() - freed.budget.least_bytes() > 0.5 * gradients
+    assert "gradients are freed in the backward" in freed.summary()
+    assert "gradients are freed in the backward" in str(freed.report())
+    freed.report().to_html(tmp_path / "plan.html")
+    assert "gradients are freed in the backward" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+def test_the_gradient_of_a_shared_parameter_waits_for_its_last_use() -> None:
+    planned, _ = stepping(tied_chain(), adamw, words(1)[0])
+    assert planned.chain is not None
+    shared = planned.model[0].weight.nbytes
+    assert [stage.gradient for stage in planned.chain.stages] == [-shared, *[0] * (len(planned.chain) - 2), shared]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
+        lambda model: torch.optim.Adam(model.parameters(), fused=True),
+        lambda model: torch.optim.Adam(model.parameters(), amsgrad=True),
+        lambda model: torch.optim.RMSprop(model.parameters(), momentum=0.5),
+        lambda model: torch.optim.NAdam(model.parameters()),
+        lambda model: torch.optim.RAdam(model.parameters()),
+        lambda model: torch.optim.Adagrad(model.parameters()),
+        lambda model: torch.optim.Adadelta(model.parameters()),
+        lambda model: torch.optim.Adamax(model.parameters()),
+        lambda model: torch.optim.Rprop(model.parameters()),
+        lambda model: torch.optim.ASGD(model.parameters(), lambd=0.1, t0=1),
+        lambda model: torch.optim.Adafactor(model.parameters()),
+    ],
+)
+def test_every_optimizer_that_is_taken_steps_each_parameter_by_itself(make: Make) -> None:
+    model, batches = chain(2, 16), vectors(3, 16)
+    plain = copy.deepcopy(model)
+    expected = make(plain)
+    list(train(plain, expected, batches))
+    planned, optimizer = stepping(model, make, batches[0])
+    list(train(planned, optimizer, batches))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
+    assert same_state(optimizer, expected)
+
+
+def test_muon_steps_each_matrix_by_itself() -> None:
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        pytest.skip("Muon is new in torch 2.9")
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
+    batches, plain = vectors(2, 16), copy.deepcopy(model)
+    list(train(plain, muon(plain.parameters()), batches))
+    planned, optimizer = stepping(model, lambda model: muon(model.parameters()), batches[0])
+    list(train(planned, optimizer, batches))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
+
+
+def test_frozen_parameters_and_those_of_other_optimizers_stay_as_they_are() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*model[1].parameters(), *model[2].parameters(), extra], lr=1e-2)
+
+    extra = nn.Parameter(torch.ones(3))
+    model, batch = chain(4, 32), vectors(1, 32)[0]
+    model[2].requires_grad_(False)
+    planned, optimizer = stepping(model, make, batch)
+    assert planned.budget is not None
+    others = [*planned.model[0].parameters(), *planned.model[3].parameters()]
+    assert planned.budget.fixed.gradients == sum(each.nbytes for each in others)
+    extra.grad = torch.ones(3)
+    before = copy.deepcopy(planned.model)
+    square(planned(batch)).backward()
+    assert all(each.grad is not None and each.grad.abs().sum() for each in others)  # read, as ever
+    assert torch.equal(extra, torch.ones(3))
+    changed = [not torch.equal(a, b) for a, b in zip(planned.parameters(), before.parameters(), strict=True)]
+    assert changed == [False, False, True, True, False, False, False, False]
+    optimizer.step()
+    assert not torch.equal(extra, torch.ones(3))
+
+
+def test_autocast_has_the_numbers_of_plain_training() -> None:
+    model, batches = chain(4, 64), vectors(3, 64)
+    plain = copy.deepcopy(model)
+    expected = adamw(plain)
+
+    def train_in_bfloat16(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = square(network(batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train_in_bfloat16(plain, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        planned, optimizer = stepping(model, adamw, batches[0])
+    assert planned.chain is not None
+    planned.sequence = recompute_all(planned.chain)
+    assert planned.sequence != store_all(planned.chain)
+    train_in_bfloat16(planned, optimizer)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
+    assert same_state(optimizer, expected)
+
+
+def test_a_closure_steps_in_its_backward() -> None:
+    model, batches = chain(2, 16), vectors(2, 16)
+    plain = copy.deepcopy(model)
+    planned, optimizer = stepping(model, momentum, batches[0])
+    expected = momentum(plain)
+
+    def train_by_closure(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in batches:
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = square(network(batch))
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    train_by_closure(plain, expected)
+    train_by_closure(planned, optimizer)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
+
+
+def test_training_goes_on_from_a_checkpoint() -> None:
+    model, batches = chain(2, 16), vectors(4, 16)
+    plain = copy.deepcopy(model)
+    expected = adamw(plain)
+    list(train(plain, expected, batches))
+    first, optimizer = stepping(model, adamw, batches[0])
+    list(train(first, optimizer, batches[:2]))
+    second, resumed = stepping(chain(2, 16), adamw, batches[0])
+    square(second(batches[0])).backward()  # a step of other weights, so that groups are known that are made anew
+    resumed.step()
+    second.load_state_dict(first.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    list(train(second, resumed, batches[2:]))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(second.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_copy_is_stepped_by_its_own_optimizer() -> None:
+    planned, optimizer = stepping(chain(2, 16), momentum, vectors(1, 16)[0])
+    batch = vectors(1, 16)[0]
+    list(train(planned, optimizer, [batch]))
+    before = [each.clone() for each in planned.parameters()]
+    twin = copy.deepcopy(planned)
+    square(twin(batch)).backward()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), before, strict=True))
+    assert not any(torch.equal(mine, theirs) for mine, theirs in zip(twin.parameters(), before, strict=True))
+    assert twin.step_in_backward is not optimizer
+
+
+def test_other_backwards_leave_gradients_as_ever() -> None:
+    planned, _ = stepping(chain(2, 16), momentum, vectors(1, 16)[0])
+    batch = vectors(1, 16)[0]
+    before = [each.clone() for each in planned.parameters()]
+    square(planned(batch))  # its backward never comes
+    square(planned.model(batch)).backward()
+    gradients = [each.grad for each in planned.parameters()]
+    assert all(each is not None and each.abs().sum() for each in gradients)
+    planned.zero_grad()
+    found = torch.autograd.grad(square(planned(batch)), list(planned.parameters()))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, gradients, strict=True))  # type: ignore[arg-type]  # none is None
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), before, strict=True))
+
+
+def test_hooks_of_gradients_come_before_the_step() -> None:
+    model, batch = chain(2, 16), vectors(1, 16)[0]
+    plain = copy.deepcopy(model)
+    planned, optimizer = stepping(model, momentum, batch)
+    expected = momentum(plain)
+    for network, own in ((plain, expected), (planned, optimizer)):
+        for each in network.parameters():
+            each.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+        list(train(network, own, [batch]))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
+
+
+def test_verify_compares_the_parameters_after_the_step() -> None:
+    planned, _ = stepping(chain(), adamw, vectors(1)[0])
+    planned.compute_sequence(between(planned, 0.2))
+    found = verify(planned, vectors(1)[0], loss=square)[0]
+    assert found.max_grad_difference == 0
+    assert found.plain_peak_bytes is not None
+    assert found.measured_peak_bytes < found.plain_peak_bytes
+
+
+def test_an_optimizer_that_gets_more_parameters_is_planned_for() -> None:
+    def first_layer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+    planned, optimizer = stepping(chain(3, 16), first_layer, vectors(1, 16)[0], 10**6)
+    list(train(planned, optimizer, vectors(1, 16)))
+    planned.zero_grad()
+    optimizer.add_param_group({"params": list(planned.model[2].parameters())})
+    list(train(planned, optimizer, vectors(1, 16)))
+    assert planned.budget is not None
+    assert planned.budget.freed_gradients == sum(
+        each.nbytes for number in (0, 2) for each in planned.model[number].parameters()
+    )
+
+
+def test_by_hand_checkpoints_are_stepped_as_well() -> None:
+    model, batches = chain(), vectors(2)
+    plain = copy.deepcopy(model)
+    list(train(plain, adamw(plain), batches))
+    planned, optimizer = stepping(model, adamw, batches[0], every_n_layers=2)
+    peaks = list(train(planned, optimizer, batches))
+    assert planned.budget is not None
+    assert planned.sequence is not None
+    assert planned.sequence != store_all(planned.budget.chain)
+    assert max(peaks) <= planned.budget.peak_bytes(planned.sequence)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
