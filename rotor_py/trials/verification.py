@@ -79,8 +79,8 @@ def verify(
             takes, which is planned for that.
         sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: a function of the output that returns a single number; `default_loss` if it is not given.
-        optimizer: takes its step in the steps whose peak is measured. Give what the `Checkpointable` was given. One that
-            steps in the backward is known, and parameters are compared instead of gradients.
+        optimizer: takes its step in the steps whose peak is measured. Give what the `Checkpointable` was given. One
+            that steps in the backward is known, and parameters are compared instead of gradients.
         fresh_grads: gradients are freed between steps. None: as the `Checkpointable` was told.
         others: sequences to be followed instead of the plan.
         operations: take two more steps with the plan, for the time and the memory of each of its operations.
