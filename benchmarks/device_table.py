@@ -10,7 +10,8 @@ import argparse
 
 from report import ROOT
 
-from rotor_py.devices.table import device_names, find_device
+from rotor_py.devices.names import device_names
+from rotor_py.devices.table import find_device
 
 PAGE = ROOT / "docs" / "devices.md"
 BEGIN, END = "<!-- device-table -->", "<!-- /device-table -->"

@@ -264,6 +264,10 @@ class Checkpointable(Transparent):
             algo = algo(**algo_kwargs)
         return self._planner.solve(custom_mem_limit_bytes, slots=mem_slots, algorithm=algo)
 
+    def divide(self, budget: Budget) -> None:
+        """Have the limit divided in this way, and the next plan found for it. ValueError before any measuring."""
+        self._planner.divide(budget)
+
     def plan(self) -> Plan:
         """The plan in use, for a file.
 
@@ -331,15 +335,8 @@ class Checkpointable(Transparent):
 
     @property
     def budget(self) -> Budget | None:
-        """How the limit is divided. Setting it has the next plan found for it.
-
-        Setting it raises ValueError before anything has been measured.
-        """
+        """How the limit is divided."""
         return None if (plan := self._plan_in_use) is None else plan.budget
-
-    @budget.setter
-    def budget(self, budget: Budget) -> None:
-        self._planner.divide(budget)
 
     @property
     def chain(self) -> Chain | None:

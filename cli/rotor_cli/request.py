@@ -189,6 +189,13 @@ class Request:
             raise usage("--precision is for parameters that several devices share; write --device h100:8, or --dtype")
 
     def _refuse_elsewhere(self, device: str) -> None:
+        if device and self.device_file is None and not _DEVICE.fullmatch(device):
+            from rotor_py.devices.names import name_and_count
+
+            try:
+                name_and_count(device)
+            except ValueError as error:
+                raise usage(f"--device: {error}") from error
         if _DEVICE.fullmatch(device):
             raise usage(
                 f"--device {device} is a device of this machine; --device-memory and --device-file are about one that "

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rotor_py.devices.device import CONTEXT_BYTES, LAUNCH_SECONDS, UNANCHORED, Device, Devices, Efficiencies, Rates
+from rotor_py.devices.names import SOURCES, TABLE, name_and_count, name_in_table, tables_in
 from rotor_py.units import parse_bytes
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-_TABLE = Path(__file__).with_name("devices.toml")
 _RATES = ("bf16", "fp16", "tf32", "fp32")
 _REQUIRED = ("memory", "bandwidth", *_RATES, "compute_capability", "link", "pcie")
 _OPTIONAL = ("name", "vendor", "context", "launch_seconds", "efficiencies")
@@ -29,31 +22,13 @@ def find_device(name: str) -> Device:
 
     ValueError with the nearest names if there is none.
     """
-    known = _table()
-    wanted = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-").removeprefix("amd-")
-    found = known.get(wanted) or known.get(wanted.replace("-", ""))
-    if found is None:
-        near = difflib.get_close_matches(wanted, known, cutoff=0.4) or list(known)
-        # A family stands for several: a100 for a100-80 and a100-40.
-        near = [each for each in known if each.startswith(f"{wanted}-")] or near
-        raise ValueError(
-            f"no device is called {name!r}; did you mean {_either(near)}? A file of your own has the form of "
-            f"{_TABLE.name}"
-        )
-    return found
+    return _table()[name_in_table(name)]
 
 
 def find_devices(text: str) -> Devices:
     """The devices that a text names, one or several: "h100", "h100:8". ValueError if it names none."""
-    name, colon, number = text.partition(":")
-    if colon and not (number.isdecimal() and int(number) > 0):
-        raise ValueError(f"{text!r} is not a number of devices; write {name}:8 for eight of them")
-    return Devices(find_device(name), int(number) if colon else 1)
-
-
-def device_names() -> tuple[str, ...]:
-    """The names that `find_device` knows, in the order of the table."""
-    return tuple(_table())
+    name, count = name_and_count(text)
+    return Devices(_table()[name], count)
 
 
 def device_like(reported: str, memory_bytes: int) -> Device | None:
@@ -87,15 +62,12 @@ def device_from_file(path: str | Path, name: str | None = None) -> Device:
 
 @cache
 def _table() -> dict[str, Device]:
-    return _read(_TABLE)
+    return _read(TABLE)
 
 
 def _read(path: Path) -> dict[str, Device]:
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML file: {error}") from None
-    sources = content.pop("sources", {})
+    content = tables_in(path)
+    sources = content.pop(SOURCES, {})
     devices = {}
     for key, cells in content.items():
         if not isinstance(cells, dict):
@@ -162,8 +134,3 @@ def _above_zero(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ValueError(f"{name} has to be a number above zero, not {value!r}")
     return float(value)
-
-
-def _either(names: list[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last

@@ -36,7 +36,8 @@ def find_room_for_communication(network: Checkpointable, step: Step) -> None:
     assert budget is not None
     communication, first = 0, True
     for _ in range(_ROUNDS):
-        network.budget = divided = budget.with_communication(communication)
+        divided = budget.with_communication(communication)
+        network.divide(divided)
         try:
             sequence = network.compute_sequence()
         except InfeasibleError:

@@ -10,7 +10,8 @@ import torch
 
 from rotor_py.devices import table
 from rotor_py.devices.device import UNANCHORED
-from rotor_py.devices.table import device_from_file, device_names, find_device
+from rotor_py.devices.names import device_names
+from rotor_py.devices.table import device_from_file, find_device
 
 if sys.version_info >= (3, 11):
     import tomllib
