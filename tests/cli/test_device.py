@@ -189,6 +189,7 @@ def test_a_limit_that_is_too_small_says_the_least_one(plan, model_file) -> None:
     assert "a training step needs at least" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_class_of_transformers_needs_no_memory(plan) -> None:
     pytest.importorskip("transformers")

@@ -345,6 +345,7 @@ Trainer(model=LlamaForCausalLM(config), args=args, train_dataset=data).train()
 """
 
 
+@pytest.mark.slow
 def test_a_trainer_of_transformers_is_planned(script):
     pytest.importorskip("transformers")
     found = taken(script(TRAINER, "--json", "-", "--"))

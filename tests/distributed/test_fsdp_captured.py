@@ -12,10 +12,10 @@ from tests.distributed.processes import Processes
 CASES = [
     pytest.param("llama", "plain", 1, 0.4, marks=pytest.mark.slow),
     pytest.param("tied llama", "mixed", 2, 0.4, marks=pytest.mark.slow),
-    ("skips", "kept", 1, 0.5),
+    pytest.param("skips", "kept", 1, 0.5, marks=pytest.mark.slow),
     ("skips in parts", "plain", 1, 0.5),
     pytest.param("skips together", "mixed, full out", 2, 0.3, marks=pytest.mark.slow),
-    ("heavy skips", "plain", 2, 0.1),
+    pytest.param("heavy skips", "plain", 2, 0.1, marks=pytest.mark.slow),
     ("twice", "plain", 1, 0.5),
 ]
 """Model, options, how many batches are added up, and the limit between the least and storing everything."""

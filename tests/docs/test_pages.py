@@ -26,7 +26,19 @@ ELSEWHERE = ("strategies.md",)
 """tests/by_hand/test_page.py runs it, and looks at its numbers, too."""
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if page.name not in ELSEWHERE], ids=names)
+LONG = ("batch.md", "compile.md", "out-of-memory.md")
+"""Pages whose blocks take longest."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow) if page.name in LONG else page
+        for page in pages()
+        if page.name not in ELSEWHERE
+    ],
+    ids=[names(page) for page in pages() if page.name not in ELSEWHERE],
+)
 def test_the_blocks_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(MODEL_FILE):  # the files that other pages speak of

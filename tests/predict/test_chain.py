@@ -95,7 +95,7 @@ SLOW = ("GPT-2", "T5", "Swin", "Mixtral", "Whisper", "BERT", "ResNet", "ViT", "C
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["Llama", "U-Net", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("U-Net", *SLOW))])
 def test_captured_models_hold_what_is_measured(name: str) -> None:
     pytest.importorskip("transformers")
     import ecosystem
@@ -123,7 +123,7 @@ def peaks(real: Checkpointable, predicted: Checkpointable, inputs: dict[str, Any
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "within"), [("Llama", 0.01), ("U-Net", 0.10)])
+@pytest.mark.parametrize(("name", "within"), [("Llama", 0.01), pytest.param("U-Net", 0.10, marks=pytest.mark.slow)])
 def test_steps_by_plans_made_without_memory_take_what_was_predicted(name: str, within: float) -> None:
     pytest.importorskip("transformers")
     import ecosystem

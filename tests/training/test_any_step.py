@@ -274,7 +274,7 @@ class CapturedSteps(Steps):
 @pytest.mark.parametrize(
     ("machine", "examples"),
     [
-        (Steps, 12),
+        (Steps, 6),
         (CapturedSteps, 4),
         *(pytest.param(each, 100, marks=pytest.mark.slow) for each in (Steps, CapturedSteps)),
     ],
