@@ -37,6 +37,7 @@ from rotor_profiling import (
 )
 from rotor_profiling.instruments import stopwatch
 from rotor_profiling.isolate import trained_parameters
+from rotor_profiling.stage.kind import HasKind
 from rotor_profiling.timing import together
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
@@ -52,6 +53,7 @@ from rotor_py.measure.walks.found import Surveyed, Weighed
 from rotor_py.measure.walks.gradient_layouts import GradientLayouts
 from rotor_py.measure.walks.stage_times import StageTimes
 from rotor_py.stage.activity import During
+from rotor_py.stage.attached_stage import edges_of, leaves_behind
 from rotor_py.stage.decisions import decided_bytes
 from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.graph_effects import find_effects, recall_effects, remember_effects
@@ -207,6 +209,8 @@ class StageMeasurer:
         _, function = self._stages[number]
         silent, arriving = self._silent_of(number), self._layouts.arriving[number]
         with gathered(function, self._cut.sharding):
+            if number not in self._needs_gradient:  # in the first walk, and before anything goes backward
+                self._refuse_lost_gradients(number, value)
             kind = (stage_kind(function, value), silent, arriving)
             # Where stages wait for other processes, all of them run a stage that is new to any of them.
             if anywhere(kind not in self._surveyed, self._group, self._device):
@@ -230,6 +234,26 @@ class StageMeasurer:
         remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
         layouts = stage_layouts(self._runner(number), value, self._device, silent=silent, arriving=arriving)
         return Surveyed(effects, layouts)
+
+    def _refuse_lost_gradients(self, number: int, value: Any) -> None:
+        """UnsupportedModelError if a stage uses a parameter of a layer that it only refers to, in a list for example.
+
+        Where the stage is run again, its graph ends at its own parameters, and that one would get no gradient.
+        """
+        name, function = self._stages[number]
+        if isinstance(function, HasKind):  # it says all that it does, and a captured one has all that it uses
+            return
+        leaf = leaves_of(value)
+        with isolated(function, self._device) as parameters, torch.enable_grad():
+            output = self._runner(number).forward(leaf)
+            known = {id(tensor) for tensor in (*tensors_in(leaf), *parameters)}
+            lost = [each for each in leaves_behind(edges_of(output)) if id(each) not in known]
+        if lost:
+            raise UnsupportedModelError(
+                f"stage {name!r} ({type(function).__name__}) uses a parameter of shape {tuple(lost[0].shape)} that is "
+                "not its own, and would get no gradient there when the stage is run again; make the module that has it "
+                "a submodule of the stage (an attribute, or in an nn.ModuleList)"
+            )
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
         """UnsupportedModelError if a stage reads a parameter that it does not have and that the backward steps."""

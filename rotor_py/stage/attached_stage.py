@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,21 +62,28 @@ class AttachedStage:
         `origin` is the leaf at which the input's side of the graph ends (see `enter_graph`).
         """
         known = {id(tensor) for tensor in (origin, *self.parameters)}
-        pending = [edge.node for edge in self.outputs if edge is not None]
-        seen = set()
-        # A loop and no recursion: a graph can be deeper than Python's stack.
-        while pending:
-            node = pending.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)  # an AccumulateGrad has it
-            if leaf is not None and id(leaf) not in known:
+        for leaf in leaves_behind(self.outputs):
+            if id(leaf) not in known:
                 raise RuntimeError(
                     f"stage {self.name!r} uses a parameter of shape {tuple(leaf.shape)} that it does not own, whose "
                     "gradient would be lost; pass the torch.nn.Module that owns it as the stage"
                 )
-            pending.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
+    """The tensors at which the graph behind `edges` ends, each once."""
+    pending = [edge.node for edge in edges if edge is not None]
+    seen = set()
+    # A loop and no recursion: a graph can be deeper than Python's stack.
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # an AccumulateGrad has it
+        if leaf is not None:
+            yield leaf
+        pending.extend(following for following, _ in node.next_functions if following is not None)
 
 
 class _Entry(torch.autograd.Function):
