@@ -209,8 +209,6 @@ class StageMeasurer:
         _, function = self._stages[number]
         silent, arriving = self._silent_of(number), self._layouts.arriving[number]
         with gathered(function, self._cut.sharding):
-            if number not in self._needs_gradient:  # in the first walk, and before anything goes backward
-                self._refuse_lost_gradients(number, value)
             kind = (stage_kind(function, value), silent, arriving)
             # Where stages wait for other processes, all of them run a stage that is new to any of them.
             if anywhere(kind not in self._surveyed, self._group, self._device):
@@ -228,6 +226,7 @@ class StageMeasurer:
         name, function = self._stages[number]
         silent, arriving = self._silent_of(number), self._layouts.arriving[number]
         with During("measuring", name):
+            self._refuse_lost_gradients(number, value)  # before anything goes backward
             effects = find_effects(function, value, self._device)
             if self.stepped:
                 self._refuse_foreign_parameters(number, value)
