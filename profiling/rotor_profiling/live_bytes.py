@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rotor_profiling.predicted.resized_storages import resizes_told
 from rotor_profiling.storage import allocated, local, tensors_in
 
 OperatorBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
@@ -49,10 +51,10 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
         self._kinds, self._kind, self._scratch = kinds, kind, scratch
         self._held = _Held()
-        self._resized = _Resized(self)
+        self._resized = ExitStack()
 
     def __enter__(self) -> LiveBytes:
-        self._resized.begin()
+        self._resized.enter_context(resizes_told(self.resize))
         super().__enter__()  # type: ignore[no-untyped-call]  # as above
         return self
 
@@ -60,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
-        self._resized.end()
+        self._resized.close()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -115,31 +117,3 @@ class LiveBytes(TorchDispatchMode):
             self._take(storage)
         held.peak = max(held.peak, held.now + self._scratch(func, args, kwargs, result))
         return result
-
-
-_RESIZE = "resize_"
-
-
-class _Resized:
-    """Has `live` notice storages that are resized, which no mode sees.
-
-    FSDP lets whole parameters go by making their storage empty, and makes it as large as before to gather them again.
-    """
-
-    def __init__(self, live: LiveBytes) -> None:
-        self._live = weakref.ref(live)
-
-    def begin(self) -> None:
-        before, live = torch.UntypedStorage.resize_, self._live
-
-        def resize(storage: Any, size: int) -> Any:
-            result = before(storage, size)
-            if (counting := live()) is not None:
-                counting.resize(storage)
-            return result
-
-        self._before = before
-        setattr(torch.UntypedStorage, _RESIZE, resize)
-
-    def end(self) -> None:
-        setattr(torch.UntypedStorage, _RESIZE, self._before)

@@ -7,13 +7,14 @@ operators make and that end when nobody holds them, and what kernels allocate in
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rotor_profiling.predicted.resized_storages import resizes_told
 from rotor_profiling.storage import tensors_in
 from rotor_py.devices.device import Device
 from rotor_py.devices.requests import Allocate, Event, Free
@@ -65,22 +66,13 @@ class FollowedStep(TorchDispatchMode):
         self.seconds += self._roofline(func, args, kwargs, out)
         return out
 
-    @contextmanager
-    def resizing(self) -> Iterator[None]:
+    def resizing(self) -> AbstractContextManager[None]:
         """Also follow `resize_` of storages, by which FSDP2 frees what it has gathered, and takes it again."""
-        resize = torch.UntypedStorage.resize_
+        return resizes_told(self._resized)
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            self._end(storage._cdata)
-            self._follow(storage)
-            return result
-
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment] # put back below
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        self._end(storage._cdata)
+        self._follow(storage)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         handle = storage._cdata
