@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotor_profiling.instruments import prediction
+from rotor_profiling.step_watch import give_way
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import planning
@@ -87,6 +89,8 @@ class PlanMaker:
             refuse_several_processes(self.model)
         source = self.blank.renewed()
         device = self.model.device_of(spec.input)
+        if device.type == "cpu":
+            _tell_of_a_profiler()
         with planning, torch.enable_grad(), telling(self.settings, type(self.model.core).__name__) as progress:
             rooms = None if self.settings.inductor is None else self._rooms(device)
             measured = source.measure(value, Measuring(device, self.settings, progress, rooms))
@@ -198,3 +202,13 @@ class PlanMaker:
         grown = self.model.with_gradients_left_over(plan.budget, self.model.device_of(plan.input_spec))
         if plan.solved_with != self.settings.solved_with or grown != plan.budget:
             plan.budget, plan.sequence = grown, None
+
+
+def _tell_of_a_profiler() -> None:
+    """A warning if the user's profiler is on: measuring bytes on the CPU needs PyTorch's only one, and ends it."""
+    give_way()  # else it may be our own
+    if prediction() is None and torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # private
+        _log.warning(
+            "a profiler is on while the model is measured, which takes PyTorch's profiler for itself: what it has seen "
+            "so far, and the rest of this step, is lost. Call measure(), or take a step, before it starts."
+        )

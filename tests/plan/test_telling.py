@@ -46,3 +46,15 @@ def test_stages_are_told_one_by_one_to_who_counts_them(caplog: pytest.LogCapture
 
 def test_progress_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     assert [level for level, _ in messages(caplog, progress=False)] == [logging.INFO] * 3
+
+
+def test_a_profiler_that_measuring_ends_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = Checkpointable(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), loss=torch.sum)
+    with caplog.at_level(logging.WARNING, "rotor_py"), torch.profiler.profile():
+        model.measure(torch.randn(2, 4))
+    assert "Call measure(), or take a step, before it starts" in caplog.text
+    caplog.clear()
+    with torch.profiler.profile() as profile:
+        model(torch.randn(2, 4)).sum().backward()
+    assert "a profiler is on" not in caplog.text
+    assert any("addmm" in event.key for event in profile.key_averages())
