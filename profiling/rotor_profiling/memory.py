@@ -118,8 +118,9 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
             phases[name] = Phase(start, peak, held)
             name, start, peak = mark.removeprefix(_MARK), held, held
         elif size > 0:
+            # What was there before has been freed, by a thread whose events the profiler does not collect.
+            held += size - live.pop(address, 0)
             live[address] = size
-            held += size
             peak = max(peak, held)
         else:
             # By address, not by the size of the free: a block that an earlier meter saw allocated is reported as well.

@@ -21,11 +21,11 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-from rotor_profiling import measured_peak, tensors_in
+from rotor_profiling import tensors_in
 from rotor_py import Checkpointable
 from rotor_py.distributed.pipelining import buffer_bytes, microbatches_in_flight, whole_backward
 from rotor_solver import store_all
-from tests.distributed.processes import device, here, kept, random_state
+from tests.distributed.processes import device, here, kept, least_peak, random_state
 
 SCHEDULES: dict[str, Any] = {
     "GPipe": ScheduleGPipe,
@@ -213,7 +213,7 @@ def peak(rank: int, name: str, kind: str, share: float, whole: bool = False) -> 
     beside += given[:1] * pipeline.first + given[1:] * pipeline.last
     present = [*parameters, *(p.grad for p in parameters), *beside]
     dist.barrier()
-    measured = measured_peak(lambda: pipeline.step(given), tensors_in(present), device())
+    measured = least_peak(lambda: pipeline.step(given), tensors_in(present))
     predicted = [model.plan().peak_bytes for model in pipeline.models]
     in_flight = list(microbatches_in_flight(pipeline.schedule).values())
     return Peak(measured, sum(tensor.nbytes for tensor in beside), pipeline.limits, predicted, in_flight)
@@ -261,7 +261,7 @@ def peak_in_flight(pipeline: Pipeline) -> int:
     mine = given[:1] * pipeline.first + given[1:] * pipeline.last
     present = [*parameters, *(p.grad for p in parameters if p.grad is not None), *buffers, *mine]
     dist.barrier()
-    return measured_peak(lambda: pipeline.step(given), present, device())
+    return least_peak(lambda: pipeline.step(given), present)
 
 
 def inside(rank: int, name: str, kind: str, share: float, whole: bool = False) -> tuple[int, int, list[str]]:
@@ -307,7 +307,7 @@ def buffers(rank: int, name: str) -> tuple[list[int], list[int]]:
         for _ in range(2):
             pipeline.step(given)
         there = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
-        found.append(measured_peak(partial(pipeline.step, given), there, device()))
+        found.append(least_peak(partial(pipeline.step, given), there))
         said.append(sum(buffer_bytes(pipeline.schedule, stage, sample, sample) for stage in pipeline.stages))
     return found, said
 

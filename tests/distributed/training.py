@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
 from rotor_py.trainers.in_place import InPlace
 from rotor_solver import store_all
-from tests.distributed.processes import device, here, kept, present_bytes, random_state
+from tests.distributed.processes import device, here, kept, least_peak, present_bytes, random_state
 
 F = nn.functional
 
@@ -189,7 +188,7 @@ def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int
     held = planned.budget.fixed.optimizer
     if device().type == "cpu":
         held += planned.budget.fixed.communication
-    measured = measured_peak(step, present, device()) + held
+    measured = least_peak(step, present) + held
     return str(planned.sequence), planned.budget.peak_bytes(planned.sequence) - before, measured - before
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import sys
+from queue import Queue
+from threading import Thread
 
 import pytest
 import torch
@@ -166,3 +168,24 @@ def test_the_curve_of_a_step_says_what_was_held_when_and_its_highest_point_is_th
     assert times[0] == 0
     assert times == sorted(times)
     assert max(size for _, size in curve) == measured_peak(step, [present], CPU)
+
+
+def test_frees_by_other_threads_show_when_the_memory_is_used_again() -> None:
+    """The profiler does not report what a thread frees that was not started by the one that measures."""
+    given: Queue[list[torch.Tensor]] = Queue()
+    freed: Queue[None] = Queue()
+
+    def free() -> None:
+        for _ in range(50):
+            given.get().clear()
+            freed.put(None)
+
+    def make_and_have_freed() -> None:
+        for _ in range(50):
+            given.put([torch.empty(2**16)])
+            freed.get()
+
+    thread = Thread(target=free)
+    thread.start()
+    assert measured_peak(make_and_have_freed, [], torch.device("cpu")) < 25 * 2**18
+    thread.join()
