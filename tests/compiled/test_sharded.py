@@ -12,7 +12,7 @@ from tests.distributed.processes import Processes
 
 EAGER_DRAWS = {"fallback_random": True}
 CASES = [
-    ("skips in parts", "plain", 0.5, True),
+    pytest.param("skips in parts", "plain", 0.5, True, marks=pytest.mark.slow),
     pytest.param("skips", "kept", 0.5, EAGER_DRAWS, marks=pytest.mark.slow),
     pytest.param("twice", "plain", 0.5, EAGER_DRAWS, marks=pytest.mark.slow),
     pytest.param("heavy skips", "plain", 0.1, EAGER_DRAWS, marks=pytest.mark.slow),

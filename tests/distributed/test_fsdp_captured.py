@@ -46,6 +46,7 @@ def test_steps_make_plans_and_use_those_of_larger_batches_and_other_models(
     processes.run(fsdp_captured.around_a_step, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_what_is_run_again_may_begin_and_end_in_the_middle_of_layers(processes: Processes) -> None:
     for sequences in processes.run(fsdp_captured.cut_anywhere):
         assert all("Fn_" in sequence for sequence in sequences)

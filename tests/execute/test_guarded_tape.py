@@ -25,7 +25,7 @@ from tests.training.tripping import chain as dropping
 F = nn.functional
 Kind = Callable[[], nn.Module]
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
-KINDS: list[Kind] = [dropping, moving, Gated]
+KINDS = [dropping, moving, pytest.param(Gated, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +85,7 @@ def test_gradients_that_were_there_before_are_added_to_once() -> None:
     assert_exact_wherever_it_runs_out(planned(start, 0.8), start, train, every=13)
 
 
-@pytest.mark.parametrize("kind", [dropping, moving])
+@pytest.mark.parametrize("kind", [pytest.param(dropping, marks=pytest.mark.slow), moving])
 def test_several_forwards_in_flight_are_undone_one_by_one(kind: Kind) -> None:
     def train(network: nn.Module) -> None:
         torch.manual_seed(3)

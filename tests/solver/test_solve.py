@@ -74,7 +74,7 @@ def test_where_storing_everything_fits_exactly_it_is_what_comes_out(chain: Chain
     assert solve(chain, simulate(chain, stored).peak + more) == stored
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plain_chains(max_stages=3), st.data())
 def test_no_schedule_at_all_beats_the_certified_bound_by_dropping_checkpoints_early(
     chain: Chain, data: st.DataObject

@@ -55,7 +55,7 @@ def naive_heterogeneous(chain: Chain, limit: int, attached: bool) -> float:
 
 
 @BOTH
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(chain=rich_chains() | plain_chains(), data=st.data())
 def test_schedules_are_as_fast_as_the_recurrence_says(attached: bool, chain: Chain, data: st.DataObject) -> None:
     limit = data.draw(limits(chain), label="limit")
