@@ -45,7 +45,7 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
         during = machine.run(operation, skip_output=position in skipped)
         if position in reads:
             machine.release_input(reads[position])
-        attached = {index: kept.option.saved - kept.freed for index, kept in machine.attached.items()}
+        attached = {index: kept.option.kept - kept.freed for index, kept in machine.attached.items()}
         output = chain.activation[-1] if machine.output == "caller" else 0
         again = False
         if isinstance(operation, Backward):
