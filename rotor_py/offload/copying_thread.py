@@ -29,11 +29,11 @@ class Copy:
         """Wait until it is over, and let go of the memory. OffloadError if it failed."""
         self._over.wait()
         self._keeps = None
+        # A new error each time: one that is kept would keep the frames that it went through, and those this copy.
         if isinstance(self._error, OffloadError):
-            raise self._error
+            raise OffloadError(str(self._error)) from self._error.__cause__
         if self._error is not None:
-            message = f"an activation could not be copied: {self._error!r}; run the step again"
-            raise OffloadError(message) from self._error
+            raise OffloadError(f"an activation could not be copied: {self._error!r}; run the step again")
 
     def abandon(self) -> None:
         """Nobody waits any more: the memory is let go of as soon as the copy is over."""

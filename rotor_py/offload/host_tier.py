@@ -54,7 +54,7 @@ class HostTier:
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """The streams of a device for copies out and back."""
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
+            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
         return self._streams[device]
 
     def close(self) -> None:
@@ -129,4 +129,4 @@ class MovedToHost:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[arg-type]  # it takes untyped storages
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -30,7 +30,9 @@ class NamelessFile:
             with tempfile.TemporaryFile(dir=folder) as file:
                 self.descriptor = os.dup(file.fileno())
         except OSError as error:
-            raise OffloadError(f"no file can be made in {folder}: {error.strerror}; name a folder that takes files") from None
+            raise OffloadError(
+                f"no file can be made in {folder}: {error.strerror}; name a folder that takes files"
+            ) from None
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
