@@ -227,7 +227,7 @@ def test_what_is_overwritten_after_it_was_saved_is_refused_as_in_plain_training(
     layers: list[Any] = [Overwrites(), Overwrites()]
     moving = with_moves(Sequence.parse("Fe_0, Fe_1, L, B_1, B_0"), moves_of(5, {1: [0]}, {4: [0]}))
     for run in (lambda value: plain(layers, value), lambda value: forward(layers, moving, tier, value)):
-        with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
             run(batch()).sum().backward()
 
 
