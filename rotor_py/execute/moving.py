@@ -7,16 +7,12 @@ been fetched is fetched then (`offload.tier`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from rotor_profiling.storage import tensors_in
-from rotor_py.offload.leaving_memory import LEAST_BYTES, LeavingMemory
+from rotor_py.offload.leaving_memory import LeavingMemory
 from rotor_py.offload.tier import Tier
-from rotor_py.stage.keepers.keeper import Keeping
+from rotor_py.stage.keepers.leaving import run_leaving
 from rotor_py.stage.runner import StageRunner
 from rotor_solver.moving import Moves
 
@@ -50,19 +46,3 @@ class Moving:
         leaving.leave(self.tier)
         self._away[stage] = leaving
         return output
-
-
-def run_leaving(runner: StageRunner, value: Any) -> tuple[Any, LeavingMemory]:
-    """Run a stage in the graph around it; returns its output, and what it saved that could leave memory."""
-    leaving = LeavingMemory()
-    with Keeping(leaving, _in_memory_anyway(runner, value), least_bytes=LEAST_BYTES) as keeping:
-        output = runner.forward(value)
-        keeping.spare(tensors_in(output))
-    return output, leaving
-
-
-def _in_memory_anyway(runner: StageRunner, value: Any) -> Iterable[torch.Tensor]:
-    yield from runner.read(value)
-    if isinstance(runner.function, torch.nn.Module):
-        yield from runner.function.parameters()
-        yield from runner.function.buffers()
