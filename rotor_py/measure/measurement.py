@@ -35,10 +35,14 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to store a stage other than whole: its name, which follows "stored" in a report, and the stage's cost."""
+    """A way to store a stage other than whole: its name, which follows "stored" in a report, and the stage's cost.
+
+    `moved_bytes` of what it saves can be in another tier from its forward to its backward.
+    """
 
     name: str
     cost: StageCost
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class Measurement:
         ways = [Way("", cost), *self.ways_by_stage[number]]
         return Stage(
             cost.activation_bytes,
-            tuple(_option(way.cost, cost, way.name, beside.forward[number], beside.backward[number]) for way in ways),
+            tuple(_option(way, cost, beside.forward[number], beside.backward[number]) for way in ways),
             nograd_time=cost.nograd_seconds,
             nograd_temp=cost.nograd_temp_bytes + beside.nograd[number],
             gradient=beside.gradient[number],
@@ -152,20 +156,22 @@ class _Beside:
         self.gradient[-1] += nbytes
 
 
-def _option(cost: StageCost, first: StageCost, name: str, forward: int, backward: int) -> Option:
+def _option(way: Way, first: StageCost, forward: int, backward: int) -> Option:
     """A way to run a stage, with the bytes that are in memory beside it. `first` is the first way's cost.
 
     Per stage, the chain has one number for what a run frees: the first way's. If another way holds on to some of that,
     it is counted as saved.
     """
+    cost = way.cost
     held = max(0, first.input_released_bytes - cost.input_released_bytes)
     held += max(0, first.output_released_bytes - cost.output_released_bytes)
     return Option(
         forward_time=cost.forward_seconds,
         backward_time=cost.backward_seconds,
-        saved=cost.saved_bytes + held,
+        saved=cost.saved_bytes + held - way.moved_bytes,
         forward_temp=max(0, cost.forward_temp_bytes + forward - held),
         backward_temp=cost.backward_temp_bytes + backward,
         replay_temp=cost.replay_temp_bytes + backward,
-        name=name,
+        name=way.name,
+        moved=way.moved_bytes,
     )

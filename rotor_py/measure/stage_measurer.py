@@ -50,6 +50,7 @@ from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.measure.walks.carried_tensors import CarriedTensors
 from rotor_py.measure.walks.found import Surveyed, Weighed
 from rotor_py.measure.walks.gradient_layouts import GradientLayouts
+from rotor_py.measure.walks.movable_bytes import MovableBytes
 from rotor_py.measure.walks.stage_times import StageTimes
 from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, worth_choosing
 from rotor_py.stage.activity import During
@@ -60,6 +61,7 @@ from rotor_py.stage.graph_effects import find_effects, recall_effects, remember_
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moving
+from rotor_py.stage.ways.elsewhere import ELSEWHERE
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver.progress import Progress
 
@@ -69,7 +71,7 @@ class StageMeasurer:
 
     `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `node_seconds`
     are added to the time of a run without a graph. The backward steps the parameters in `stepped`. Stages may be stored
-    by `keepers`, beside their own ways. The processes of `group` measure the same stages together. With `cache`, kinds
+    by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group` measure the same stages together. With `cache`, kinds
     of stages that an earlier run has measured are not measured again.
     """
 
@@ -87,6 +89,7 @@ class StageMeasurer:
         cache: bool = True,
         stepped: SteppedParameters = NONE_STEPPED,
         keepers: Sequence[Keeper] = (),
+        elsewhere: bool = False,
     ) -> None:
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
@@ -104,6 +107,7 @@ class StageMeasurer:
         self._owned = list(storages(tensors_in(value)))
         self._surveyed: dict[Hashable, Surveyed] = {}
         self._known: dict[Hashable, _Found] = {}
+        self._movable = MovableBytes(device) if elsewhere else None
         self._times = StageTimes(node_seconds)
         self._kept = KeptKinds(
             measurement_cache(device, fresh_gradients, preserve_rng_state, tuple(keeper.name for keeper in keepers))
@@ -281,6 +285,8 @@ class StageMeasurer:
             cost = found.weighed.bytes[0]
             self._decided_bytes += found.weighed.decided_bytes
             self.activation_bytes = cost.activation_bytes
+            if self._movable is not None:
+                self._movable.measure(self._kinds[-1], self._runner(number), value)
             value = self._run(self._runner(number), value)
             self._carried.count_gradients(cost.gradient_storage_bytes)
             self._carried.pass_on(carried, value, number + 1, [*self._owned, *beside])
@@ -374,7 +380,10 @@ class StageMeasurer:
         """The costs of stages of a kind that are stored whole, and of the other ways to store them."""
         weighed = self._known[kind].weighed
         whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind))
-        return whole, worth_choosing(whole, list(map(Way, weighed.ways, others)))
+        ways = worth_choosing(whole, list(map(Way, weighed.ways, others)))
+        if self._movable is not None and (nbytes := self._movable.of(kind)):
+            ways = (*ways, Way(ELSEWHERE.name, whole, nbytes))
+        return whole, ways
 
     def _runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
         name, function = self._stages[number]
