@@ -65,11 +65,11 @@ class LeavingMemory:
 class Piece:
     """One storage that autograd saved: in memory, or moved."""
 
-    __slots__ = ("__weakref__", "_dtype", "_memory", "_moved", "_overwritten", "_version", "nbytes")
+    __slots__ = ("__weakref__", "_dtype", "_memory", "_moved", "_overwritten", "_writes", "nbytes")
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory: torch.Tensor | None = memory
-        self._version = memory._version
+        self._writes = memory._version
         self._overwritten = False
         self._moved: Moved | None = None
         self._dtype = memory.dtype
@@ -79,10 +79,10 @@ class Piece:
     def is_alone(self) -> bool:
         """Whether the storage is in memory for this piece alone, and as it was saved."""
         memory = self._memory
-        if memory is None or memory._version != self._version:
+        if memory is None or memory._version != self._writes:
             return False
         # Our own: the tensor, the one that it is a view of, and the object by which Python asks.
-        own = 2 if memory._base is None else 3
+        own = 3 if memory._is_view() else 2
         return bool(torch._C._storage_Use_Count(memory.untyped_storage()._cdata) == own)
 
     @property
@@ -121,11 +121,11 @@ class Piece:
             storage = self._moved.storage()
             whole = torch.empty(0, dtype=self._dtype, device=storage.device)
             self._memory = whole.set_(storage, 0, (self.nbytes // self._dtype.itemsize,))  # type: ignore[call-overload]  # it takes untyped storages
-            self._version, self._moved = self._memory._version, None
+            self._writes, self._moved = self._memory._version, None
         return self._memory
 
     def _note_writes(self) -> None:
-        self._overwritten |= self._memory is not None and self._memory._version != self._version
+        self._overwritten |= self._memory is not None and self._memory._version != self._writes
 
 
 def bytes_of(pieces: Iterable[Piece]) -> int:
