@@ -71,8 +71,8 @@ class StageMeasurer:
 
     `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `node_seconds`
     are added to the time of a run without a graph. The backward steps the parameters in `stepped`. Stages may be stored
-    by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group` measure the same stages together. With `cache`, kinds
-    of stages that an earlier run has measured are not measured again.
+    by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group` measure
+    the same stages together. With `cache`, kinds of stages that an earlier run has measured are not measured again.
     """
 
     def __init__(
