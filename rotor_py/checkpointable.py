@@ -112,6 +112,9 @@ class Checkpointable(Transparent):
             numbers are those of a plain step. `optimizer.step()` then finds nothing left to do, and says that the step
             is over. For SGD, Adam, AdamW and others of torch.optim that step each parameter by itself. Nothing can add
             up gradients, clip them by their norm or unscale them (GradScaler): whoever reads one is told.
+        offload: where activations may wait for their backward: "host" (pinned memory, for a CUDA device) or
+            "file:/path" (a file in that folder, for a model on the CPU). What moves there, and when, is decided by the
+            solver, by the bandwidth that is measured. The file has no name, and is gone when the model is.
 
     With `level` or `every_n_layers` nothing is solved: the strategy takes whatever memory it needs. If `mem_limit` is
     given as well, a strategy that needs more is refused.
@@ -163,6 +166,7 @@ class Checkpointable(Transparent):
         on_oom: Literal["raise", "replan"] = "raise",
         compile: Compile = False,
         step_in_backward: torch.optim.Optimizer | None = None,
+        offload: str | None = None,
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
@@ -188,6 +192,7 @@ class Checkpointable(Transparent):
             on_oom=on_oom,
             compile=compile,
             step_in_backward=step_in_backward,
+            offload=offload,
         )
         super().__init__(model)
         self.__dict__["_planner"] = Planner(model, core_of(model), settings)

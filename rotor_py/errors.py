@@ -1,4 +1,4 @@
-"""Errors that tell a user what to do; all of them are `ValueError`s."""
+"""Errors that tell a user what to do: `ValueError`s, but for what fails in the middle of a step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ __all__ = [
     "CheckpointLimitError",
     "InfeasibleError",
     "MissingCheckpointError",
+    "OffloadError",
     "PlanMismatchError",
     "UnsupportedModelError",
 ]
@@ -54,6 +55,10 @@ def shortened(value: object) -> str:
 
 def _answers(given: tuple[bool, ...]) -> str:
     return ", ".join("yes" if each else "no" for each in given) or "nothing"
+
+
+class OffloadError(RuntimeError):
+    """An activation that cannot be moved to where the user wants it, or back: a full disk, for example."""
 
 
 class CheckpointLimitError(ValueError):

@@ -22,6 +22,7 @@ FLOORS = (
     {"capture", "by_hand", "report", "partition"},
     {"execute", "measure", "compiled"},
     {"stage", "distributed", "devices"},
+    {"offload"},
     {"errors", "units", "transparent", "models"},
 )
 """The rooms of rotor_py, from the top to the bottom: a room imports from lower floors alone."""

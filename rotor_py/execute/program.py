@@ -23,6 +23,7 @@ from rotor_solver import (
     simulate,
     skipped_outputs,
 )
+from rotor_solver.moving import Moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class Program:
     """The operations before the loss, those after it (`replay`), and what the tape has to know about stages.
 
     A stage `in_graph` has a graph from its first forward on. It runs in the graph of plain training, and the engine
-    runs its backward: the tape has no part in it, unless the stage is `awaited`, because the sequence has forwards
-    right before its backward. A stage that `runs_again` has more than one forward. `backward_at` says where in `replay`
-    the backward of each stage is.
+    runs its backward: the tape has no part in it, unless the stage is `awaited`, because the sequence has forwards or
+    `moves` right before its backward. A stage that `runs_again` has more than one forward. `backward_at` says where in
+    `replay` the backward of each stage is.
     """
 
     forward: tuple[Step, ...]
@@ -50,6 +51,7 @@ class Program:
     runs_again: frozenset[int]
     awaited: frozenset[int]
     backward_at: dict[int, int]
+    moves: Moves | None = None
 
     def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
         """The inputs that the replay reads until it has come to the backward of all these stages."""
@@ -62,7 +64,10 @@ class Program:
 # process follows in turn.
 @lru_cache(maxsize=64)
 def program(stages: int, sequence: Sequence) -> Program:
-    """Read `sequence` for a chain of `stages` stages. ValueError if it is not valid for such a chain."""
+    """Read `sequence` for a chain of `stages` stages.
+
+    ValueError if it is not valid for such a chain, or if it moves what a stage saves that is run again.
+    """
     # The simulator refuses what is not valid, on a chain whose costs do not matter.
     options = 1 + max((each.option for each in sequence if isinstance(each, ForwardEnable)), default=0)
     simulate(_unit_chain(stages, options), sequence)
@@ -79,8 +84,13 @@ def program(stages: int, sequence: Sequence) -> Program:
     backward_at = {each.stage: position for position, each in enumerate(replay) if isinstance(each, Backward)}
     # Where the backward of a stage is the first operation after the loss (`at` is 0), there is nothing to await.
     awaited = {i for i in in_graph if (at := backward_at[i]) and not isinstance(replay[at - 1], Backward)}
+    if (moves := sequence.moves) is not None:
+        after = [bool(out or back) for out, back in zip(moves.wait_out, moves.fetch, strict=True)][loss + 1 :]
+        awaited |= {i for i in in_graph if after[backward_at[i]]}
     forwards = Counter(each.stage for each in operations if not isinstance(each, Loss | Backward))
     runs_again = frozenset(stage for stage, runs in forwards.items() if runs > 1)
+    if moves is not None and (moves.stages & runs_again or not moves.stages <= in_graph):
+        raise ValueError(f"the sequence moves what stages {sorted(moves.stages)} save, some of which are run again")
     return Program(
         forward=tuple(steps[:loss]),
         replay=tuple(steps[loss + 1 :]),
@@ -88,6 +98,7 @@ def program(stages: int, sequence: Sequence) -> Program:
         runs_again=runs_again,
         awaited=frozenset(awaited),
         backward_at=backward_at,
+        moves=moves,
     )
 
 

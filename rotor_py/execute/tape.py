@@ -32,6 +32,8 @@
 # 13. A `GuardedTape` runs again what runs out of memory. It has no stages of rule 1, and a Note of its own.
 # 14. A gradient that a collective is still to bring (tensor parallelism) is waited for before stages are run again:
 #     what was sent stays in memory until somebody waits. Outputs of stages are waited for at their end (`StageRunner`).
+# 15. What stages of rule 1 save may be moved to another tier and back. The tape waits for copies out and begins copies
+#     back right before the operations that the plan names, also where the engine runs these (`Moving`).
 """
 
 from __future__ import annotations
@@ -44,9 +46,11 @@ from torch.autograd.graph import Node
 
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.execute.in_flight import Held, Pass, Passes
+from rotor_py.execute.moving import Moving
 from rotor_py.execute.node import Frame, StageNode
 from rotor_py.execute.program import Program, Step, program
 from rotor_py.execute.store import ActivationStore
+from rotor_py.offload.tier import Tier
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
 from rotor_solver import Backward, ForwardEnable, Sequence
@@ -81,13 +85,26 @@ class Tape:
 
     hidden_because = "which is recomputed in the backward; raise the memory limit until it is stored"
 
-    def __init__(self, runners: list[StageRunner], instructions: Program, store: ActivationStore | None = None) -> None:
+    def __init__(
+        self,
+        runners: list[StageRunner],
+        instructions: Program,
+        store: ActivationStore | None = None,
+        tier: Tier | None = None,
+    ) -> None:
         self.runners = runners
         self.program = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
         self._frames: dict[int, Frame] = {}
         self._passes = Passes(Held() if store is None else Held(store), instructions)
+        self._moving: Moving | None = None
+        if instructions.moves is not None:
+            if tier is None:
+                raise ValueError(
+                    "the sequence moves what stages save, and there is no tier to move it to; give offload="
+                )
+            self._moving = Moving(instructions.moves, tier)
 
     def forward(self, value: Any) -> Any:
         """Run the operations before the loss; return the output, in the caller's graph."""
@@ -96,7 +113,8 @@ class Tape:
 
     def _forward(self, held: Held, value: Any) -> Any:
         frontier = 0
-        for step in self.program.forward:
+        for position, step in enumerate(self.program.forward):
+            self._come_to(position)
             stage = step.operation.stage  # type: ignore[union-attr] # no loss here
             if stage < frontier:
                 self._run_again(held, step)
@@ -111,12 +129,24 @@ class Tape:
                 # The stage must not write into what the tape keeps. Where its input is not kept, it may.
                 value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
             else:
-                value = self._runner(step).forward(value)  # Rule 1
+                value = self._run_in_graph(self._runner(step), stage, value)  # Rule 1
             if stage in self.program.awaited:
                 self._await(stage, value)
             frontier += 1
             held.release(step.live)
+        self._come_to(len(self.program.forward))
         return value
+
+    def _run_in_graph(self, runner: StageRunner, stage: int, value: Any) -> Any:
+        return runner.forward(value) if self._moving is None else self._moving.forward(runner, stage, value)
+
+    def _come_to(self, position: int) -> None:
+        """The operation at this position of the sequence is about to begin (Rule 15)."""
+        if self._moving is not None:
+            self._moving.come_to(position)
+
+    def _come_to_replay(self, position: int) -> None:
+        self._come_to(len(self.program.forward) + 1 + position)  # the loss is between them
 
     def _add_node(self, stage: int, value: Any) -> Any:
         """Run a stage as a node of the caller's graph."""
@@ -163,6 +193,7 @@ class Tape:
 
     def _arrived(self, stage: int, gradient: torch.Tensor) -> None:
         if not self._passes.concerns_nodes():
+            self._come_to_replay(self.program.backward_at[stage])
             return  # a pass for parameters of this stage alone: nobody reads what these forwards make
         wait_for(gradient)  # Rule 14
         with self._passes.resume(stage) as current:
@@ -170,14 +201,17 @@ class Tape:
 
     def _advance(self, current: Pass, stage: int) -> None:
         """Run the operations before `B` of `stage`."""
-        for step in self.program.replay[current.position : self.program.backward_at[stage]]:
+        begin, end = current.position, self.program.backward_at[stage]
+        for position, step in enumerate(self.program.replay[begin:end], begin):
+            self._come_to_replay(position)
             if isinstance(step.operation, Backward):
                 # Either the engine ran it, or no gradient reached the stage, and nobody has taken what it holds.
                 current.held.attached.pop(step.operation.stage, None)
                 current.held.release(step.live)
             else:
                 self._run_again(current.held, step)
-        current.position = max(current.position, self.program.backward_at[stage])
+        self._come_to_replay(end)
+        current.position = max(begin, end)
 
     def _run_again(self, held: Held, step: Step) -> None:
         stage = step.operation.stage  # type: ignore[union-attr] # a forward
@@ -218,11 +252,18 @@ class Tape:
             )
 
 
-def replay(runners: list[StageRunner], instructions: Program, value: Any, store: ActivationStore | None = None) -> Any:
+def replay(
+    runners: list[StageRunner],
+    instructions: Program,
+    value: Any,
+    store: ActivationStore | None = None,
+    tier: Tier | None = None,
+) -> Any:
     """Run a chain forward on `value`; what it returns is part of the caller's graph.
 
-    Inputs of stages are kept in `store` for the backward, if one is given; it has to be empty. RuntimeError if a stage
-    overwrites its own input and has to be run again from it.
+    Inputs of stages are kept in `store` for the backward, if one is given; it has to be empty. What the sequence moves
+    goes to `tier`. RuntimeError if a stage overwrites its own input and has to be run again from it, OffloadError if
+    something cannot be moved.
     """
-    tape = Tape(runners, instructions, store)
+    tape = Tape(runners, instructions, store, tier)
     return tape.forward(value)

@@ -26,6 +26,7 @@ from rotor_solver import (
     store_all,
 )
 from rotor_solver.in_flight import least_in_flight_sequence
+from rotor_solver.moving import Link, solve_moving
 
 _WORTH = 0.005
 """The share of time that different sequences have to save: as much as the solver's gap may be."""
@@ -96,12 +97,19 @@ class Budget(StepMemory):
             return StoreAll().solve(self.chain, simulate(self.chain, stored).peak)
         if mem_limit < self.least_bytes():
             raise self.refuse(mem_limit)
-        if self.forwards == 1:
+        if self.forwards == 1 and self.link is not None and isinstance(algorithm, Persistent):
+            sequence = self._solve_moving(mem_limit, algorithm, self.link)
+        elif self.forwards == 1:
             sequence = algorithm.solve(self.chain, self.chain_limit(mem_limit))
         else:
             sequence = self._solve_for_all(mem_limit, algorithm)
         assert self.peak_bytes(sequence) <= mem_limit
         return sequence
+
+    def _solve_moving(self, mem_limit: int, algorithm: Persistent, link: Link) -> Sequence:
+        """A sequence whose stages may be stored elsewhere. Where nothing moves, it is the one without moves."""
+        found = solve_moving(self.chain, self.chain_limit(mem_limit), link, algorithm.slots)
+        return replace(found.sequence, moves=found.moves) if found.moves.stages else found.sequence
 
     def _solve_for_all(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
         """The sequence of the first forward in flight, and those of the others beside it where they differ."""

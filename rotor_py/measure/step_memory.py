@@ -8,6 +8,10 @@ from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.units import format_bytes
 from rotor_solver import Backward, Chain, Loss, Sequence, simulate
 from rotor_solver.in_flight import PEAKS, Footprint, busiest_of, most_while_one_begins
+from rotor_solver.moving import Link, simulate_moves
+
+_SLOWEST = Link(1e-9, 1e-9)
+"""A link over which no copy ends before it is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,10 @@ class StepMemory:
     """Whether the backward of a stored stage takes what that of one that was run again takes."""
     freed_gradients: int = 0
     """Bytes of gradients that the backward frees, each as soon as it has stepped the parameter."""
+    link: Link | None = None
+    """How fast activations go to another tier and back, where they may; None where nothing moves."""
+    link_name: str = ""
+    """What that tier is called."""
 
     @property
     def floor_bytes(self) -> int:
@@ -50,7 +58,7 @@ class StepMemory:
     def peak_bytes(self, sequence: Sequence) -> int:
         """The predicted peak of a whole step that follows `sequence`."""
         if self.forwards == 1:
-            before, running = self.fixed.total, self.beside_chain(sequence) + simulate(self.chain, sequence).peak
+            before, running = self.fixed.total, self.beside_chain(sequence) + peak_of(self.chain, sequence)
         else:
             forwards = self.footprints(sequence)
             before = self.fixed.total - self.held_beside + most_while_one_begins(forwards, self.backward_order)
@@ -71,7 +79,16 @@ class StepMemory:
 
     def makespan(self, sequence: Sequence) -> float:
         """Seconds of all forwards in flight, their losses and their backwards."""
+        if sequence.moves is not None:
+            assert self.link is not None
+            return simulate_moves(self.chain, sequence, sequence.moves, self.link).makespan
         return sum(simulate(self.chain, each).makespan for each in sequence.of_forwards(self.forwards))
+
+    def moved_bytes(self, sequence: Sequence) -> int:
+        """Bytes that a step by `sequence` moves to another tier, and back."""
+        if sequence.moves is None:
+            return 0
+        return simulate_moves(self.chain, sequence, sequence.moves, _SLOWEST).moved
 
     def footprints(self, sequence: Sequence) -> list[Footprint]:
         """What each of the forwards in flight costs the others."""
@@ -106,9 +123,25 @@ class StepMemory:
         """What the backward frees, in words; for a step whose backward steps parameters."""
         return f"{format_bytes(self.freed_gradients)} of gradients are freed in the backward, which steps parameters"
 
+    def moved_in_words(self, sequence: Sequence) -> str:
+        """What a step by `sequence` moves, or that it moves nothing although it might; empty where nothing may move."""
+        if self.link is None:
+            return ""
+        if nbytes := self.moved_bytes(sequence):
+            return f"{format_bytes(nbytes)} of activations are moved to {self.link_name} and back"
+        return f"nothing is moved to {self.link_name}: no plan within the limit would be faster for it"
+
     def parts(self) -> str:
         """What the fixed part consists of, in words."""
         return self.fixed.in_words()
+
+
+def peak_of(chain: Chain, sequence: Sequence) -> int:
+    """The most bytes that `sequence` takes, what it moves included."""
+    if sequence.moves is None:
+        return simulate(chain, sequence).peak
+    # Memory of what has left is let go of where the sequence waits for it, so as if the link were as slow as can be.
+    return simulate_moves(chain, sequence, sequence.moves, _SLOWEST).peak
 
 
 def recomputes(sequence: Sequence) -> bool:

@@ -100,6 +100,7 @@ def summary_of(plan: StepPlan, model: TrainedModel) -> str:
         f"{limit}; {budget.split()}; least possible "
         f"{format_bytes(budget.least_bytes())}; predicted peak {format_bytes(budget.peak_bytes(sequence))}, "
         f"{overhead:.1%} more time than storing all ({format_bytes(budget.peak_bytes(stored))})"
+        + (f"; {moved}" if (moved := budget.moved_in_words(sequence)) else "")
         + (f"; {compiled} of {len(plan.names)} stages compiled" if compiled else "")
     )
 

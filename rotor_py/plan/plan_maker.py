@@ -15,6 +15,7 @@ from rotor_profiling.step_watch import give_way
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import planning
+from rotor_py.plan import offloading
 from rotor_py.plan.inputs.input_spec import describe
 from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
 from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
@@ -87,6 +88,8 @@ class PlanMaker:
         # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
         if self.settings.step_in_backward is not None:
             refuse_several_processes(self.model)
+        if self.settings.offload is not None:
+            offloading.refuse_several_processes(self.model)
         source = self.blank.renewed()
         device = self.model.device_of(spec.input)
         if device.type == "cpu":

@@ -12,7 +12,10 @@ from torch.distributed import ProcessGroup
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compiled.options import Compile, config_of
 from rotor_py.compiled.stage_code import Config
+from rotor_py.plan import offloading
 from rotor_py.plan.stepping.refusals import refuse_settings
+from rotor_py.stage.ways.elsewhere import ELSEWHERE
+from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver.in_flight import ORDERS
 from rotor_solver.progress import Progress
 
@@ -43,6 +46,7 @@ class Settings:
     on_oom: str = "raise"
     compile: Compile = False
     step_in_backward: torch.optim.Optimizer | None = None
+    offload: str | None = None
     inductor: Config | None = field(init=False, default=None)
     """what Inductor is told; None where nothing is to be compiled"""
 
@@ -50,7 +54,7 @@ class Settings:
         """TypeError if `optimizer` is no optimizer: its class, for example.
 
         ValueError if `forwards_in_flight` is not a whole number, one at least, if `backward_order` is none, if `on_oom`
-        or `step_in_backward` cannot be done, or if `compile` is nothing that `torch.compile` takes.
+        `step_in_backward` or `offload` cannot be done, or if `compile` is nothing that `torch.compile` takes.
         """
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
@@ -64,6 +68,7 @@ class Settings:
             )
         self._refuse_on_oom()
         refuse_settings(self)
+        offloading.refuse_settings(self)
         if self.step_in_backward is not None:
             self.optimizer = self.step_in_backward
         self.inductor = config_of(self.compile)
@@ -85,6 +90,11 @@ class Settings:
     def replans(self) -> bool:
         """Whether a step that runs out of memory is undone, and runs again by a plan that needs less."""
         return self.on_oom == "replan"
+
+    @property
+    def keepers(self) -> tuple[Keeper, ...]:
+        """Ways to store a stage, beside its own, that may be planned with."""
+        return () if self.offload is None else (ELSEWHERE,)
 
     @property
     def solved_with(self) -> tuple[float | str | None, int]:

@@ -12,6 +12,7 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.agreement import agreed_sequence, refuse_other_plans
 from rotor_py.plan.description import summary_of
+from rotor_py.plan.offloading import reserve, tell_of_several_forwards
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.steps.step_plans import StepPlans
 from rotor_py.plan.trained_model import TrainedModel
@@ -35,7 +36,8 @@ def solve(
     Without an `algorithm`, it is that of the strategy set by hand, or else the best sequence. A limit that is given and
     works becomes the limit that is set.
 
-    InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits. ValueError for what is no limit.
+    InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits. ValueError for what is no limit,
+    OffloadError if the tier has no room for what the sequence moves.
     """
     settings, group, device = model.settings, model.group, model.device_of(plan.input_spec)
     given = settings.mem_limit if limit is None else limit
@@ -54,6 +56,9 @@ def solve(
             else:
                 found = partial(Budget.solve, mem_limit=most, algorithm=algorithm)
             sequence = fastest_way(plan, found, group, device)
+    tell_of_several_forwards(plan.budget)
+    if model.offload is not None:
+        reserve(model.offload, plan.budget, sequence)
     plan.sequence, plan.agreed = sequence, sequence if size_of(group) > 1 else None
     plan.found = sequence
     settings.mem_limit = given  # only now: one that does not work is not to count

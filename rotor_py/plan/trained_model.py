@@ -28,7 +28,9 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.fixed_memory import trained_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters, stepped_parameters
+from rotor_py.offload.offload import Offload
 from rotor_py.plan.inputs.input_spec import TensorSpec, spec_of
+from rotor_py.plan.offloading import link_to
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
 
@@ -40,6 +42,8 @@ class TrainedModel:
         self.whole = whole
         self.core = core
         self.settings = settings
+        self.offload = None if settings.offload is None else Offload(settings.offload)
+        """where plans may move activations to"""
         self._stepped: tuple[object, SteppedParameters] | None = None
         """the parameters that are stepped in the backward, and those that the optimizer had then"""
 
@@ -133,6 +137,8 @@ class TrainedModel:
                 buckets=around(self.whole) is not None,
                 stepped=stepped,
             )
+        if self.offload is not None:
+            budget = replace(budget, link=link_to(self.offload, device), link_name=self.offload.name)
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
         return budget.with_backward_order(self.settings.backward_order or "any")
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from rotor_py.devices.device import Devices
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.step_memory import peak_of
 from rotor_py.report.basis import Basis
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.sweep import Sweep
 from rotor_py.units import format_bytes, format_seconds
-from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, simulate, store_all
+from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class ReportFacts:
 
     def peak_reason(self) -> str | None:
         """Where the peak is, in one sentence; None where it is in forward or backward, as one would expect."""
-        running = self.budget.beside_chain(self.sequence) + simulate(self.chain, self.shown).peak
+        running = self.budget.beside_chain(self.sequence) + peak_of(self.chain, self.shown)
         if self.peak_bytes <= running:
             return None
         stepping = self.peak_bytes == self.budget.optimizer_peak_bytes
@@ -79,7 +80,9 @@ class ReportFacts:
         compiled = f"{len(names)} of {len(self.chain)} stages run compiled." if names else None
         chosen = () if self.batches is None else self.batches.sentences()
         freed = f"{self.budget.gradients_freed()}." if self.budget.freed_gradients else None
-        others = (self.peak_reason(), freed, self.which_forward(), compiled)
+        words = self.budget.moved_in_words(self.sequence)
+        moved = f"{words[0].upper()}{words[1:]}." if words else None
+        others = (self.peak_reason(), moved, freed, self.which_forward(), compiled)
         basis = () if self.basis is None else self.basis.sentences()
         return (*chosen, *(each for each in others if each is not None), *basis)
 
@@ -193,8 +196,9 @@ class ReportFacts:
                 case ForwardEnable(stage, option):
                     runs[stage] += 1
                     if before_loss:  # after it, a ForwardEnable is a recomputation
-                        size = format_bytes(self.chain.stages[stage].options[option].saved)
-                        kept[stage] = f"stored in part: {size}" if option else "stored"
+                        way = self.chain.stages[stage].options[option]
+                        size = f"{format_bytes(way.moved)} moved" if way.moved else format_bytes(way.saved)
+                        kept[stage] = f"stored {way.name}: {size}" if option else "stored"
                 case ForwardCheck(stage):
                     runs[stage] += 1
                     # A sequence may run a stage again before the loss, and store it then: that is what counts.

@@ -132,7 +132,7 @@ class Chain:
     @property
     def saved(self) -> tuple[int, ...]:
         """What every stage's first option keeps for its backward."""
-        return tuple(option.saved for option in self._first_options())
+        return tuple(option.kept for option in self._first_options())
 
     @property
     def forward_temp(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rotor_solver.chain import Chain
+from rotor_solver.moving import Link, Moves, simulate_moves
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Operation
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
@@ -33,19 +34,32 @@ class Moment:
     gradients: int
 
 
-def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
-    """The operations of `sequence` one after the other. ValueError, as from `simulate`, if `sequence` is not valid."""
+def moments(chain: Chain, sequence: Sequence, link: Link | None = None) -> tuple[Moment, ...]:
+    """The operations of `sequence` one after the other. ValueError, as from `simulate`, if `sequence` is not valid.
+
+    What it moves is in memory until an operation waits for it, and again from the one before which it is fetched. With
+    a `link`, operations begin when the copies that they wait for are over.
+    """
     simulate(chain, sequence)  # for its errors, which name the operation
+    moves = Moves.none(len(sequence)) if sequence.moves is None else sequence.moves
+    begins = None if link is None else simulate_moves(chain, sequence, moves, link).begin
     machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
     ran: set[int] = set()
     left = 0
     found = []
     for position, operation in enumerate(sequence):
-        begin = machine.seconds
+        for stage in moves.wait_out[position]:
+            machine.move_out(stage)
+        for stage in moves.fetch[position]:
+            machine.move_in(stage)
+        before = machine.seconds
         during = machine.run(operation, skip_output=position in skipped)
         if position in reads:
             machine.release_input(reads[position])
-        attached = {index: kept.option.saved - kept.freed for index, kept in machine.attached.items()}
+        attached = {
+            index: (kept.option.saved if kept.away else kept.option.kept) - kept.freed
+            for index, kept in machine.attached.items()
+        }
         output = chain.activation[-1] if machine.output == "caller" else 0
         again = False
         if isinstance(operation, Backward):
@@ -56,8 +70,8 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
         found.append(
             Moment(
                 operation=operation,
-                begin=begin,
-                seconds=machine.seconds - begin,
+                begin=before if begins is None else begins[position],
+                seconds=machine.seconds - before,
                 again=again,
                 during=during,
                 after=machine.held,

@@ -6,9 +6,12 @@ import collections.abc
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
+
+if TYPE_CHECKING:  # its folder is about sequences
+    from rotor_solver.moving.moves import Moves
 
 _TOKEN = re.compile(r"(?P<kind>Fe|CF|Fn|B)_(?P<stage>[0-9]+)(\^(?P<option>[0-9]+))?")
 
@@ -22,12 +25,15 @@ class Sequence(collections.abc.Sequence[Operation]):
 
     `beside` are the sequences of further forwards that are in flight together with one by this, in their order; the
     bound is then an even part of that for all of them. Where all forwards follow this one, it is empty.
+
+    `moves` say what is copied out of memory and back beside the operations; None if nothing is.
     """
 
     operations: tuple[Operation, ...]
     algorithm: str = field(default="", compare=False)
     lower_bound: float | None = field(default=None, compare=False)
     beside: tuple[Sequence, ...] = ()
+    moves: Moves | None = None
 
     def __init__(
         self,
@@ -35,9 +41,11 @@ class Sequence(collections.abc.Sequence[Operation]):
         algorithm: str = "",
         lower_bound: float | None = None,
         beside: Iterable[Sequence] = (),
+        moves: Moves | None = None,
     ) -> None:
         object.__setattr__(self, "operations", tuple(operations))
         object.__setattr__(self, "beside", tuple(beside))
+        object.__setattr__(self, "moves", moves)
         object.__setattr__(self, "algorithm", algorithm)
         object.__setattr__(self, "lower_bound", lower_bound)
         for position, operation in enumerate(self.operations):

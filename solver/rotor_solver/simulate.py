@@ -79,6 +79,8 @@ class _Attached:
     replayed: bool
     freed: int = 0
     """Bytes of the a_i inside this ā_i that were freed before its backward."""
+    away: bool = False
+    """Whether what its option moves is out of memory."""
 
 
 @dataclass(slots=True)
@@ -139,9 +141,9 @@ class Machine:
         options = self.chain.stages[stage].options
         if option >= len(options):
             raise _MissingError(f"uses option {option} of a stage that has {len(options)}")
-        most = self.held + options[option].saved + options[option].forward_temp
+        most = self.held + options[option].kept + options[option].forward_temp
         self.attached[stage + 1] = _Attached(options[option], self.lost)
-        self.held += options[option].saved
+        self.held += options[option].kept
         self._note_output(stage + 1, "attached")
         self.seconds += options[option].forward_time
         if skip_output:
@@ -174,10 +176,12 @@ class Machine:
             raise _MissingError(f"needs δ_{stage + 1}, which is not in memory")
         if stage + 1 not in self.attached:
             raise _MissingError(f"needs ā_{stage + 1}, which is not in memory")
+        if self.attached[stage + 1].away:
+            raise _MissingError(f"needs the part of ā_{stage + 1} that was moved out, which is not back")
         self._need_input(stage)
         before = self.held
         kept = self.attached.pop(stage + 1)
-        self.held -= kept.option.saved - kept.freed
+        self.held -= kept.option.kept - kept.freed
         if stage + 1 == len(self.chain) and not kept.replayed:
             self._leave_to_caller("attached")
         self.deltas.remove(stage + 1)
@@ -189,6 +193,16 @@ class Machine:
         temp = kept.option.backward_temp_of_replay if kept.replayed else kept.option.backward_temp
         # Scratch memory was measured on top of a whole ā; what is freed of ā already makes no difference to the peak.
         return max(before + kept.freed + self.activation[stage] + temp, self.held)
+
+    def move_out(self, stage: int) -> None:
+        """What `stage` moves has been copied out: its bytes are free."""
+        self.attached[stage + 1].away = True
+        self.held -= self.attached[stage + 1].option.moved
+
+    def move_in(self, stage: int) -> None:
+        """What `stage` moves begins to be copied back: its bytes are taken again."""
+        self.attached[stage + 1].away = False
+        self.held += self.attached[stage + 1].option.moved
 
     def release_input(self, stage: int) -> None:
         """Free the part of the input of `stage` that its backward does not need. Its last forward has run."""

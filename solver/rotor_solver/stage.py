@@ -18,6 +18,10 @@ class Option:
     `saved` is what the backward needs, the stage's output included and its input not. The temporary sizes are what a
     run needs beyond its inputs and outputs. `replay_temp` takes the place of `backward_temp` if the forward was run
     after the loss; unless given, the two are equal.
+
+    `moved` bytes more are needed by the backward, and may be copied out of memory after the forward and back before the
+    backward (`rotor_solver.moving`). They are there when the forward ends and when the backward begins. Where nothing
+    says that they are moved, they stay.
     """
 
     forward_time: float
@@ -27,6 +31,12 @@ class Option:
     backward_temp: int = 0
     replay_temp: int | None = None
     name: str = ""
+    moved: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Bytes that are there when the forward ends, and that have to be there when the backward begins."""
+        return self.saved + self.moved
 
     @property
     def backward_temp_of_replay(self) -> int:
@@ -71,10 +81,10 @@ class Stage:
 
     @property
     def fastest_option(self) -> int:
-        """The index of the option whose forward and backward are fastest; among equals, of one that saves least."""
+        """The index of the option whose forward and backward are fastest; among equals, of one that keeps least."""
         options = self.options
         return min(
-            range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].saved)
+            range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].kept)
         )
 
 
@@ -121,6 +131,7 @@ def _checked_option(option: Option, where: str, incoming: int) -> Option:
         forward_temp=checked_size(option.forward_temp, f"forward_temp of {where}"),
         # Below zero if the output's gradient and all that is saved are never there at once.
         backward_temp=checked_size(option.backward_temp, f"backward_temp of {where}", least=-incoming),
+        moved=checked_size(option.moved, f"moved of {where}"),
         replay_temp=None if replay is None else checked_size(replay, f"replay_temp of {where}", least=-incoming),
     )
 

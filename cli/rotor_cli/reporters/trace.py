@@ -56,7 +56,7 @@ def _predicted(facts: Facts) -> Iterator[Event]:
     beside, start = facts.budget.beside_chain(facts.sequence), facts.before_chain_seconds
     if start:
         yield _complete("before the chain", PREDICTED, FORWARD, 0.0, start, {})
-    found = moments(facts.chain, facts.shown)
+    found = moments(facts.chain, facts.shown, facts.budget.link)
     for moment in found:
         during, after = beside + moment.during, beside + moment.after
         ran = TimedOperation(moment.operation, moment.again, start + moment.begin, moment.seconds, during, after)

@@ -17,6 +17,7 @@ from rotor_py.execute.tape import replay
 from rotor_py.measure.stepped_parameters import stepped_parameters
 from rotor_py.plan.sources.source import Following, Measuring
 from rotor_py.stage.runner import StageRunner
+from rotor_py.stage.ways.elsewhere import ELSEWHERE
 from rotor_solver import Sequence
 
 _MOST_READ = 8
@@ -44,7 +45,7 @@ class Replay:
                 return regions.run(runners, regions.regions(sequence), value)
             if how.smaller is not None:
                 return GuardedTape(runners, read[1], how.smaller).forward(value)
-            return replay(runners, read[1], value)
+            return replay(runners, read[1], value, tier=how.tier)
 
 
 def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
@@ -58,6 +59,8 @@ def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
         "fresh_gradients": settings.fresh_grads,
         "loss_temp_bytes": settings.loss_tmp_memory_usage,
         "cache": settings.cache,
+        "keepers": tuple(keeper for keeper in settings.keepers if keeper is not ELSEWHERE),
+        "elsewhere": ELSEWHERE in settings.keepers,
         "stepped": stepped_parameters(model, settings.step_in_backward),
         # Elsewhere the device works meanwhile, also where it is predicted.
         "node_seconds": node_seconds() if how.device.type == "cpu" and prediction() is None else 0.0,

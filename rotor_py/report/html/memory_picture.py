@@ -50,7 +50,7 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
     Without the topmost layer, a column adds up to the simulated memory after its operation; with it, to the memory
     while the operation runs.
     """
-    found, step_after = moments(facts.chain, facts.shown), optimizer_step(facts)
+    found, step_after = moments(facts.chain, facts.shown, facts.budget.link), optimizer_step(facts)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
     sentences = [sentence(moment, names, beside) for moment in found]
     top = beside + max(moment.during for moment in found)

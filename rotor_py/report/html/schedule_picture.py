@@ -54,7 +54,7 @@ class SchedulePicture:
 
 def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SchedulePicture:
     """In `room` pixels: every operation of the plan, and from when to when each stage keeps something."""
-    found = moments(facts.chain, facts.shown)
+    found = moments(facts.chain, facts.shown, facts.budget.link)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
     length = len(facts.chain)
     cell = min(_CELL, (room - LEFT - RIGHT) / (length + 1))

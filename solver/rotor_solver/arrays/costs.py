@@ -70,7 +70,7 @@ def costs_of(chain: Chain) -> Costs:
     options = [option for stage in chain.stages for option in stage.options]
     stage_of = np.repeat(np.arange(length), np.diff(first))
     seconds = np.array([option.forward_time + option.backward_time for option in options], np.float64)
-    saved = np.array([option.saved for option in options], np.int64)
+    saved = np.array([option.kept for option in options], np.int64)
     temps = np.array([[o.backward_temp, o.backward_temp_of_replay] for o in options], np.int64).reshape(-1, 2).T
     inputs, outputs = activation[stage_of], activation[stage_of + 1]
     holds = np.array([stage_of < length - 1, np.ones(len(options), np.bool_)]) * held

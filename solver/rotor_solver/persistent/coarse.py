@@ -55,7 +55,7 @@ def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
     saved, forward_most, backward_most, check_most = 0, 0, 0, 0
     later = sum(stage.gradient for stage in stages)
     for k, (stage, option) in enumerate(zip(stages, options, strict=True)):
-        saved += option.saved
+        saved += option.kept
         later -= stage.gradient
         forward_most = max(forward_most, saved + option.forward_temp)
         temp = max(option.backward_temp, option.backward_temp_of_replay)

@@ -37,7 +37,7 @@ def with_weights_put_off(part: Chain) -> Chain:
     """
     stages: list[Stage] = []
     for incoming, stage in zip(part.activation, part.stages, strict=False):
-        most = max(option.saved for option in stage.options)
+        most = max(option.kept for option in stage.options)
         stays = stage.gradient + most + stage.activation + (incoming if not stages else 0)
         stages.append(replace(stage, gradient=stays))
     return replace(part, stages=tuple(stages))

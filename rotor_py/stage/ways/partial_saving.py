@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_py.stage.autocast import autocast_now, restored_autocast
+from rotor_py.stage.keepers.keeper import Saved, SavedAsItIs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,22 @@ class PartialSaving:
     """One run of a stage of which some values are dropped, to be made again by a recipe.
 
     The run happens inside it as a context, on tensors on the CPU and on `devices`. It calls `keep` and `drop` for its
-    values as soon as it has made them; each of these has memory of its own.
+    values as soon as it has made them; each of these has memory of its own. What is not dropped goes through `save`,
+    such as that of a `Keeping`: of hooks that are inside each other, autograd calls the innermost alone.
     """
 
-    def __init__(self, recipe: Recipe, devices: Iterable[torch.device]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        devices: Iterable[torch.device],
+        save: Callable[[torch.Tensor], Saved] = SavedAsItIs,
+    ) -> None:
         self.recipe = recipe
+        self._save = save
         self.autocast = autocast_now(devices)
         # Weak: when autograd has let go of all that it saved of a value, nobody will ask for it.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, Saved | _Constant] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
         self._hooks: Any = None
 
@@ -72,8 +80,7 @@ class PartialSaving:
 
     def keep(self, number: int, value: Any) -> None:
         """Value `number` is there, and is kept."""
-        tensor = isinstance(value, torch.Tensor)
-        self._kept[number] = _Kept(value.detach(), value._version) if tensor else _Kept(value)
+        self._kept[number] = self._save(value) if isinstance(value, torch.Tensor) else _Constant(value)
 
     def drop(self, number: int, value: torch.Tensor) -> None:
         """Value `number` is there, and is not to be saved."""
@@ -87,7 +94,7 @@ class PartialSaving:
         found = self._storages.get(tensor.untyped_storage()._cdata)
         # A view in another dtype is kept: the parts of a value that is made again are all of the value's own dtype.
         if found is None or found[2] != tensor.dtype:
-            return _Kept(tensor.detach(), tensor._version)  # with its history, an output would hold its own node
+            return self._save(tensor)
         _, number, _ = found
         handle = self.dropped.get(number)
         if handle is None:
@@ -96,36 +103,22 @@ class PartialSaving:
         return _Part(handle, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
-def _unpack(saved: Any) -> torch.Tensor:
-    if isinstance(saved, _Kept):
-        found: torch.Tensor = saved.unchanged()
-        return found
+def _unpack(saved: Saved | _Part) -> torch.Tensor:
+    if not isinstance(saved, _Part):
+        return saved.tensor()
     if torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph=True cannot go through a stage that makes tensors again in the backward; raise the memory "
             "limit until nothing is recomputed, or train this loss without Checkpointable"
         )
-    part: _Part = saved
-    return part.handle.value().as_strided(part.size, part.stride, part.offset)
+    return saved.handle.value().as_strided(saved.size, saved.stride, saved.offset)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """A tensor with the number of times that it had been written to, or any other value.
-
-    Where there are hooks, autograd does not check whether what it saved was written to, so this does.
-    """
+class _Constant:
+    """A value that is no tensor."""
 
     value: Any
-    version: int = 0
-
-    def unchanged(self) -> Any:
-        if isinstance(self.value, torch.Tensor) and self.value._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.value.shape)} that is needed for the backward has been modified by an "
-                "in-place operation since the forward; change it after the backward"
-            )
-        return self.value
 
 
 class _Dropped:
@@ -136,7 +129,7 @@ class _Dropped:
 
     __slots__ = ("__weakref__", "kept", "made", "number", "run")
 
-    def __init__(self, run: PartialSaving, number: int, kept: dict[int, _Kept]) -> None:
+    def __init__(self, run: PartialSaving, number: int, kept: dict[int, Saved | _Constant]) -> None:
         self.run = run
         self.number = number
         self.kept = kept
@@ -152,7 +145,8 @@ class _Dropped:
 
     def _make(self, number: int, made: dict[int, Any]) -> Any:
         if number in self.kept:
-            return self.kept[number].unchanged()
+            found = self.kept[number]
+            return found.value if isinstance(found, _Constant) else found.tensor()
         shared = self.run.dropped.get(number)
         if shared is not None and shared.made is not None:
             return shared.made

@@ -1,0 +1,132 @@
+"""Activations of a CUDA device in pinned memory of the host, copied by streams of their own.
+
+# Note [Streams]
+#
+#  1. The stream that trains is asked for where a copy is begun, before any other stream is made the current one: inside
+#     of such a context, `current_stream` is the copying one, and nothing would wait for anything.
+#  2. A copy out waits for all that the training stream has been given, the kernel that makes the bytes included.
+#  3. Memory goes back to the allocator as memory of the training stream, whose next kernel may write to it. So that
+#     stream waits for the copy first: on the device, and not the thread.
+#  4. For the same reason a copy back waits for the training stream: kernels that it was given may still read what the
+#     new memory held before. And it waits until its bytes have left.
+#  5. A buffer of the host is used again by a copy that waits for the last one from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rotor_py.errors import OffloadError
+from rotor_py.offload.pinned_buffers import PinnedBuffer, PinnedBuffers
+
+
+class HostTier:
+    """Pinned memory, and two streams for each device: one for copies out, and one for copies back."""
+
+    name = "host"
+
+    def __init__(self) -> None:
+        """OffloadError where there is no CUDA device."""
+        if not torch.cuda.is_available():
+            raise OffloadError(
+                "offload='host' moves activations from a CUDA device to the host, and there is no such device here; "
+                "use offload='file:/path' for a model on the CPU"
+            )
+        self.moved_bytes = 0
+        self.buffers = PinnedBuffers()
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return self.buffers.taken_bytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Nothing: how many buffers of which size there will be shows in the first step, which pins them."""
+
+    def move_out(self, storage: torch.UntypedStorage) -> MovedToHost:
+        if storage.device.type != "cuda":
+            raise OffloadError(f"only memory of CUDA devices goes to the host, and this is on {storage.device}")
+        self.moved_bytes += storage.nbytes()
+        return MovedToHost(self, storage)
+
+    def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """The streams of a device for copies out and back."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def close(self) -> None:
+        for streams in self._streams.values():
+            for stream in streams:
+                stream.synchronize()
+        self.buffers.clear()
+
+
+class MovedToHost:
+    """A storage in pinned memory; see `Moved`. Numbers are rules of the Note."""
+
+    def __init__(self, tier: HostTier, storage: torch.UntypedStorage) -> None:
+        self.nbytes = storage.nbytes()
+        self._buffers, self._device = tier.buffers, storage.device
+        self._storage: torch.UntypedStorage | None = storage
+        self._training = torch.cuda.current_stream(self._device)  # 1
+        out, self._back = tier.streams(self._device)
+        self._buffer: PinnedBuffer | None = tier.buffers.take(self.nbytes)
+        out.wait_stream(self._training)  # 2
+        if self._buffer.used is not None:
+            out.wait_event(self._buffer.used)  # 5
+        with torch.cuda.stream(out):
+            self._host_bytes().copy_(_bytes_of(storage), non_blocking=True)
+            self._left: Any = out.record_event()
+        self._arrived: Any = None
+
+    def wait_out(self) -> None:
+        if self._buffer is not None and self._storage is not None and self._arrived is None:
+            self._training.wait_event(self._left)  # 3
+            self._storage = None
+
+    def fetch(self) -> None:
+        if self._storage is not None:
+            if self._arrived is None:
+                self._forget()  # it has not left, and stays
+            return
+        training = torch.cuda.current_stream(self._device)  # 1: the engine runs backwards in streams of their forwards
+        with torch.cuda.device(self._device):
+            self._storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        self._training = training
+        self._back.wait_stream(training)  # 4
+        self._back.wait_event(self._left)  # 4
+        with torch.cuda.stream(self._back):
+            _bytes_of(self._storage).copy_(self._host_bytes(), non_blocking=True)
+            self._arrived = self._back.record_event()
+
+    def storage(self) -> torch.UntypedStorage:
+        self.fetch()
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        self._forget()
+        assert self._storage is not None
+        return self._storage
+
+    def _host_bytes(self) -> torch.Tensor:
+        assert self._buffer is not None
+        return self._buffer.memory[: self.nbytes]
+
+    def _forget(self) -> None:
+        """The buffer is not needed any more. The training stream waits for the copy that may be under way (3)."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            return
+        last = self._left if self._arrived is None else self._arrived
+        self._training.wait_event(last)
+        self._buffers.give_back(buffer, last)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_arrived"):
+            self._forget()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,60 @@
+"""Where activations may go, as the user says it: `host`, or `file:/path`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from rotor_py.errors import OffloadError
+from rotor_py.offload.bandwidth import measure_bandwidth
+from rotor_py.offload.file_tier import FileTier
+from rotor_py.offload.host_tier import HostTier
+from rotor_py.offload.tier import Tier
+from rotor_solver.moving import Link
+
+_FILE = "file:"
+_SHARE = 0.8
+"""Of the bandwidth that is measured, the part that plans count on: training uses memory meanwhile. A guess."""
+
+
+class Offload:
+    """The tier of one model, which is opened when it is first used, and how fast it is."""
+
+    def __init__(self, name: str) -> None:
+        """ValueError for what is no tier, and for one that cannot be had here."""
+        self.name = checked_name(name)
+        self._tier: Tier | None = None
+        self._links: dict[torch.device, Link] = {}
+
+    @property
+    def tier(self) -> Tier:
+        """The tier. OffloadError if it cannot be opened any more."""
+        if self._tier is None:
+            self._tier = _opened(self.name)
+        return self._tier
+
+    def link(self, device: torch.device) -> Link:
+        """How fast memory of `device` goes there and back; measured once. OffloadError if it cannot go there."""
+        if device not in self._links:
+            found = measure_bandwidth(self.tier, device)
+            self._links[device] = Link(math.floor(_SHARE * found.out), math.floor(_SHARE * found.back))
+        return self._links[device]
+
+
+def checked_name(name: str) -> str:
+    """The name of a tier, with its path made absolute. ValueError for what is none, or cannot be had here."""
+    if name != "host" and not (isinstance(name, str) and name.startswith(_FILE) and name != _FILE):
+        raise ValueError(f"offload is {name!r}; it can be 'host' (for a CUDA device) or 'file:/path/of/a/folder'")
+    if name != "host":
+        name = f"{_FILE}{Path(name.removeprefix(_FILE)).expanduser().absolute()}"
+    try:
+        _opened(name).close()
+    except OffloadError as error:
+        raise ValueError(f"offload={name!r}: {error}") from None
+    return name
+
+
+def _opened(name: str) -> Tier:
+    return HostTier() if name == "host" else FileTier(name.removeprefix(_FILE))

@@ -1,0 +1,32 @@
+"""A run of a stage whose saved memory may leave for another tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from rotor_profiling.storage import tensors_in
+from rotor_py.offload.leaving_memory import LEAST_BYTES, LeavingMemory
+from rotor_py.stage.keepers.keeper import Keeping
+from rotor_py.stage.runner import StageRunner
+
+
+def run_leaving(runner: StageRunner, value: Any) -> tuple[Any, LeavingMemory]:
+    """Run a stage in the graph around it; returns its output, and what it saved that could leave memory.
+
+    What goes into the stage and what comes out of it stays, as do its parameters: others read it as well.
+    """
+    leaving = LeavingMemory()
+    with Keeping(leaving, _in_memory_anyway(runner, value), least_bytes=LEAST_BYTES) as keeping:
+        output = runner.forward(value)
+        keeping.spare(tensors_in(output))
+    return output, leaving
+
+
+def _in_memory_anyway(runner: StageRunner, value: Any) -> Iterable[torch.Tensor]:
+    yield from runner.read(value)
+    if isinstance(runner.function, torch.nn.Module):
+        yield from runner.function.parameters()
+        yield from runner.function.buffers()

@@ -1,0 +1,26 @@
+"""The way to store a stage whole, but some of it in another tier of memory.
+
+The stage runs as if it was stored whole. What leaves, and when, concerns the whole step (`execute.moving`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rotor_py.stage.protocol import Run
+from rotor_py.stage.ways.keeper import Keeper
+
+
+class _Elsewhere:
+    name = "elsewhere"
+
+    def suits(self, function: Callable[..., Any]) -> bool:
+        return True
+
+    def keeping(self, run: Run) -> Run:
+        return run
+
+
+ELSEWHERE: Keeper = _Elsewhere()
+"""Offered to runners where a plan may move; `measure.walks.movable_bytes` has its bytes."""

@@ -1,0 +1,173 @@
+"""What to keep, to compute again and to move, for the least time within a limit: by prices, with a certified bound.
+
+For a price λ of every byte moved, the persistent program solves the chain in which moved bytes take no memory. Each
+sequence that it finds is given a timetable that fits, and simulated; the fastest is the answer, and `bound` makes a
+certificate of the program's bounds. Copies take memory on their way. So sequences for somewhat lower limits are tried
+too: they leave room in which copies are under way while the next stage computes.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rotor_solver.chain import Chain
+from rotor_solver.limits import InfeasibleError, bytes_of_limit
+from rotor_solver.moving.bound import Priced, lower_bound
+from rotor_solver.moving.link import Link
+from rotor_solver.moving.moves import Moves
+from rotor_solver.moving.plan_moves import plan_moves
+from rotor_solver.moving.priced import priced
+from rotor_solver.moving.simulate_moves import simulate_moves
+from rotor_solver.moving.trips import loss_position, trips_of
+from rotor_solver.operations import ForwardEnable, Operation
+from rotor_solver.persistent import Persistent
+from rotor_solver.sequence import Sequence
+from rotor_solver.simulate import simulate
+from rotor_solver.stage import Option
+
+_CLOSE = 0.005
+"""Where the gap is no more than this, it is good enough: that of `persistent.program`."""
+_ENDS = (64.0, 2.0**-10)
+"""The prices that are tried first, the last one first, as parts of what a byte takes out and back. The first is so
+small that it does not count, the other so high that no more is moved than has to be; guesses."""
+_PRICES = 12
+"""Prices that are tried at most; a guess. Five or six are typical."""
+_SAME = 1e-6
+"""Prices that differ by no more are the same."""
+_ROOMS = (0.5, 1.0, 2.0, 3.0)
+"""Room that is left for copies on their way, as multiples of the most that a stage moves; a guess."""
+
+
+class MovingPlan(NamedTuple):
+    """A sequence and its moves, the `seconds` of a step by them, and a certified lower bound for all such steps."""
+
+    sequence: Sequence
+    moves: Moves
+    seconds: float
+    lower_bound: float
+
+    @property
+    def gap(self) -> float:
+        """By how much the plan is slower than the best one, at most, as a ratio."""
+        return self.seconds / self.lower_bound - 1 if self.lower_bound else (math.inf if self.seconds else 0.0)
+
+
+def solve_moving(chain: Chain, limit: float, link: Link, slots: int = 500) -> MovingPlan:
+    """The fastest sequence found within `limit` bytes, a_0 counted, with what moves over `link` and when.
+
+    It is no slower than the best one found without moves. The bound is for memory-persistent sequences whose copies
+    keep the rules of Note [Moves]. Raises InfeasibleError if not even moving all that can move makes room, with the
+    exact least limit; ValueError if the limit is not a number of bytes.
+    """
+    search = _Search(chain, bytes_of_limit(limit), link, slots)
+    search.explore(0)
+    largest = max((option.moved for stage in chain for option in stage.options), default=0)
+    for room in _ROOMS:
+        if search.plan().gap > _CLOSE and room * largest < search.limit:
+            with suppress(InfeasibleError):
+                search.explore(int(room * largest))
+    return search.plan()
+
+
+@dataclass(slots=True)
+class _Search:
+    chain: Chain
+    limit: int
+    link: Link
+    slots: int
+    best: tuple[Sequence, Moves, float] | None = None
+    bound: float = 0.0
+    """Seconds; certified."""
+
+    def explore(self, room: int) -> None:
+        """Solve for the prices that matter, with `room` bytes left for copies on their way.
+
+        What matters is where the bound is lowest. Two sequences are known that move more and less than there; the price
+        at which both are equally good finds one between them, or shows that there is none.
+        """
+        limit, found, known = self.limit - room, list[Priced](), list[tuple[int, float]]()
+        with suppress(InfeasibleError):
+            known.append(self.offer(Persistent(self.slots).solve(self.chain, limit)))
+        prices = [part * self.link.seconds_per_byte for part in _ENDS]
+        while prices:
+            price = prices.pop()
+            sequence = Persistent(self.slots).solve(priced(self.chain, price), limit)
+            assert sequence.lower_bound is not None
+            found.append(Priced(price, sequence.lower_bound))
+            known.append(self.offer(sequence))
+            moved, bound = lower_bound(self.chain, self.link, found)
+            if room == 0:
+                self.bound = max(self.bound, bound)
+            if self.plan().gap <= _CLOSE:
+                return
+            if not prices and len(found) < _PRICES:
+                prices += _price_between(known, moved, [each.price for each in found])
+
+    def offer(self, sequence: Sequence) -> tuple[int, float]:
+        """Keep `sequence` if it is the fastest so far. The bytes that it may move, and its seconds without a link."""
+        # A price is the same wherever a stage is, so it does not say which of several like stages moves. A timetable
+        # does: the early ones, which have the most time. So it may choose among all.
+        for each in dict.fromkeys((sequence, with_all_moves(self.chain, sequence))):
+            moves = plan_moves(self.chain, each, self.link, self.limit)
+            seconds = simulate_moves(self.chain, each, moves, self.link).makespan
+            if self.best is None or seconds < self.best[2]:
+                self.best = (without_idle_moves(self.chain, each, moves), moves, seconds)
+        return sum(trip.moved for trip in trips_of(self.chain, sequence)), simulate(self.chain, sequence).makespan
+
+    def plan(self) -> MovingPlan:
+        assert self.best is not None
+        sequence, moves, seconds = self.best
+        bound = min(self.bound, seconds)  # a bound above the time of a real step could only be rounding
+        return MovingPlan(Sequence(sequence, "moving", bound), moves, seconds, bound)
+
+
+def _price_between(known: list[tuple[int, float]], moved: float, tried: list[float]) -> list[float]:
+    """The price at which the nearest of the `known` (bytes, seconds) that move more and less than `moved` are equal."""
+    more = min((each for each in known if each[0] > moved), default=None)
+    less = max((each for each in known if each[0] <= moved), default=None, key=lambda each: (each[0], -each[1]))
+    if more is None or less is None or less[1] <= more[1]:
+        return []
+    price = (less[1] - more[1]) / (more[0] - less[0])
+    return [] if any(math.isclose(price, each, rel_tol=_SAME) for each in tried) else [price]
+
+
+def with_all_moves(chain: Chain, sequence: Sequence) -> Sequence:
+    """`sequence`, in which every forward before the loss that could as well move what it keeps may do so."""
+    loss = loss_position(sequence)
+
+    def moving(position: int, operation: Operation) -> Operation:
+        if position > loss or not isinstance(operation, ForwardEnable):
+            return operation
+        options = chain.stages[operation.stage].options
+        own = options[operation.option]
+        alike = [k for k, each in enumerate(options) if each.moved > own.moved and _no_worse(each, own)]
+        return ForwardEnable(operation.stage, max(alike, key=lambda k: options[k].moved, default=operation.option))
+
+    return Sequence(moving(position, operation) for position, operation in enumerate(sequence))
+
+
+def without_idle_moves(chain: Chain, sequence: Sequence, moves: Moves) -> Sequence:
+    """`sequence`, with ways that move nothing where nothing is moved, if they cost no more and keep no more."""
+    moving, loss = moves.stages, loss_position(sequence)
+
+    def settled(position: int, operation: Operation) -> Operation:
+        if not isinstance(operation, ForwardEnable) or (position < loss and operation.stage in moving):
+            return operation
+        options = chain.stages[operation.stage].options
+        idle = options[operation.option]
+        alike = (k for k, each in enumerate(options) if idle.moved and not each.moved and _no_worse(each, idle))
+        return ForwardEnable(operation.stage, next(alike, operation.option))
+
+    return Sequence(settled(position, operation) for position, operation in enumerate(sequence))
+
+
+def _no_worse(one: Option, other: Option) -> bool:
+    costs = (
+        (each.forward_time, each.backward_time, each.kept, each.forward_temp, each.backward_temp, replay)
+        for each in (one, other)
+        for replay in (each.backward_temp_of_replay,)
+    )
+    return all(ours <= theirs for ours, theirs in zip(*costs, strict=True))

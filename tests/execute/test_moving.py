@@ -1,0 +1,297 @@
+"""A step whose stages move what they save: the same bits, and no more memory than the moves promise."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling.step import measured_peak
+from rotor_py.errors import OffloadError
+from rotor_py.execute.program import program
+from rotor_py.execute.tape import replay
+from rotor_py.offload.file_tier import FileTier
+from rotor_py.stage.runner import StageRunner
+from rotor_solver import Sequence
+from rotor_solver.moving import Moves
+
+CPU = torch.device("cpu")
+WIDTH, BATCH, LAYERS = 128, 256, 4
+ONE = 4 * BATCH * 4 * WIDTH
+"""Bytes of each of the two activations inside a block, which leave."""
+
+
+class Block(nn.Module):
+    """Saves two activations inside: the input of GELU, and that of the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.down(nn.functional.dropout(nn.functional.gelu(self.up(value)), 0.1))
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[FileTier]:
+    found = FileTier(tmp_path)
+    yield found
+    found.close()
+
+
+def blocks() -> list[Block]:
+    torch.manual_seed(0)
+    return [Block() for _ in range(LAYERS)]
+
+
+def moves_of(length: int, wait_out: dict[int, list[int]], fetch: dict[int, list[int]]) -> Moves:
+    def by_position(found: dict[int, list[int]]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(found.get(position, ())) for position in range(length))
+
+    return Moves(by_position(wait_out), by_position(fetch))
+
+
+ALL = Sequence.parse("Fe_0, Fe_1, Fe_2, Fe_3, L, B_3, B_2, B_1, B_0")
+ONE_AT_A_TIME = moves_of(9, {1: [0], 2: [1], 3: [2]}, {6: [2], 7: [1], 8: [0]})
+"""Each waits to be out before the next stage begins, and is fetched at its own backward."""
+EARLY = moves_of(9, {4: [0, 1], 5: [2]}, {5: [2], 6: [1, 0]})
+MIXED = Sequence.parse("Fe_0, CF_1, Fn_2, Fe_3, L, B_3, CF_1, Fe_2, B_2, Fe_1, B_1, B_0")
+
+
+def forward(layers: list[Block], sequence: Sequence, tier: FileTier, value: torch.Tensor) -> torch.Tensor:
+    runners = [StageRunner(layer, f"block {number}") for number, layer in enumerate(layers)]
+    made: torch.Tensor = replay(runners, program(len(layers), sequence), value, tier=tier)
+    return made
+
+
+def with_moves(sequence: Sequence, moves: Moves) -> Sequence:
+    return Sequence(sequence.operations, moves=moves)
+
+
+def plain(layers: list[Block], value: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        value = layer(value)
+    return value
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def gradients_of(layers: list[Block], run: Any) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    value = batch()
+    output = run(value)
+    output.square().mean().backward()
+    found = [output.detach(), value.grad, *(p.grad for layer in layers for p in layer.parameters())]
+    for layer in layers:
+        layer.zero_grad()
+    return [*found, torch.get_rng_state()]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sequence", "moved"),
+    [
+        (with_moves(ALL, ONE_AT_A_TIME), 3),
+        (with_moves(ALL, EARLY), 3),
+        (with_moves(MIXED, moves_of(12, {1: [0], 5: [3]}, {5: [3], 10: [0]})), 2),
+        (with_moves(ALL, Moves.none(9)), 0),
+    ],
+)
+def test_gradients_are_those_of_plain_training_bit_for_bit(sequence: Sequence, moved: int, tier: FileTier) -> None:
+    layers = blocks()
+    expected = gradients_of(layers, lambda value: plain(layers, value))
+    for _ in range(2):
+        before = tier.moved_bytes
+        assert same(gradients_of(layers, lambda value: forward(layers, sequence, tier, value)), expected)
+        # The dropout's mask too.
+        assert tier.moved_bytes - before >= moved * 2 * ONE
+        assert bool(tier.moved_bytes - before) == bool(moved)
+    assert tier.held_bytes == 0
+
+
+def peak_of(layers: list[Block], run: Any) -> int:
+    value = batch()
+
+    def step() -> None:
+        run(value).sum().backward()
+
+    return measured_peak(step, [value], CPU)
+
+
+def test_what_is_away_takes_no_memory(tier: FileTier) -> None:
+    layers = blocks()
+    stored = peak_of(layers, lambda value: plain(layers, value))
+    one = peak_of(layers, lambda value: forward(layers, with_moves(ALL, ONE_AT_A_TIME), tier, value))
+    early = peak_of(layers, lambda value: forward(layers, with_moves(ALL, EARLY), tier, value))
+    # Three blocks are away when the fourth one is there. If they are waited for late, all are there at the loss.
+    assert stored - one >= 3 * 2 * ONE
+    assert stored > early > one
+
+
+def test_a_graph_that_is_retained_has_everything_twice(tier: FileTier) -> None:
+    layers = blocks()
+    value = batch()
+    output = forward(layers, with_moves(ALL, ONE_AT_A_TIME), tier, value).sum()
+    first = torch.autograd.grad(output, [value, layers[0].up.weight], retain_graph=True)
+    second = torch.autograd.grad(output, [value, layers[0].up.weight])
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(output, [value])
+
+
+def test_a_backward_through_a_part_is_right(tier: FileTier) -> None:
+    layers = blocks()
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(plain(layers, batch()).sum(), [layers[1].up.weight, layers[3].up.weight])
+    torch.manual_seed(3)
+    output = forward(layers, with_moves(ALL, EARLY), tier, batch()).sum()
+    found = torch.autograd.grad(output, [layers[1].up.weight, layers[3].up.weight])
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    del output
+    assert tier.held_bytes == 0
+
+
+def test_second_derivatives_are_those_of_plain_training(tier: FileTier) -> None:
+    layers = blocks()
+
+    def second(run: Any) -> torch.Tensor:
+        torch.manual_seed(3)
+        value = batch()
+        (first,) = torch.autograd.grad(run(value).square().sum(), [value], create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [layers[0].up.weight])[0]
+
+    moved = second(lambda value: forward(layers, with_moves(ALL, ONE_AT_A_TIME), tier, value))
+    assert torch.equal(moved, second(lambda value: plain(layers, value)))
+
+
+def test_a_forward_without_a_backward_leaves_nothing(tier: FileTier) -> None:
+    layers = blocks()
+    output = forward(layers, with_moves(ALL, ONE_AT_A_TIME), tier, batch())
+    assert tier.held_bytes > 0
+    del output
+    assert tier.held_bytes == 0
+
+
+def test_what_somebody_else_holds_stays(tier: FileTier) -> None:
+    class Curious(Block):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            self.seen = self.up(value)
+            return value + self.down(nn.functional.gelu(self.seen))
+
+    torch.manual_seed(0)
+    layers: list[Block] = [Curious() for _ in range(LAYERS)]
+    expected = gradients_of(layers, lambda value: plain(layers, value))
+    before = tier.moved_bytes
+    assert same(
+        gradients_of(layers, lambda value: forward(layers, with_moves(ALL, ONE_AT_A_TIME), tier, value)), expected
+    )
+    assert tier.moved_bytes - before == 3 * ONE  # of two activations in a block, one is on the module as well
+
+
+def test_views_of_one_storage_are_moved_once(tier: FileTier) -> None:
+    class Views(nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            wide = torch.cat([value, value * 2])
+            one, two = wide.chunk(2)
+            return one * two.sin() + one.T.cos().T
+
+    layers: list[Any] = [Views(), Views()]
+    sequence = Sequence.parse("Fe_0, Fe_1, L, B_1, B_0")
+    moving = with_moves(sequence, moves_of(5, {1: [0]}, {4: [0]}))
+    expected = gradients_of(layers, lambda value: plain(layers, value))
+    assert same(gradients_of(layers, lambda value: forward(layers, moving, tier, value)), expected)
+    inside = 4 * BATCH * WIDTH
+    # The two halves lie in one storage of twice the size; the sine is of its own.
+    assert tier.moved_bytes == 2 * (2 * inside + inside)
+
+
+def test_what_is_overwritten_after_it_was_saved_is_refused_as_in_plain_training(tier: FileTier) -> None:
+    class Overwrites(nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            inside = value.exp()  # saved
+            return inside.add_(1).sin()
+
+    layers: list[Any] = [Overwrites(), Overwrites()]
+    moving = with_moves(Sequence.parse("Fe_0, Fe_1, L, B_1, B_0"), moves_of(5, {1: [0]}, {4: [0]}))
+    for run in (lambda value: plain(layers, value), lambda value: forward(layers, moving, tier, value)):
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+            run(batch()).sum().backward()
+
+
+def test_a_copy_that_fails_ends_the_step_and_the_next_one_is_right(
+    tier: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = blocks()
+    sequence = with_moves(ALL, ONE_AT_A_TIME)
+    expected = gradients_of(layers, lambda value: forward(layers, sequence, tier, value))
+
+    def broken(*args: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    for call, what in (("pwrite", "written"), ("preadv", "read")):
+        with monkeypatch.context() as failing:
+            failing.setattr(os, call, broken)
+            with pytest.raises(OffloadError, match=f"cannot be {what} in .*: Input/output error"):
+                forward(layers, sequence, tier, batch()).sum().backward()
+        for layer in layers:
+            layer.zero_grad()
+        assert tier.held_bytes == 0
+        assert same(gradients_of(layers, lambda value: forward(layers, sequence, tier, value)), expected)
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_many_steps_leave_everything_as_it_was(count: int, tier: FileTier, tmp_path: Path) -> None:
+    layers = blocks()[:2]
+    value = torch.randn(32, WIDTH, requires_grad=True)
+    sequence = with_moves(Sequence.parse("Fe_0, Fe_1, L, B_1, B_0"), moves_of(5, {1: [0]}, {4: [0]}))
+
+    def step() -> None:
+        forward(layers, sequence, tier, value).sum().backward()
+
+    def resources() -> tuple[int, int, int, list[Path], int]:
+        gc.collect()
+        alive = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+        return (
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            alive,
+            list(tmp_path.iterdir()),
+            file_size(tier),
+        )
+
+    step()
+    before, moved = resources(), tier.moved_bytes
+    for _ in range(count):
+        step()
+    assert tier.moved_bytes == (count + 1) * moved
+    assert tier.held_bytes == 0
+    assert resources() == before
+
+
+def file_size(tier: FileTier) -> int:
+    links = ((name, os.readlink(f"/proc/self/fd/{name}")) for name in os.listdir("/proc/self/fd") if exists(name))
+    return next(os.fstat(int(name)).st_size for name, link in links if link.startswith(str(tier.folder)))
+
+
+def exists(name: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{name}")
+
+
+def test_a_sequence_that_moves_needs_a_tier() -> None:
+    layers = blocks()
+    runners = [StageRunner(layer, "block") for layer in copy.deepcopy(layers)]
+    with pytest.raises(ValueError, match="no tier to move it to; give offload="):
+        replay(runners, program(4, with_moves(ALL, EARLY)), batch())

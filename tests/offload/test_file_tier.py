@@ -1,0 +1,253 @@
+"""The tier of files: bytes come back as they left, and nothing is left behind, whatever goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rotor_profiling import memory_meter
+from rotor_py.errors import OffloadError
+from rotor_py.offload.bandwidth import measure_bandwidth
+from rotor_py.offload.file_tier import FileTier
+from rotor_py.offload.tier import Moved
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[FileTier]:
+    found = FileTier(tmp_path)
+    yield found
+    found.close()
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def storage_of(nbytes: int, seed: int = 0) -> torch.UntypedStorage:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).untyped_storage()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def held_back(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have writes wait until the event is set."""
+    go, write = threading.Event(), os.pwrite
+
+    def later(*args: object) -> int:
+        assert go.wait(60)
+        return write(*args)  # type: ignore[arg-type] # as they came
+
+    monkeypatch.setattr(os, "pwrite", later)
+    return go
+
+
+def test_bytes_come_back_as_they_left(tier: FileTier) -> None:
+    sizes = [1, 4096, 100_001, 20 * 2**20 + 7]  # the last one in several calls of the system
+    moved = [tier.move_out(storage_of(size, size)) for size in sizes]
+    for each in moved:
+        each.wait_out()
+    assert tier.held_bytes >= sum(sizes)
+    for each in reversed(moved):
+        each.fetch()
+    for size, each in zip(sizes, moved, strict=True):
+        assert torch.equal(bytes_of(each.storage()), bytes_of(storage_of(size, size)))
+    assert (tier.held_bytes, tier.moved_bytes) == (0, sum(sizes))
+
+
+def test_whoever_asks_first_gets_the_same_bytes(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = held_back(tier, monkeypatch)
+    original = storage_of(50_000)
+    moved = tier.move_out(original)
+    moved.fetch()  # the copy out has not even begun: the memory stays
+    assert moved.storage().data_ptr() == original.data_ptr()
+    moved.wait_out()  # waits for nothing, and lets go of nothing
+    assert moved.storage().data_ptr() == original.data_ptr()
+    del moved
+    assert tier.held_bytes > 0  # a thread is still to write there
+    go.set()
+    another = tier.move_out(original)
+    another.wait_out()
+    assert torch.equal(bytes_of(another.storage()), bytes_of(original))
+    assert tier.held_bytes == 0
+
+
+def test_memory_is_let_go_of_when_the_copy_was_waited_for(tier: FileTier) -> None:
+    nbytes = 3 * 2**20
+    with memory_meter(CPU) as meter:
+        meter.mark("made")
+        moved: Moved = tier.move_out(storage_of(nbytes))
+        meter.mark("left")
+        moved.wait_out()
+        meter.mark("away")
+        meter.mark("fetched")
+        moved.fetch()
+        back = moved.storage()
+        meter.mark("read")
+        del moved, back
+    assert meter.phases["made"].end == nbytes
+    assert meter.phases["left"].end == 0
+    assert meter.phases["away"].peak == 0
+    assert meter.phases["fetched"].end == nbytes
+    assert meter.phases["read"].end == 0
+
+
+def test_memory_that_nobody_wants_stays_until_the_copy_is_over(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = held_back(tier, monkeypatch)
+    storage = storage_of(200_000)
+    gone = torch.UntypedStorage._new_with_weak_ptr
+    weak = storage._weak_ref()
+    moved = tier.move_out(storage)
+    del moved, storage
+    assert gone(weak) is not None
+    go.set()
+    while tier.held_bytes:
+        time.sleep(0.001)
+    assert gone(weak) is None
+    torch.UntypedStorage._free_weak_ref(weak)
+
+
+def test_there_is_never_a_file_to_see(tmp_path: Path) -> None:
+    before = descriptors()
+    tier = FileTier(tmp_path)
+    moved = tier.move_out(storage_of(100_000))
+    assert list(tmp_path.iterdir()) == []
+    moved.wait_out()
+    assert list(tmp_path.iterdir()) == []
+    del moved, tier  # without a word
+    gc.collect()
+    assert descriptors() == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rotor")]
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\n"
+        "from rotor_py.offload.file_tier import FileTier\n"
+        f"tier = FileTier({str(tmp_path)!r})\n"
+        "moved = tier.move_out(torch.zeros(10**7, dtype=torch.uint8).untyped_storage())\n"
+        "moved.wait_out()\n"
+        "print('moved', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"moved\n"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_refused_with_both_numbers(tier: FileTier, tmp_path: Path) -> None:
+    with pytest.raises(
+        OffloadError, match=r"9000000000000000 bytes\) cannot be made in .* bytes\) are free"
+    ) as refused:
+        tier.reserve(9 * 10**15)
+    assert str(tmp_path) in str(refused.value)
+    moved = tier.move_out(storage_of(5000))  # and nothing is broken
+    moved.wait_out()
+    assert torch.equal(bytes_of(moved.storage()), bytes_of(storage_of(5000)))
+
+
+def test_a_disk_that_is_full_in_the_middle_is_told_where_it_is_waited_for(
+    tier: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", no_room)
+        with pytest.raises(OffloadError, match="No space left"):
+            tier.move_out(storage_of(10_000))
+        assert tier.held_bytes == 0
+    moved = tier.move_out(storage_of(10_000))
+    moved.wait_out()
+    del moved
+    full_device = os.open("/dev/full", os.O_RDWR)
+    number = next(int(name) for name in os.listdir("/proc/self/fd") if is_nameless(name, tier))
+    kept = os.dup(number)
+    os.dup2(full_device, number)
+    moved = tier.move_out(storage_of(10_000))
+    with pytest.raises(OffloadError, match=r"10000 bytes\) cannot be written .* No space left on device; free room"):
+        moved.wait_out()
+    # It has not left, and is there.
+    assert torch.equal(bytes_of(moved.storage()), bytes_of(storage_of(10_000)))
+    os.dup2(kept, number)
+    os.close(kept)
+    os.close(full_device)
+    assert tier.held_bytes == 0
+
+
+def no_room(*args: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def is_nameless(name: str, tier: FileTier) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}").startswith(str(tier.folder))
+    except OSError:  # the one by which they were listed
+        return False
+
+
+def test_a_file_that_was_cut_short_is_told_and_no_half_is_given(tier: FileTier) -> None:
+    moved = tier.move_out(storage_of(300_000))
+    moved.wait_out()
+    number = next(int(name) for name in os.listdir("/proc/self/fd") if is_nameless(name, tier))
+    os.truncate(f"/proc/self/fd/{number}", 8192)
+    for _ in range(2):
+        with pytest.raises(OffloadError, match="was cut short: it ends at byte 8192, and 300000 bytes were written"):
+            moved.storage()
+    del moved
+    assert tier.held_bytes == 0
+
+
+def test_ctrl_c_in_a_wait_breaks_nothing(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = held_back(tier, monkeypatch)
+    moved = tier.move_out(storage_of(100_000))
+    main = threading.main_thread().ident
+    assert main is not None
+    killer = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
+    killer.start()
+    with pytest.raises(KeyboardInterrupt):
+        moved.wait_out()
+    killer.join()
+    assert tier.held_bytes > 0
+    go.set()
+    moved.wait_out()
+    assert torch.equal(bytes_of(moved.storage()), bytes_of(storage_of(100_000)))
+    assert tier.held_bytes == 0
+
+
+def test_a_closed_tier_says_so(tier: FileTier) -> None:
+    moved = tier.move_out(storage_of(5000))
+    moved.wait_out()
+    tier.close()
+    for use in (moved.storage, lambda: tier.move_out(storage_of(5000))):
+        with pytest.raises(OffloadError, match="was closed"):
+            use()
+
+
+def test_folders_that_take_no_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(OffloadError, match=f"no file can be made in {folder}"):
+            FileTier(folder)
+
+
+def test_bandwidth_is_measured_both_ways_at_once(tier: FileTier) -> None:
+    found = measure_bandwidth(tier, CPU)
+    assert found.out > 0
+    assert found.back > 0
+    assert tier.held_bytes == 0

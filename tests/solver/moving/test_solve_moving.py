@@ -1,0 +1,125 @@
+"""What is moved, and the bound, against all sequences with all timetables there are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rotor_solver import Chain, InfeasibleError, Option, Persistent, Stage, min_bytes, simulate, solve, store_all
+from rotor_solver.moving import Link, simulate_moves, solve_moving
+from rotor_solver.moving.bound import Line, lowest_point
+from rotor_solver.moving.priced import priced
+from tests.solver.moving.chains import LINKS, moving_chains, tiny_chains
+from tests.solver.moving.naive import exhaustive_moving_optimum
+from tests.solver.naive import naive_optimum
+
+SLOW = Link(1e-9, 1e-9)
+
+
+def a_limit(data: st.DataObject, chain: Chain) -> int:
+    """From what is needed if all that may move is moved, to what storing everything takes."""
+    return data.draw(st.integers(min_bytes(priced(chain, 0.0)), simulate(chain, store_all(chain)).peak))
+
+
+@settings(max_examples=60, deadline=None)  # all sequences with all timetables
+@given(st.data(), tiny_chains(3), LINKS)
+def test_the_bound_is_below_every_step_and_the_plan_near_the_best(
+    data: st.DataObject, chain: Chain, link: Link
+) -> None:
+    limit = a_limit(data, chain)
+    plan, best = solve_moving(chain, limit, link), exhaustive_moving_optimum(chain, limit, link)
+    assert plan.lower_bound <= best * (1 + 1e-9)
+    assert best <= plan.seconds * (1 + 1e-9)
+    assert plan.seconds <= best * 1.25 + 1e-9
+
+
+@settings(deadline=None)
+@given(st.data(), moving_chains(4), LINKS, LINKS)
+def test_what_was_planned_is_what_happens_inside_the_limit(
+    data: st.DataObject, chain: Chain, link: Link, real: Link
+) -> None:
+    limit = a_limit(data, chain)
+    plan = solve_moving(chain, limit, link)
+    found = simulate_moves(chain, plan.sequence, plan.moves, link)
+    assert found.makespan == pytest.approx(plan.seconds) and found.peak <= limit
+    assert plan.lower_bound <= plan.seconds and plan.sequence.lower_bound == plan.lower_bound
+    for other in (real, SLOW, Link(1e12, 1e12)):
+        assert simulate_moves(chain, plan.sequence, plan.moves, other).peak <= limit
+
+
+@settings(deadline=None)
+@given(st.data(), moving_chains(4), LINKS)
+def test_it_is_no_slower_than_moving_nothing(data: st.DataObject, chain: Chain, link: Link) -> None:
+    limit = data.draw(st.integers(min_bytes(chain), simulate(chain, store_all(chain)).peak))
+    still = simulate(chain, solve(chain, limit)).makespan
+    assert solve_moving(chain, limit, link).seconds <= still
+    slow = solve_moving(chain, limit, SLOW)
+    assert slow.seconds == still and not slow.moves.stages
+
+
+@settings(deadline=None)
+@given(st.data(), moving_chains(4), st.sampled_from((0.0, 0.5, 2.0)))
+def test_priced_chains_are_solved_as_their_recurrence_says(data: st.DataObject, chain: Chain, price: float) -> None:
+    """Options that cannot be used after the loss are nothing that chains have elsewhere."""
+    chain = priced(chain, price)
+    limit = data.draw(st.integers(min_bytes(chain), simulate(chain, store_all(chain)).peak + 1))
+    found = Persistent().solve(chain, limit)
+    assert found.lower_bound is not None
+    best = naive_optimum(chain, limit)
+    assert found.lower_bound <= best * (1 + 1e-9) and best <= simulate(chain, found).makespan * (1 + 1e-9)
+    assert simulate(chain, found).makespan <= best * 1.006
+
+
+@settings(deadline=None)
+@given(moving_chains(3), LINKS)
+def test_limits_below_the_least_are_refused_with_it(chain: Chain, link: Link) -> None:
+    least = min_bytes(priced(chain, 0.0))
+    assume(least > 0)
+    with pytest.raises(InfeasibleError) as info:
+        solve_moving(chain, least - 1, link)
+    assert info.value.min_bytes == least
+    solve_moving(chain, least, link)
+
+
+def test_moving_makes_limits_possible_that_recomputing_cannot_reach() -> None:
+    stage = Stage(1, (Option(1.0, 2.0, 10, backward_temp=1), Option(1.0, 2.0, 1, backward_temp=1, moved=9)))
+    chain = Chain((stage,) * 4, 1)
+    chain = replace(chain, stages=tuple(replace(each, nograd_temp=20) for each in chain.stages))
+    assert min_bytes(chain) > 18
+    plan = solve_moving(chain, 18, Link(9.0, 9.0))
+    assert plan.moves.stages and simulate_moves(chain, plan.sequence, plan.moves, Link(9.0, 9.0)).peak <= 18
+
+
+def test_a_fast_link_moves_for_nothing_what_would_be_computed_again() -> None:
+    stage = Stage(1, (Option(1.0, 2.0, 10), Option(1.0, 2.0, 1, moved=9)))
+    chain = Chain((stage,) * 12, 1)
+    stored = simulate(chain, store_all(chain))
+    limit = stored.peak // 3
+    assert simulate(chain, solve(chain, limit)).makespan > 1.2 * stored.makespan
+    fast, slower = (solve_moving(chain, limit, Link(rate, rate)) for rate in (9.0, 3.0))
+    assert fast.seconds == stored.makespan == fast.lower_bound
+    assert stored.makespan < slower.seconds < simulate(chain, solve(chain, limit)).makespan
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=1, max_size=6))
+def test_the_lowest_point_of_lines(numbers: list[tuple[int, int]]) -> None:
+    lines = [Line(float(seconds), float(slope)) for seconds, slope in numbers] + [Line(0.0, 1.0)]
+    moved, height = lowest_point(lines)
+    assert moved >= 0 and height == max(line.at(moved) for line in lines)
+    grid = [quarter / 4 for quarter in range(0, 100)]
+    assert all(height <= max(line.at(each) for line in lines) + 1e-9 for each in grid)
+
+
+def test_a_chain_without_stages() -> None:
+    plan = solve_moving(Chain((), 4, 1.0), 8, Link(1.0, 1.0))
+    assert str(plan.sequence) == "L" and plan.seconds == 1.0 and plan.gap == 0.0
+
+
+@pytest.mark.parametrize("limit", [-1, math.nan, "4GB"])
+def test_limits_that_are_none_are_refused(limit: float) -> None:
+    with pytest.raises(ValueError, match="mem_limit"):
+        solve_moving(Chain((), 0, 1.0), limit, Link(1.0, 1.0))

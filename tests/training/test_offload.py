@@ -1,0 +1,286 @@
+"""Training that moves activations to a file: the numbers of plain training, inside limits, at the time promised."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling.step import measured_peak
+from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.errors import OffloadError
+from rotor_py.offload.bandwidth import Bandwidth
+from rotor_solver import InfeasibleError
+
+CPU = torch.device("cpu")
+WIDTH, TOKENS, BATCH = 64, 64, 4
+Run = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.heads, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        batch, tokens, _ = value.shape
+        heads = self.heads(self.norms[0](value)).view(batch, tokens, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        found = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        value = value + self.project(found.transpose(1, 2).reshape(batch, tokens, WIDTH))
+        inside = nn.functional.gelu(self.up(self.norms[1](value)))
+        return value + self.down(nn.functional.dropout(inside, 0.1, self.training))
+
+
+class Transformer(nn.Module):
+    """No chain: TorchDynamo captures it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        value = self.embedding(tokens)
+        for block in self.blocks:
+            value = block(value)
+        return value @ self.embedding.weight.T
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    return Transformer()
+
+
+def chain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(50, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 50))
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 50, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are for a disk so fast that moving always pays: what a test plans does not depend on this machine's."""
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e13, 1e13))
+
+
+def planned(model: nn.Module, limit: int, folder: Path | None, **options: Any) -> Checkpointable:
+    offload = None if folder is None else f"file:{folder}"
+    return Checkpointable(
+        model, tokens(), mem_limit=limit, loss=loss_of, fresh_grads=True, cache=False, offload=offload, **options
+    )
+
+
+def trained(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens()))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach().clone() for p in model.parameters()), torch.get_rng_state()]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def peak_of(model: Checkpointable) -> int:
+    value = tokens()
+
+    def step() -> None:
+        loss_of(model(value)).backward()
+
+    present = [*model.parameters(), value]
+    try:
+        return measured_peak(step, present, CPU)
+    finally:
+        model.zero_grad()
+
+
+def limit_between(model: nn.Module, share: float) -> int:
+    """A limit between what a step needs at least (0) and what it takes if it stores all (1)."""
+    report = planned(copy.deepcopy(model), 10**10, None).report()
+    least = report.budget.least_bytes()
+    return int(least + share * (report.store_all_bytes - least))
+
+
+@pytest.mark.parametrize("make", [transformer, chain])
+@pytest.mark.parametrize("share", [0.5, 0.1])
+def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slower(
+    make: Callable[[], nn.Module], share: float, tmp_path: Path
+) -> None:
+    limit = limit_between(make(), share)
+    alone, moving = planned(make(), limit, None), planned(make(), limit, tmp_path)
+    report = moving.report()
+    assert report.overhead < alone.report().overhead
+    nbytes = report.budget.moved_bytes(report.sequence)
+    assert nbytes > 0
+    tier = moving._planner.model.offload.tier
+    before = tier.moved_bytes
+    peak = peak_of(moving)
+    assert tier.moved_bytes - before == nbytes
+    assert peak <= limit
+    assert report.peak_bytes * 0.98 <= peak <= report.peak_bytes
+    assert same(trained(moving), trained(make()))
+    assert tier.held_bytes == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_moves_where_that_would_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = limit_between(chain(), 0.5)
+    alone = planned(chain(), limit, None)
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e3, 1e3))
+    slow = planned(chain(), limit, tmp_path)
+    assert slow.sequence is not None
+    assert slow.sequence.moves is None
+    assert "nothing is moved to file:" in slow.summary()
+    assert slow.report().overhead == pytest.approx(alone.report().overhead, rel=0.5)
+    roomy = planned(chain(), 10**9, tmp_path)
+    assert roomy.sequence is not None
+    assert roomy.sequence.moves is None
+    trained(slow)
+    assert slow._planner.model.offload.tier.moved_bytes == 0
+
+
+def test_the_report_says_what_is_moved_where(tmp_path: Path) -> None:
+    model = planned(chain(), limit_between(chain(), 0.3), tmp_path)
+    assert f"of activations are moved to file:{tmp_path} and back" in model.summary()
+    text = str(model.report())
+    assert "stored elsewhere" in text
+    assert "of activations are moved to" in text
+    model.report().to_html(tmp_path / "page.html")
+    assert "stored elsewhere" in (tmp_path / "page.html").read_text()
+
+
+def test_a_copy_of_the_model_has_a_file_of_its_own(tmp_path: Path) -> None:
+    model = planned(chain(), limit_between(chain(), 0.3), tmp_path)
+    trained(model, 1)
+    twin = copy.deepcopy(model)
+    assert same(trained(twin), trained(model))
+    own = twin._planner.model.offload.tier
+    assert own.moved_bytes > 0
+    assert own is not model._planner.model.offload.tier
+
+
+def test_several_forwards_in_flight_are_right_and_told_that_nothing_moves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, plain = planned(chain(), limit_between(chain(), 0.3), tmp_path), chain()
+
+    def gradients(of: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(4)
+        (loss_of(of(tokens())) + loss_of(of(tokens().flip(0)))).backward()
+        found = [p.grad.clone() for p in of.parameters() if p.grad is not None]
+        of.zero_grad()
+        return found
+
+    expected = gradients(plain)
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        for _ in range(3):
+            assert same(gradients(model), expected)
+    assert "plans for several forwards move nothing" in caplog.text
+
+
+def test_ctrl_c_in_the_middle_of_a_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = planned(chain(), limit_between(chain(), 0.1), tmp_path), chain()
+    tier = model._planner.model.offload.tier
+    trained(model, 1)
+    trained(plain, 1)
+    go, write, main = threading.Event(), os.pwrite, threading.main_thread().ident
+
+    def interrupting(*args: Any) -> int:
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+        assert go.wait(60)
+        return write(*args)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(os, "pwrite", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model(tokens())).backward()
+    go.set()
+    gc.collect()
+    while tier.held_bytes:
+        pass
+    model.zero_grad()
+    assert same(trained(model), trained(plain))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_ends_the_step_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = planned(chain(), limit_between(chain(), 0.1), tmp_path), chain()
+
+    def broken(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    for call in ("pwrite", "preadv"):
+        with monkeypatch.context() as failing:
+            failing.setattr(os, call, broken)
+            with pytest.raises(OffloadError, match="No space left on device; free room there, name another folder"):
+                loss_of(model(tokens())).backward()
+        model.zero_grad()
+        assert model._planner.model.offload.tier.held_bytes == 0
+    assert same(trained(model), trained(plain))
+
+
+def test_a_disk_without_room_is_refused_when_it_is_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        OffloadError, match=r"a file of .* bytes\) cannot be made in .* bytes\) are free: No space left"
+    ):
+        planned(chain(), limit_between(chain(), 0.3), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"forwards_in_flight": 2}, "several forwards share the way; leave one of them out"),
+        ({"on_oom": "replan"}, "runs stages again that have moved"),
+        ({"compile": True}, "Inductor decide"),
+        ({"every_n_layers": 2}, "leaves nothing to choose"),
+        ({"offload": "host"}, "offload='host': .* there is no such device here; use offload='file:/path'"),
+        ({"offload": "file:"}, "it can be 'host' .* or 'file:/path/of/a/folder'"),
+        ({"offload": "disk"}, "it can be 'host' .* or 'file:/path/of/a/folder'"),
+        ({"offload": "file:/not/there"}, "no file can be made in /not/there: No such file"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_a_sentence(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        Checkpointable(chain(), **{"offload": f"file:{tmp_path}", **options})
+    assert "\n" not in str(refused.value)
+
+
+def test_a_sharded_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotor_py.plan.trained_model.is_sharded", lambda *_: True)
+    with pytest.raises(UnsupportedModelError, match=r"offload= is for one process, .* leave offload= out"):
+        planned(chain(), 10**9, tmp_path)
+
+
+def test_a_limit_that_nothing_keeps_is_refused_with_the_least(tmp_path: Path) -> None:
+    with pytest.raises(InfeasibleError, match="needs at least"):
+        planned(chain(), 300_000, tmp_path)
