@@ -15,12 +15,15 @@
 #  5. Nothing here refers to the graph: an output that is saved with its history would hold its own node.
 #  6. What the keeper gives back is held by whoever reads it. Nodes that read it at the same time share it, and nobody
 #     holds it for one that may come later.
-#  7. Autograd attaches the history to what comes back. So `create_graph=True` works, as precisely as the keeper does.
+#  7. Of saved-tensor hooks that are inside each other, autograd calls the innermost alone. A stage that is stored in
+#     part has hooks of its own, so these ask for what is around them (`saving_now`).
+#  8. Autograd attaches the history to what comes back. So `create_graph=True` works, as precisely as the keeper does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -88,8 +91,10 @@ class Keeping:
         self._storages: WeakValueDictionary[tuple[int, int], _KeptStorage] = WeakValueDictionary()
         self._left: set[tuple[int, int]] = set()
         self._hooks: Any = None
+        self._outside: Any = None
 
     def __enter__(self) -> Keeping:
+        self._outside = _innermost.set(self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.save, _tensor_of)
         self._hooks.__enter__()
         return self
@@ -97,6 +102,7 @@ class Keeping:
     def __exit__(self, *error: object) -> None:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
+        _innermost.reset(self._outside)
         self._untouched.clear()
         self._references.clear()
         self._storages.clear()
@@ -130,6 +136,15 @@ class Keeping:
             return None
         found = self._storages[key] = _KeptStorage(kept, tensor.dtype)
         return found
+
+
+_innermost: ContextVar[Keeping | None] = ContextVar("innermost", default=None)
+
+
+def saving_now() -> Callable[[torch.Tensor], Saved]:
+    """What saves a tensor here and now: the innermost `Keeping` around this, or what saves everything as it is."""
+    keeping = _innermost.get()
+    return SavedAsItIs if keeping is None else keeping.save
 
 
 class SavedAsItIs:
