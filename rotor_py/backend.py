@@ -130,7 +130,8 @@ class GraphPlanner:
         sequence = self._forwards.sequence_beside(flying, plan, model) if flying else plan.sequence
         for _, layer in plan.cut.prefix:
             value = layer(value)
-        runners, value = in_context(plan.cut.stages, value, self.settings.preserve_rng_state)
+        rng, ways, keepers = self.settings.preserve_rng_state, plan.measurement.way_names, self.settings.keepers
+        runners, value = in_context(plan.cut.stages, value, rng, ways, keepers)
         if self._read is None or self._read[0] is not sequence:
             self._read = sequence, program(len(runners), sequence)
         made = replay(runners, self._read[1], value)
@@ -161,6 +162,7 @@ class GraphPlanner:
             preserve_rng_state=settings.preserve_rng_state,
             fresh_gradients=settings.fresh_grads,
             silent=graph.silent,
+            keepers=settings.keepers,
         )
         stages.walk()
         stages.settle_layouts(())

@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 from rotor_py.batch.step_costs import StepCosts
+from rotor_solver import Option
 
 Costs = TypeVar("Costs")
 
@@ -81,11 +82,19 @@ def on_line(low: Costs, high: Costs, way: _Way) -> Costs:
             low, **{each.name: on_line(getattr(low, each.name), getattr(high, each.name), way) for each in fields(low)}
         )
     elif isinstance(low, tuple):
-        found = tuple(on_line(one, other, way) for one, other in zip(low, cast(Any, high), strict=False))
+        found = tuple(on_line(one, other, way) for one, other in _pairs(low, cast(Any, high)))
     else:
         number: Any = _seconds if isinstance(low, float) else _bytes
         found = number(low, high, way)
     return cast(Costs, found)
+
+
+def _pairs(low: tuple[Any, ...], high: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """The items of both that are about the same."""
+    if not all(isinstance(each, Option) for each in (*low, *high)):
+        return list(zip(low, high, strict=False))
+    by_name = {option.name: option for option in high}
+    return [(option, by_name[option.name]) for option in low if option.name in by_name]
 
 
 def _seconds(low: float, high: float, way: _Way) -> float:

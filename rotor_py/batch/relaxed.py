@@ -43,23 +43,29 @@ def relaxed(chains: Sequence[Chain], batches: Sequence[int]) -> Chain | None:
     return found if all(held[what] <= size for chain in chains for what, size in _held(chain).items()) else None
 
 
-def _held(chain: Chain) -> dict[tuple[str, int, int], int]:
+def _ways(stage: Stage) -> dict[int | str, Option]:
+    """The ways to run a stage, by name if they have one: not all batches need to have the same."""
+    return {option.name or number: option for number, option in enumerate(stage.options)}
+
+
+def _held(chain: Chain) -> dict[tuple[str, int, int | str], int]:
     """Every amount that a sequence adds to memory, by what it is, of which stage and way.
 
     Scratch memory is there together with what the operation makes, or has: it may be below zero by itself.
     """
+    found: dict[tuple[str, int, int | str], int]
     found = {("input", number, 0): size for number, size in enumerate(chain.activation)}
     for number, (stage, (alone, inside)) in enumerate(zip(chain, chain.released, strict=True)):
         incoming = chain.activation[number]
         found["left of the input", number, 0] = incoming - alone
         found["without a graph", number, 0] = stage.activation + stage.temp_without_graph
-        for way, option in enumerate(stage.options):
+        for way, option in _ways(stage).items():
             found["saved", number, way] = option.saved
             found["forward", number, way] = option.saved + option.forward_temp
             beside = incoming + stage.activation + option.saved
             found["backward", number, way] = beside + option.backward_temp
             found["backward of a replay", number, way] = beside + option.backward_temp_of_replay
-        for way, option in enumerate(chain.stages[number - 1].options if number else ()):
+        for way, option in _ways(chain.stages[number - 1]).items() if number else ():
             found["left of saved", number, way] = option.saved - inside
     gradients = accumulate(stage.gradient for stage in reversed(chain.stages))
     return found | {("gradients", number, 0): size for number, size in enumerate(gradients)}
@@ -71,14 +77,14 @@ def _stage(same: Sequence[Stage], incoming: Sequence[int], scales: Sequence[floa
     `incoming` are the bytes of its inputs. It can run in every way in which any of them can.
     """
     options, left = [], []
-    for way in range(max(len(stage.options) for stage in same)):
-        having = [each for each in zip(same, incoming, scales, strict=True) if way < len(each[0].options)]
+    for way in dict.fromkeys(way for stage in same for way in _ways(stage)):
+        having = [each for each in zip(same, incoming, scales, strict=True) if way in _ways(each[0])]
         theirs = [scale for _, _, scale in having]
         beside = [size + stage.activation for stage, size, _ in having]
         here = incoming[0] + same[0].activation
-        options.append(_option([stage.options[way] for stage, _, _ in having], beside, here, incoming[0], theirs))
+        options.append(_option([_ways(stage)[way] for stage, _, _ in having], beside, here, incoming[0], theirs))
         # A forward may skip its output: what is left of it then is bounded as well.
-        rest = [stage.options[way].forward_time - stage.skipped_output_time for stage, _, _ in having]
+        rest = [_ways(stage)[way].forward_time - stage.skipped_output_time for stage, _, _ in having]
         left.append(_least(rest, theirs))
     nograd = _least([stage.seconds_without_graph for stage in same], scales)
     skipped = max(0.0, *(option.forward_time - rest for option, rest in zip(options, left, strict=True)))

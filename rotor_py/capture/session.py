@@ -193,7 +193,7 @@ def _cut_like(main: _MainGraph, graph: CapturedGraph) -> Cut:
         # What measuring found out about a stage also holds for the same stage with other shapes.
         remember_effects(stage, recall_effects(measured))
         remember_moving(stage, recall_moving(measured))
-        ways = [offers_of(each).partial_forward() is not None for each in (measured, stage)]
-        if ways[0] and not ways[1]:  # the plan may store it in part
-            raise PlanMismatchError(f"stage {name}", "one that can be stored in part", "one that cannot")
+        missing = set(offers_of(measured).ways()) - set(offers_of(stage).ways())
+        if missing:  # the plan may store it so
+            raise PlanMismatchError(f"stage {name}", f"one that can be stored {min(missing)}", "one that cannot")
     return Cut(tuple((name, found[name]) for name, _ in main.cut.prefix), stages)

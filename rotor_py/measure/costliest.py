@@ -7,6 +7,7 @@ sequence that fits these costs fits each of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from rotor_solver import Chain, Option, Stage
 
@@ -14,7 +15,7 @@ from rotor_solver import Chain, Option, Stage
 def costliest(chains: Sequence[Chain]) -> Chain:
     """A chain whose stages cost as much as in any of `chains`, which have the same stages.
 
-    Of the ways to run a stage, those are left that it has in all of them.
+    Of the ways to run a stage, those are left that have the same name and number in all of them.
     """
     if all(chain == chains[0] for chain in chains):
         return chains[0]
@@ -30,7 +31,7 @@ def costliest(chains: Sequence[Chain]) -> Chain:
 def _stage(same: Sequence[Stage]) -> Stage:
     return Stage(
         activation=max(stage.activation for stage in same),
-        options=tuple(map(_option, zip(*(stage.options for stage in same), strict=False))),
+        options=tuple(map(_option, takewhile(_alike, zip(*(stage.options for stage in same), strict=False)))),
         nograd_time=max(stage.seconds_without_graph for stage in same),
         nograd_temp=max(stage.temp_without_graph for stage in same),
         gradient=max(stage.gradient for stage in same),
@@ -40,6 +41,10 @@ def _stage(same: Sequence[Stage]) -> Stage:
         output_released=min(stage.output_released for stage in same),
         skipped_output_time=min(stage.skipped_output_time for stage in same),
     )
+
+
+def _alike(same: Sequence[Option]) -> bool:
+    return len({option.name for option in same}) == 1
 
 
 def _option(same: Sequence[Option]) -> Option:

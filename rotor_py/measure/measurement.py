@@ -34,6 +34,14 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """A way to store a stage other than whole: its name, which follows "stored" in a report, and the stage's cost."""
+
+    name: str
+    cost: StageCost
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """Seconds and bytes of every part of a step. `snapshot_bytes` is what a replay keeps: of buffers that move, and of
     what stages decide.
@@ -52,8 +60,8 @@ class Measurement:
     waiting_gradients: tuple[int, ...] = ()
     """Where parameters are stepped in the backward: bytes of gradients that each stage's backward leaves for earlier
     stages, which use the same parameters, less those that it ends. They are not in `gradient_bytes`, which stay."""
-    in_part: tuple[StageCost | None, ...] = ()
-    """The cost of each stage when it is stored in part (`stage.partial_saving`); None for those that cannot be."""
+    ways: tuple[tuple[Way, ...], ...] = ()
+    """The other ways to store each stage (`stage.ways`), as the chain has them: option n of a stage is its n-th."""
     spread: float = field(default=0.0, compare=False)
     """How far the times of one kind of stage were apart, as a part of them: about how it was measured."""
 
@@ -63,9 +71,14 @@ class Measurement:
         return sum(each.nbytes for each in self.carried if each.last == len(self.stages))
 
     @property
-    def in_part_by_stage(self) -> tuple[StageCost | None, ...]:
-        """`in_part` for every stage."""
-        return self.in_part or (None,) * len(self.stages)
+    def ways_by_stage(self) -> tuple[tuple[Way, ...], ...]:
+        """`ways` for every stage."""
+        return self.ways or ((),) * len(self.stages)
+
+    @property
+    def way_names(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the other ways to store each stage: what its options 1, 2, … stand for."""
+        return tuple(tuple(way.name for way in ways) for ways in self.ways_by_stage)
 
     def chain(self, *, fresh_gradients: bool) -> Chain:
         """The chain for the solver; parameter gradients appear in it if they are freed between steps."""
@@ -75,11 +88,11 @@ class Measurement:
         return Chain(stages, self.input_bytes, self.loss.seconds, beside.loss, output_held=True)
 
     def _stage(self, number: int, beside: _Beside) -> Stage:
-        cost, in_part = self.stages[number], self.in_part_by_stage[number]
-        ways = [cost] if in_part is None else [cost, in_part]
+        cost = self.stages[number]
+        ways = [Way("", cost), *self.ways_by_stage[number]]
         return Stage(
             cost.activation_bytes,
-            tuple(_option(way, cost, beside.forward[number], beside.backward[number]) for way in ways),
+            tuple(_option(way.cost, cost, way.name, beside.forward[number], beside.backward[number]) for way in ways),
             nograd_time=cost.nograd_seconds,
             nograd_temp=cost.nograd_temp_bytes + beside.nograd[number],
             gradient=beside.gradient[number],
@@ -139,7 +152,7 @@ class _Beside:
         self.gradient[-1] += nbytes
 
 
-def _option(cost: StageCost, first: StageCost, forward: int, backward: int) -> Option:
+def _option(cost: StageCost, first: StageCost, name: str, forward: int, backward: int) -> Option:
     """A way to run a stage, with the bytes that are in memory beside it. `first` is the first way's cost.
 
     Per stage, the chain has one number for what a run frees: the first way's. If another way holds on to some of that,
@@ -154,4 +167,5 @@ def _option(cost: StageCost, first: StageCost, forward: int, backward: int) -> O
         forward_temp=max(0, cost.forward_temp_bytes + forward - held),
         backward_temp=cost.backward_temp_bytes + backward,
         replay_temp=cost.replay_temp_bytes + backward,
+        name=name,
     )

@@ -10,7 +10,7 @@ the whole step does not fit. So the chain is walked through several times, alway
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,6 @@ from rotor_profiling import (
     Layouts,
     LossCost,
     Place,
-    StageBytes,
     StageCost,
     bytes_like,
     isolated,
@@ -45,13 +44,14 @@ from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cache.kept_kinds import KeptKinds
 from rotor_py.measure.cache.measurement_cache import measurement_cache
 from rotor_py.measure.cut import Cut
-from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.measurement import Measurement, Way
 from rotor_py.measure.prefix import run_prefix
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.measure.walks.carried_tensors import CarriedTensors
 from rotor_py.measure.walks.found import Surveyed, Weighed
 from rotor_py.measure.walks.gradient_layouts import GradientLayouts
 from rotor_py.measure.walks.stage_times import StageTimes
+from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, worth_choosing
 from rotor_py.stage.activity import During
 from rotor_py.stage.attached_stage import edges_of, leaves_behind
 from rotor_py.stage.decisions import decided_bytes
@@ -60,6 +60,7 @@ from rotor_py.stage.graph_effects import find_effects, recall_effects, remember_
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moving
+from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver.progress import Progress
 
 
@@ -67,9 +68,9 @@ class StageMeasurer:
     """Measures the stages of a chain on the input `value`, of equal ones the first.
 
     `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `node_seconds`
-    are added to the time of a run without a graph. The backward steps the parameters in `stepped`. The processes of
-    `group` measure the same stages together. With `cache`, kinds of stages that an earlier run has measured are not
-    measured again.
+    are added to the time of a run without a graph. The backward steps the parameters in `stepped`. Stages may be stored
+    by `keepers`, beside their own ways. The processes of `group` measure the same stages together. With `cache`, kinds
+    of stages that an earlier run has measured are not measured again.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class StageMeasurer:
         node_seconds: float = 0.0,
         cache: bool = True,
         stepped: SteppedParameters = NONE_STEPPED,
+        keepers: Sequence[Keeper] = (),
     ) -> None:
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
@@ -95,6 +97,8 @@ class StageMeasurer:
         self._group = group
         self._preserve_rng_state = preserve_rng_state
         self._fresh_gradients = fresh_gradients
+        # The regions of a sharded model are stored by `torch.utils.checkpoint`, which has hooks of its own.
+        self._keepers = () if cut.sharding else tuple(keepers)
         self.stepped = stepped
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
@@ -102,7 +106,9 @@ class StageMeasurer:
         self._known: dict[Hashable, _Found] = {}
         self._times = StageTimes(node_seconds)
         self._kept = KeptKinds(
-            measurement_cache(device, fresh_gradients, preserve_rng_state) if cache and not cut.sharding else None
+            measurement_cache(device, fresh_gradients, preserve_rng_state, tuple(keeper.name for keeper in keepers))
+            if cache and not cut.sharding
+            else None
         )
         self._needs_gradient: dict[int, list[bool]] = {}
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
@@ -179,11 +185,10 @@ class StageMeasurer:
     def measurement(self, loss: LossCost) -> Measurement:
         """What was measured, and what the loss costs."""
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
-        costs = [of_kind[kind] for kind in self._kinds]
-        in_part = [next((way for way in others if _saves_less(way, cost)), None) for cost, *others in costs]
+        ways = tuple(of_kind[kind][1] for kind in self._kinds)
         return Measurement(
             names=tuple(name for name, _ in self._stages),
-            stages=tuple(cost for cost, *_ in costs),
+            stages=tuple(of_kind[kind][0] for kind in self._kinds),
             gradient_bytes=_gradient_bytes(self._cut, self.stepped),
             waiting_gradients=self.stepped.waiting(self._cut) if self.stepped else (),
             input_bytes=self._input_bytes,
@@ -192,7 +197,7 @@ class StageMeasurer:
             snapshot_bytes=_snapshot_bytes(self._cut) + self._decided_bytes,
             carried=self._carried.found,
             held_bytes=self._held_bytes,
-            in_part=tuple(in_part) if any(in_part) else (),
+            ways=ways if any(ways) else (),
             spread=self._times.spread(self._kinds),
         )
 
@@ -296,7 +301,7 @@ class StageMeasurer:
                     if number in wanted:
                         kind = self._kinds[number]
                         found = self._known[kind]
-                        ways = self._ways(number)[: len(found.weighed.bytes)]
+                        ways = self._stored(number, found.weighed.ways)
                         run, output = time_ways(ways, value, found.place, watch)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
@@ -354,26 +359,26 @@ class StageMeasurer:
             self._times.settle(kind, runs)
             return weighed
         _, function = self._stages[number]
-        ways = self._ways(number)
-        whole, *others = measure_ways(ways, value, place)
-        # Another way that saves no less would only take longer, so it is not timed.
-        less = [way for way in others if anywhere(_saves_less(way, whole), self._group, self._device)]
-        return Weighed((whole, *less), decided_bytes(function), recall_moving(function))
+        offered = offered_everywhere(self._runner(number).offered, self._group, self._device)
+        whole, *others = measure_ways(self._stored(number, offered), value, place)
+        less = saving_ones(whole, list(zip(offered, others, strict=True)), self._group, self._device)
+        ways, found = tuple(name for name, _ in less), (whole, *(way for _, way in less))
+        return Weighed(found, decided_bytes(function), recall_moving(function), ways)
 
-    def _ways(self, number: int) -> list[StageRunner]:
-        """A runner for each way to run a stage."""
-        runner = self._runner(number)
-        # Parts may be of several sizes: what is worth storing in part in one process need not be in another.
-        partial = not anywhere(not runner.can_be_partial, self._group, self._device)
-        return [runner, runner.by(1)] if partial else [runner]
+    def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
+        """A runner that stores a stage whole, and one for each of its other `ways`."""
+        runner = self._runner(number, ways)
+        return [runner.by(option) for option in range(1 + len(ways))]
 
-    def _costs_of(self, kind: Hashable) -> list[StageCost]:
-        """The costs of the ways to run stages of a kind."""
-        return list(map(StageCost.of, self._known[kind].weighed.bytes, self._times.of(kind)))
+    def _costs_of(self, kind: Hashable) -> tuple[StageCost, tuple[Way, ...]]:
+        """The costs of stages of a kind that are stored whole, and of the other ways to store them."""
+        weighed = self._known[kind].weighed
+        whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind))
+        return whole, worth_choosing(whole, list(map(Way, weighed.ways, others)))
 
-    def _runner(self, number: int) -> StageRunner:
+    def _runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
         name, function = self._stages[number]
-        return StageRunner(function, name, self._preserve_rng_state)
+        return StageRunner(function, name, self._preserve_rng_state, ways=ways, keepers=self._keepers)
 
     def _run(self, runner: StageRunner, value: Any) -> Any:
         """The input of the following stage, with `requires_grad` where training has it."""
@@ -387,10 +392,6 @@ class _Found:
 
     place: Place
     weighed: Weighed
-
-
-def _saves_less(way: StageBytes | StageCost, whole: StageBytes | StageCost) -> bool:
-    return way.saved_bytes < whole.saved_bytes
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:

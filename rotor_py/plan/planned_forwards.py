@@ -125,7 +125,8 @@ class PlannedForwards:
         rng = self._settings.preserve_rng_state
         telling = nullcontext() if smaller is None else smaller.telling_of_the_rest()
         with telling, self._steps.watched(plan, value, in_flight=len(flying)) as forward_returned:
-            output = plan.source.run(plan.cut, value, Following(sequence, rng, smaller))
+            how = Following(sequence, rng, plan.measurement.way_names, self._settings.keepers, smaller)
+            output = plan.source.run(plan.cut, value, how)
             forward_returned(output)
         self._forwards.watch(output, plan, sequence, self._model)
         if self._stepper is not None:

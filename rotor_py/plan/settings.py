@@ -13,6 +13,7 @@ from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compiled.options import Compile, config_of
 from rotor_py.compiled.stage_code import Config
 from rotor_py.plan.stepping.refusals import refuse_settings
+from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver.in_flight import ORDERS
 from rotor_solver.progress import Progress
 
@@ -85,6 +86,11 @@ class Settings:
     def replans(self) -> bool:
         """Whether a step that runs out of memory is undone, and runs again by a plan that needs less."""
         return self.on_oom == "replan"
+
+    @property
+    def keepers(self) -> tuple[Keeper, ...]:
+        """Ways to store a stage, beside its own, that may be planned with."""
+        return ()
 
     @property
     def solved_with(self) -> tuple[float | str | None, int]:

@@ -193,8 +193,8 @@ class ReportFacts:
                 case ForwardEnable(stage, option):
                     runs[stage] += 1
                     if before_loss:  # after it, a ForwardEnable is a recomputation
-                        size = format_bytes(self.chain.stages[stage].options[option].saved)
-                        kept[stage] = f"stored in part: {size}" if option else "stored"
+                        way = self.chain.stages[stage].options[option]
+                        kept[stage] = f"stored {way.name}: {format_bytes(way.saved)}" if option else "stored"
                 case ForwardCheck(stage):
                     runs[stage] += 1
                     # A sequence may run a stage again before the loss, and store it then: that is what counts.

@@ -54,12 +54,19 @@ class StageOffers:
         """
         return None
 
-    def partial_forward(self, *, skip_output: bool = False) -> Run | None:
-        """How to run the stage so that it is stored in part; None if it has no such way.
+    def ways(self) -> tuple[str, ...]:
+        """The names of the ways to store the stage other than whole. Each of them keeps less than those before it.
+
+        A name is what follows "stored" in a report. It is written into plans, so it must not change.
+        """
+        return ()
+
+    def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
+        """How to run the stage so that it is stored by one of its `ways`.
 
         With `skip_output`, the output has no values, as in `forward_skipping_output`.
         """
-        return None
+        raise ValueError(f"the stage has no way {way!r}")
 
 
 class _Joined(StageOffers):

@@ -6,7 +6,7 @@ its own), once more without a graph (`again`), and once more with a graph of its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
@@ -25,6 +25,7 @@ from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_py.stage.surroundings import Surroundings, recorded
 from rotor_py.stage.undo import Undo
+from rotor_py.stage.ways.keeper import Keeper
 
 T = TypeVar("T")
 
@@ -32,8 +33,9 @@ T = TypeVar("T")
 class StageRunner:
     """Runs `function`: in the graph around it, without a graph, or with a graph of its own.
 
-    With a graph, `option` says what is stored: 0 stores all that autograd saves, 1 stores the stage in part. What goes
-    in and what comes out may be tensors or nested structures of them. An `open` module runs functions of the caller's;
+    With a graph, `option` says how it is stored: 0 stores all that autograd saves, and n the n-th of `ways`, which are
+    names, by default all that are `offered`: those of the stage, and of the `keepers` that suit it. What goes in and
+    what comes out may be tensors or nested structures of them. An `open` module runs functions of the caller's;
     parameters that it uses and does not own are looked for and refused. What all stages share is their `context`: a
     function gets it after its own values, all in one tuple, and if it `hands_on`, returns it likewise.
     """
@@ -47,9 +49,14 @@ class StageRunner:
         open: bool = False,
         context: tuple[Any, ...] = (),
         hands_on: bool = True,
-        option: int = 0,
+        ways: Sequence[str] | None = None,
+        keepers: Sequence[Keeper] = (),
     ) -> None:
-        self.option = option
+        self.option = 0
+        self._ways = ways
+        self._keepers = keepers
+        self._way: str | None = None
+        """the way of this option; None if the stage is stored whole"""
         self.context = context
         self.hands_on = hands_on
         self._shared = tensors_in(context)
@@ -66,18 +73,26 @@ class StageRunner:
         """The same stage, run by another option. ValueError if the stage has no such option."""
         if option == self.option:
             return self
-        if option > 1 or not self.can_be_partial:
-            raise ValueError(
-                f"the plan runs stage {self.name!r} by option {option}, which it does not have here; plan again"
-            )
         other = copy(self)  # other runs of the stage in the same step may be by another option
-        other.option = option
+        other.option, other._way = option, self._way_of(option)
         return other
 
+    def _way_of(self, option: int) -> str | None:
+        offered = self.offered
+        ways = offered if self._ways is None else self._ways
+        way = None if option == 0 else ways[option - 1] if option <= len(ways) else ""
+        if way is not None and way not in offered:
+            named = f" ({way})" if way else ""
+            raise ValueError(
+                f"the plan runs stage {self.name!r} by option {option}{named}, which it does not have here; plan again"
+            )
+        return way
+
     @property
-    def can_be_partial(self) -> bool:
-        """Whether the stage can be stored in part: whether it has an option 1."""
-        return offers_of(self.function).partial_forward() is not None
+    def offered(self) -> tuple[str, ...]:
+        """The names of the ways in which the stage can be stored other than whole."""
+        kept = (keeper.name for keeper in self._keepers if keeper.suits(self.function))
+        return (*offers_of(self.function).ways(), *kept)
 
     @property
     def can_skip_output(self) -> bool:
@@ -160,8 +175,10 @@ class StageRunner:
     def _function(self, skip_output: bool = False) -> Callable[[Any], Any]:
         run = (forward_skipping_output(self.function) if skip_output else None) or self.function
         # Without a graph nothing is stored, so all options are the same.
-        if self.option and torch.is_grad_enabled():
-            run = offers_of(self.function).partial_forward(skip_output=skip_output) or run
+        if self._way is not None and torch.is_grad_enabled():
+            keeper = next((each for each in self._keepers if each.name == self._way), None)
+            own = offers_of(self.function)
+            run = keeper.keeping(run) if keeper else own.forward_by(self._way, skip_output=skip_output)
         run = partial(_run_to_its_end, run)
         return partial(self._in_context, run) if self.context else run
 

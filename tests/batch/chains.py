@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from rotor_py.batch.cost_law import CostLaw
@@ -46,7 +48,7 @@ def costs_of(stages: list[dict[str, int]], batch: int, disturbed: float = 1.0) -
     for each in stages:
         ways = [option(each, each["kept"], 1.0)]
         if each["in_part"]:
-            ways.append(option(each, each["kept"] // 2, 1.3))
+            ways.append(replace(option(each, each["kept"] // 2, 1.3), name="in part"))
         made.append(
             Stage(
                 each["output"] * batch,

@@ -22,7 +22,7 @@ from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.instruments import memory_meter
 from rotor_profiling.stage.gradients import leaves_of
 from rotor_py import Checkpointable
-from rotor_py.capture.graph.graph_stage import GraphStage
+from rotor_py.capture.graph.graph_stage import IN_PART, GraphStage
 from rotor_py.capture.graph.min_cut import _CHEAP, _cut, _memory_read, _size, find_saved_part
 from rotor_py.capture.graph.saved_values import find_saved_values
 from rotor_py.capture.graph.sizes import Sizes
@@ -132,8 +132,8 @@ def test_a_stage_stored_in_part_has_the_same_bits_and_holds_less(layer: Any, aut
         planned, batch = captured(nn.Linear(WIDTH, WIDTH), layer(), layer())
         found, value = 0, (batch,)
         for stage in stages(planned):
-            forward = stage.partial_forward(skip_output=skip_output)
-            if forward is not None:
+            for way in stage.ways():
+                forward = stage.forward_by(way, skip_output=skip_output)
                 outputs, expected, whole = run(stage, stage, value)
                 found_outputs, numbers, less = run(forward, stage, value)
                 assert all(map(torch.equal, numbers, expected))
@@ -147,9 +147,7 @@ def test_a_stage_stored_in_part_has_the_same_bits_and_holds_less(layer: Any, aut
 
 def test_what_is_dropped_is_what_cheap_operators_made() -> None:
     stage, _, _ = lean_run()
-    found = stage._find_saved_part()
-    assert found is not None
-    choice = found.part
+    choice = stage._find_parts()[IN_PART].part
     nodes = list(stage.body.graph.nodes)
     dropped = {nodes[number].target for number in choice.dropped}
     assert F.silu in dropped
@@ -246,8 +244,8 @@ def test_the_solver_takes_the_other_option_where_it_is_faster_than_running_a_sta
     costs = planned.inspection_values
     slow = {"forward_seconds": 1.0, "backward_seconds": 2.0, "nograd_seconds": 1.0}
     whole_cost = tuple(replace(each, **slow) for each in costs.stages)
-    partial_cost = tuple(None if each is None else replace(each, **slow) for each in costs.in_part)
-    chain = replace(costs, stages=whole_cost, in_part=partial_cost).chain(fresh_gradients=True)
+    ways = tuple(tuple(replace(way, cost=replace(way.cost, **slow)) for way in found) for found in costs.ways)
+    chain = replace(costs, stages=whole_cost, ways=ways).chain(fresh_gradients=True)
     whole = simulate(chain, store_all(chain)).peak
     found = solve(chain, int(0.8 * whole))
     assert any(isinstance(each, ForwardEnable) and each.option for each in found)
@@ -265,9 +263,8 @@ def lean_run(rows: int = 64) -> tuple[GraphStage, Any, torch.Tensor]:
     planned, batch = captured(nn.Linear(WIDTH, WIDTH), Gated(), Gated(), rows=rows)
     value: Any = (batch,)
     for stage in stages(planned):
-        forward = stage.partial_forward()
-        if forward is not None and len(list(stage.parameters())) >= 4:
-            return stage, value, total(forward(value))
+        if stage.ways() and len(list(stage.parameters())) >= 4:
+            return stage, value, total(stage.forward_by(IN_PART)(value))
         value = leaves_of(stage(value))
     raise AssertionError("no stage can be stored in part")
 
@@ -305,8 +302,7 @@ def test_nothing_is_held_once_the_output_is_gone_without_the_collector() -> None
         stage, value, output = lean_run()
         for backward in (True, False):
             with memory_meter(torch.device("cpu")) as meter:
-                forward = stage.partial_forward()
-                assert forward is not None
+                forward = stage.forward_by(IN_PART)
                 output = total(forward(value))
                 if backward:
                     torch.autograd.grad(output, list(stage.parameters()), allow_unused=True)
@@ -326,7 +322,7 @@ def test_a_stage_that_writes_over_what_it_reads_has_no_other_option() -> None:
     planned, _ = captured(Inplace(), Inplace())
     writing = [stage for stage in stages(planned) if any(node.target is torch.relu_ for node in stage.body.graph.nodes)]
     assert writing
-    assert all(stage.partial_forward() is None for stage in writing)
+    assert not any(stage.ways() for stage in writing)
 
 
 def test_an_option_that_a_stage_does_not_have_is_refused_by_name() -> None:
@@ -334,8 +330,11 @@ def test_an_option_that_a_stage_does_not_have_is_refused_by_name() -> None:
         StageRunner(nn.Linear(2, 2), "a.b").by(1)
     stage, *_ = lean_run()
     assert StageRunner(stage, "a").by(1).option == 1
-    with pytest.raises(ValueError, match="option 2"):
-        StageRunner(stage, "a").by(2)
+    with pytest.raises(ValueError, match="option 9, which"):
+        StageRunner(stage, "a").by(9)
+    with pytest.raises(ValueError, match=r"option 2 \(packed\), which it does not have here"):
+        StageRunner(stage, "a", ways=("in part", "packed")).by(2)
+    assert StageRunner(stage, "a", ways=("packed", "in part")).by(2).option == 2
 
 
 def test_a_plan_from_a_file_runs_the_options_that_it_names(tmp_path: Path) -> None:
@@ -364,7 +363,7 @@ def test_finding_out_what_to_keep_draws_no_random_numbers() -> None:
     dropping = [each for each in stages(planned) if any(node.target is F.dropout for node in each.body.graph.nodes)]
     before = torch.get_rng_state()
     assert dropping
-    assert all(stage._find_saved_part() is not None for stage in dropping)
+    assert all(stage._find_parts() for stage in dropping)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -48,8 +48,8 @@ def test_stages_that_are_stored_in_part_are_as_exact() -> None:
     start = Gated()
     network = planned(start, granularity=4)
     text = str(network.sequence)
-    for stage, in_part in enumerate(network.inspection_values.in_part):
-        text = text.replace(f"Fe_{stage},", f"Fe_{stage}^1,") if in_part else text
+    for stage, ways in enumerate(network.inspection_values.ways):
+        text = text.replace(f"Fe_{stage},", f"Fe_{stage}^1,") if ways else text
     assert "^1" in text
     assert_exact_wherever_it_runs_out(network, start, every=4, sequence=Sequence.parse(text))
 

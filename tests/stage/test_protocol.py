@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -28,7 +29,10 @@ class Offering(nn.Module, StageOffers):
     def forward_skipping_output(self) -> Run | None:
         return torch.zeros_like
 
-    def partial_forward(self, *, skip_output: bool = False) -> Run | None:
+    def ways(self) -> tuple[str, ...]:
+        return ("in part",)
+
+    def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
         return torch.zeros_like if skip_output else torch.exp
 
 
@@ -40,7 +44,7 @@ class Pretending(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
-    def partial_forward(self) -> str:
+    def ways(self) -> str:
         return "mine"
 
     def forward_skipping_output(self) -> str:
@@ -52,15 +56,17 @@ def test_layers_and_functions_offer_nothing_whatever_their_attributes_are_called
         offers = offers_of(function)
         offers.gather_begun()
         assert dict(offers.carried) == {}
-        assert offers.forward_skipping_output() is offers.partial_forward() is None
-        assert not StageRunner(function, "stage").can_be_partial
+        assert offers.forward_skipping_output() is None
+        assert offers.ways() == StageRunner(function, "stage").offered == ()
+        with pytest.raises(ValueError, match="no way 'in part'"):
+            offers.forward_by("in part")
 
 
 def test_a_stage_offers_what_it_says() -> None:
     stage = Offering(1, skip=1)
     assert offers_of(stage) is stage
     runner = StageRunner(stage, "stage")
-    assert runner.can_be_partial
+    assert runner.offered == ("in part",)
     assert runner.can_skip_output
 
 
@@ -72,5 +78,5 @@ def test_joined_stages_carry_what_the_last_one_carries_and_gather_what_all_need(
     assert dict(offers.carried) == {"kept": 1}
     offers.gather_begun()
     assert [part.gathered for part in parts] == [1, 1, 1]
-    assert not StageRunner(stage, name).can_be_partial
+    assert StageRunner(stage, name).offered == ()
     assert not StageRunner(stage, name).can_skip_output

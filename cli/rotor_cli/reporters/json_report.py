@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rotor_cli.facts import Facts
+from rotor_profiling import StageCost
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.sweep import Point, Sweep
 from rotor_py.trials.comparison import ComparedStrategy
@@ -77,19 +78,22 @@ def _stages(facts: Facts) -> list[dict[str, Any]]:
             "nograd_temp_bytes": cost.nograd_temp_bytes,
             "backward_temp_bytes": cost.backward_temp_bytes,
             "replay_temp_bytes": cost.replay_temp_bytes,
-            "in_part": None
-            if in_part is None
-            else {
-                "forward_seconds": in_part.forward_seconds,
-                "backward_seconds": in_part.backward_seconds,
-                "saved_bytes": in_part.saved_bytes,
-            },
+            "in_part": next((_way(way.cost) for way in ways if way.name == "in part"), None),
+            "ways": {way.name: _way(way.cost) for way in ways},
             "action": action,
         }
-        for name, cost, in_part, action in zip(
-            measured.names, measured.stages, measured.in_part_by_stage, facts.actions(), strict=True
+        for name, cost, ways, action in zip(
+            measured.names, measured.stages, measured.ways_by_stage, facts.actions(), strict=True
         )
     ]
+
+
+def _way(cost: StageCost) -> dict[str, Any]:
+    return {
+        "forward_seconds": cost.forward_seconds,
+        "backward_seconds": cost.backward_seconds,
+        "saved_bytes": cost.saved_bytes,
+    }
 
 
 def _verify(found: Verification) -> dict[str, Any]:

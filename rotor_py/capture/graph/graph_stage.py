@@ -24,9 +24,13 @@ from rotor_py.capture.graph.skipped_output import skipping_output
 from rotor_py.capture.graph.stage_names import name_pieces
 from rotor_py.capture.marks.pieces import MarkedStage
 from rotor_py.distributed.shard_groups import ShardGroup
-from rotor_py.stage.partial_saving import PartialSaving
 from rotor_py.stage.protocol import Run, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
+from rotor_py.stage.ways.keeper import Keeper
+from rotor_py.stage.ways.partial_saving import PartialSaving
+
+IN_PART = "in part"
+"""The way in which a stage keeps the least from which cheap operators make the rest again."""
 
 
 class GraphStage(nn.Module, StageOffers, HasKind):
@@ -71,7 +75,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._skipping_output = (skipping_output(body),)
         # Searched for when somebody asks, since that takes time. Not in a sharded model: the parameters that cheap
         # operators read are freed after the forward, and would have to be gathered again to make their values again.
-        self._in_part: tuple[_InPart | None] | None = None if marked is None else (None,)
+        self._parts: dict[str, _InPart] | None = None if marked is None else {}
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
@@ -84,12 +88,15 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         (graph,) = self._skipping_output
         return None if graph is None else partial(self._run, graph)
 
-    def partial_forward(self, *, skip_output: bool = False) -> Run | None:
-        if self._in_part is None:
-            self._in_part = (self._find_saved_part(),)
-        (found,) = self._in_part
-        if found is None:
-            return None
+    def ways(self) -> tuple[str, ...]:
+        if self._parts is None:
+            self._parts = self._find_parts()
+        return tuple(self._parts)
+
+    def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
+        if way not in self.ways() or self._parts is None:
+            return super().forward_by(way, skip_output=skip_output)
+        found = self._parts[way]
         return partial(self._run_in_part, found.part, found.skipping_output if skip_output else found.whole)
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
@@ -102,13 +109,14 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         live, shared = self._divide(value)
         return self._signature, value_kind((live, [shared[position] for position in self.reads]))
 
-    def _find_saved_part(self) -> _InPart | None:
+    def _find_parts(self) -> dict[str, _InPart]:
         found = find_saved_part(self.body, len(self.reads), self._sizes)
         if found is None:
-            return None
+            return {}
         (bare,) = self._skipping_output
         whole = found.instrumented(self.body, self.body.graph)
-        return _InPart(found, whole, whole if bare is None else found.instrumented(self.body, bare.graph))
+        skipping = whole if bare is None else found.instrumented(self.body, bare.graph)
+        return {IN_PART: _InPart(found, whole, skipping)}
 
     def _run_in_part(self, part: SavedPart, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
         devices = accelerators(tensor.device for tensor in (*tensors_in(values), *self.parameters()))
@@ -140,9 +148,16 @@ class _InPart:
 
 
 def in_context(
-    stages: Sequence[tuple[str, nn.Module]], value: tuple[Any, ...], preserve_rng_state: bool
+    stages: Sequence[tuple[str, nn.Module]],
+    value: tuple[Any, ...],
+    preserve_rng_state: bool,
+    ways: Sequence[Sequence[str]],
+    keepers: Sequence[Keeper],
 ) -> tuple[list[StageRunner], tuple[Any, ...]]:
-    """Runners of a graph's stages, to which the shared values are bound, and what else goes into the first stage."""
+    """Runners of a graph's stages, to which the shared values are bound, and what else goes into the first stage.
+
+    `ways` are the names of each stage's options.
+    """
     ends = [_end(stage) for _, stage in stages]
     own = len(value) - ends[0].shared
     if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
@@ -150,8 +165,10 @@ def in_context(
         # everything shared goes from stage to stage there.
         own = len(value)
     runners = [
-        StageRunner(stage, name, preserve_rng_state, context=value[own:], hands_on=not end.last)
-        for (name, stage), end in zip(stages, ends, strict=True)
+        StageRunner(
+            stage, name, preserve_rng_state, context=value[own:], hands_on=not end.last, ways=names, keepers=keepers
+        )
+        for (name, stage), end, names in zip(stages, ends, ways, strict=True)
     ]
     return runners, value[:own]
 

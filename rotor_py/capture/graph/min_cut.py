@@ -23,7 +23,7 @@ from rotor_profiling.storage import layout_of
 from rotor_py.capture.graph.graph_nodes import overwrites, tensors_of
 from rotor_py.capture.graph.saved_values import find_saved_values
 from rotor_py.capture.graph.sizes import Sizes
-from rotor_py.stage.partial_saving import Call, Recipe, Value
+from rotor_py.stage.ways.partial_saving import Call, Recipe, Value
 
 _log = logging.getLogger("rotor_py")
 

@@ -39,6 +39,7 @@ class KeptKinds:
         """Keep what the other walks have found."""
         data = {
             "bytes": [asdict(way) for way in found.bytes],
+            "ways": list(found.ways),
             "decided_bytes": found.decided_bytes,
             "moving": sorted(found.moving),
             "runs": [asdict(run) for run in runs],
@@ -54,13 +55,14 @@ class KeptKinds:
 
 
 def _weighed(data: dict[str, Any]) -> Weighed:
-    ways = tuple(
+    found = tuple(
         StageBytes(**{**way, "gradient_storage_bytes": tuple(map(int, way["gradient_storage_bytes"]))})
         for way in data["bytes"]
     )
-    if not ways or not data["runs"]:
-        raise ValueError("a stage has one way to run at least, and was run")
-    return Weighed(ways, int(data["decided_bytes"]), frozenset(map(int, data["moving"])))
+    ways = tuple(map(str, data["ways"]))
+    if len(found) != 1 + len(ways) or not data["runs"]:
+        raise ValueError("a stage is stored whole, and in each of its ways, and was run")
+    return Weighed(found, int(data["decided_bytes"]), frozenset(map(int, data["moving"])), ways)
 
 
 def _run(data: dict[str, Any]) -> StageRun:

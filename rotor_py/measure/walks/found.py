@@ -20,13 +20,14 @@ class Surveyed:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """What the second walk finds: bytes of the ways to run the stage, and of what it decides; buffers that it changes,
-    by position.
+    """What the second walk finds: bytes of the stage stored whole, then in each of the `ways`; bytes of what it
+    decides; buffers that it changes, by position.
     """
 
     bytes: tuple[StageBytes, ...]
     decided_bytes: int
     moving: frozenset[int]
+    ways: tuple[str, ...] = ()
 
 
 Runs = Sequence[StageRun]

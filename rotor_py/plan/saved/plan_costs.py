@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rotor_profiling import LossCost, StageCost
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
-from rotor_py.measure.measurement import Carried, Measurement, PrefixCost
+from rotor_py.measure.measurement import Carried, Measurement, PrefixCost, Way
 from rotor_solver.in_flight import ORDERS
 from rotor_solver.stage import LARGEST_SIZE
 
@@ -23,8 +23,10 @@ _MOST_CARRIED = 10**6
 """Carried tensors times stages: a chain is made in so many steps. A guess, far above any model."""
 _BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes", "waiting_gradients"})
 """A backward may free more of its input than it needs, or gradients that later stages have left."""
-_IN_FILES = {"in_part": "lean", "skipped_output_seconds": "output_seconds"}
+_IN_FILES = {"skipped_output_seconds": "output_seconds"}
 """Names of parts that files know by an older name, so that saved plans go on loading."""
+_IN_PART = "in part"
+"""The one way to store a stage other than whole that files without names of ways know."""
 _AROUND = ("before_bytes", "stepping_bytes", "step_bytes")
 _IN_FLIGHT = {"forwards": 1, "held_beside": 0, "backward_order": "any"}
 """What is in a file only where several forwards are in flight, and what it is else."""
@@ -45,6 +47,9 @@ class PlanCosts:
         """Seconds and bytes, as JSON has them. The chain is left out: it follows from what was measured."""
         found = _renamed(asdict(self.measurement))
         del found["names"]
+        if (lean := _lean(self.measurement)) is not None:  # so that earlier versions read the file
+            found["lean"] = _renamed(lean)
+            del found["ways"]
         found["freed_gradients"] = self.budget.freed_gradients
         for name in [name for name in _STEPPED if not found[name]]:
             del found[name]  # so that earlier versions read the file
@@ -59,16 +64,17 @@ class PlanCosts:
     def from_data(cls, data: dict[str, Any], names: Sequence[str], *, fresh_gradients: bool) -> PlanCosts:
         """What `as_data` wrote, for stages of these names. ValueError if it is anything else."""
         data = {**_IN_FLIGHT, **_STEPPED, "spread": 0.0, **data}  # what earlier versions did not write
-        unknown = data.keys() ^ _PARTS.keys()
+        parts = {name: read for name, read in _PARTS.items() if name != ("lean" if "ways" in data else "ways")}
+        unknown = data.keys() ^ parts.keys()
         if unknown:
-            raise ValueError(
-                f"the costs have to have {', '.join(_PARTS)}; {reprlib.repr(sorted(unknown))} is different"
-            )
-        found = {name: read(name, data[name]) for name, read in _PARTS.items()}
+            raise ValueError(f"the costs have to have {', '.join(parts)}; {reprlib.repr(sorted(unknown))} is different")
+        found = {name: read(name, data[name]) for name, read in parts.items()}
+        if "lean" in found:
+            found["ways"] = tuple(() if each is None else (Way(_IN_PART, each),) for each in found.pop("lean"))
         for part in ("stages", "gradient_bytes"):
             if len(found[part]) != len(names):
                 raise ValueError(f"there are {part} of {len(found[part])} stages, and {len(names)} stages")
-        for part in ("lean", "waiting_gradients"):
+        for part in ("ways", "waiting_gradients"):
             if len(found[part]) not in (0, len(names)):
                 raise ValueError(f"there are {part} of {len(found[part])} stages, and {len(names)} stages")
         _refuse_carried(found["carried"], len(names))
@@ -78,10 +84,18 @@ class PlanCosts:
         )
         if not 1 <= around["forwards"] <= _MOST_FORWARDS:
             raise ValueError(f"forwards is {around['forwards']}; it has to be from one to {_MOST_FORWARDS}")
-        found["in_part"] = found.pop("lean")
         measurement = Measurement(names=tuple(names), **found)
         chain = measurement.chain(fresh_gradients=fresh_gradients and around["forwards"] == 1)
         return cls(measurement, Budget(fixed, chain, snapshot_bytes=measurement.snapshot_bytes, **around))
+
+
+def _lean(measurement: Measurement) -> list[dict[str, Any] | None] | None:
+    """The costs of stages stored in part as files had them while that was the only other way; None if it is not."""
+    if any(
+        len(ways) > 1 or ways[:1] != tuple(way for way in ways if way.name == _IN_PART) for ways in measurement.ways
+    ):
+        return None
+    return [asdict(ways[0].cost) if ways else None for ways in measurement.ways]
 
 
 def _renamed(value: Any) -> Any:
@@ -155,6 +169,13 @@ def _record(kind: Callable[..., T]) -> Callable[[str, Any], T]:
     return read
 
 
+def _way(name: str, value: Any) -> Way:
+    match value:
+        case {"name": str(way), "cost": dict(cost), **rest} if way and not rest:
+            return Way(way, _record(StageCost)(name, cost))
+    raise ValueError(f"{name} has {reprlib.repr(value)}; it has to have a name and a cost")
+
+
 _READERS: dict[str, Callable[[str, Any], Any]] = {"int": _size, "float": _seconds, "tuple[int, ...]": _sizes}
 _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "stages": _many(_record(StageCost)),
@@ -166,6 +187,7 @@ _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "carried": _many(_record(Carried)),
     "held_bytes": _size,
     "lean": _many(_or_none(_record(StageCost))),
+    "ways": _many(_many(_way)),
     "spread": _share,
     "waiting_gradients": _sizes,
     "freed_gradients": _size,

@@ -17,7 +17,8 @@ What a field means:
     predicted_for          the device that costs were predicted for, where nothing was measured (since schema 8)
     step_in_backward       the optimizer that steps parameters in the backward, their bytes, and what its largest step
                            needs, where there is one (since schema 8)
-    costs                  all that was measured, in seconds and bytes (`plan_costs`)
+    costs                  all that was measured, in seconds and bytes (`plan_costs`); with the names of the ways to
+                           store a stage, where it has other ways than in part (since schema 9)
     digest                 SHA-256 of everything else, which shows damage; it is no protection against forgery
 """
 
@@ -42,11 +43,12 @@ from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.stage.graph_effects import GraphEffects
 from rotor_solver import Sequence
 
-SCHEMA = 8
-_READABLE = 5, 6, 7, 8
+SCHEMA = 9
+_READABLE = 5, 6, 7, 8, 9
 """A file is of schema 5 unless the forwards in flight follow different sequences, or have to go backward in one order:
 then it is of schema 6. One that says what is compiled is of schema 7; one that was predicted, or whose backward steps
-parameters, of schema 8. Earlier versions would take these for something else."""
+parameters, of schema 8; one whose stages have several ways to be stored, of schema 9. Earlier versions would take these
+for something else."""
 _LARGEST_FILE = 16 * 2**20
 """A plan has some thousand bytes for each hundred stages; nobody's file is read into memory to find that out."""
 _log = logging.getLogger("rotor_py")
@@ -58,10 +60,11 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     plain = not sequence.beside and costs.budget.backward_order == "any"
     compiled, steps, predicted_for = (fields.pop(name) for name in ("compiled", "step_in_backward", "predicted_for"))
     newest = steps is not None or predicted_for is not None
-    schema = 8 if newest else 7 if compiled is not None else 5 if plain else 6
+    measured = costs.as_data()
+    schema = 9 if "ways" in measured else 8 if newest else 7 if compiled is not None else 5 if plain else 6
     data = {"schema": schema, "torch": torch.__version__, **fields}
     data |= {"traits": [asdict(traits) for traits in fields["traits"]], "sequence": str(sequence)}
-    data |= {"solver": _solver_data(sequence), "costs": costs.as_data()}
+    data |= {"solver": _solver_data(sequence), "costs": measured}
     if sequence.beside:
         data["beside"] = [str(each) for each in sequence.beside]
     if compiled is not None:

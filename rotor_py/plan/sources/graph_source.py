@@ -88,7 +88,7 @@ class GraphSource:
         assert how is not None
         for _, layer in cut.prefix:
             value = layer(value)
-        runners, value = in_context(cut.stages, value, how.preserve_rng_state)
+        runners, value = in_context(cut.stages, value, how.preserve_rng_state, how.ways, how.keepers)
         return self._replay(runners, value, how)
 
 

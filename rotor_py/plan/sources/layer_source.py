@@ -61,5 +61,8 @@ class LayerSource:
         assert cut is not None
         for _, layer in cut.prefix:
             value = layer(value)
-        runners = [StageRunner(function, name, how.preserve_rng_state) for name, function in cut.stages]
+        runners = [
+            StageRunner(function, name, how.preserve_rng_state, ways=ways, keepers=how.keepers)
+            for (name, function), ways in zip(cut.stages, how.ways, strict=True)
+        ]
         return self._replay(runners, value, how)

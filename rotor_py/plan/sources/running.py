@@ -58,6 +58,7 @@ def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
         "fresh_gradients": settings.fresh_grads,
         "loss_temp_bytes": settings.loss_tmp_memory_usage,
         "cache": settings.cache,
+        "keepers": settings.keepers,
         "stepped": stepped_parameters(model, settings.step_in_backward),
         # Elsewhere the device works meanwhile, also where it is predicted.
         "node_seconds": node_seconds() if how.device.type == "cpu" and prediction() is None else 0.0,

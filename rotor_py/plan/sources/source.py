@@ -14,6 +14,7 @@ from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stages import MeasuredCut
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
+from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver import Sequence
 from rotor_solver.progress import Progress
 
@@ -52,10 +53,14 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """How stages are run: by `sequence`. With `smaller` plans, what runs out of memory runs again by one of these."""
+    """How stages are run: by `sequence`, in which the options of each stage are the `ways` of these names, those of
+    `keepers` among them. With `smaller` plans, what runs out of memory runs again by one of these.
+    """
 
     sequence: Sequence
     preserve_rng_state: bool
+    ways: tuple[tuple[str, ...], ...]
+    keepers: tuple[Keeper, ...] = ()
     smaller: SmallerPlans | None = None
 
 

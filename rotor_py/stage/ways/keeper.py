@@ -1,0 +1,25 @@
+"""Ways to store that need nothing of the stage: what autograd saves is kept in another form, or in another place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rotor_py.stage.protocol import Run
+
+
+class Keeper(Protocol):
+    """Keeps what autograd saves in the forward of any stage.
+
+    Processes that train together have to have the same keepers.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the way: what follows "stored" in a report. It is written into plans, so it must not change."""
+
+    def suits(self, function: Callable[..., Any]) -> bool:
+        """Whether the way is worth measuring for this stage."""
+
+    def keeping(self, run: Run) -> Run:
+        """`run`, as a run whose graph has saved its tensors in this way. It makes the same values."""

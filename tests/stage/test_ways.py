@@ -1,0 +1,164 @@
+"""Ways to store a stage: any number of them, known by name from measuring to the file of a plan and back."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling import StageCost
+from rotor_py import Checkpointable
+from rotor_py.measure.costliest import costliest
+from rotor_py.measure.measurement import Way
+from rotor_py.measure.walks.stage_ways import worth_choosing
+from rotor_py.plan.settings import Settings
+from rotor_py.stage.protocol import Run
+from rotor_solver import Chain, ForwardEnable, Option, Sequence, Stage
+from tests.capture.steps import adamw, compare
+from tests.capture.test_partial_saving import WIDTH, Gated, Stack, captured, loss
+
+
+class Left(Gated):
+    """A layer that these ways do not suit."""
+
+
+class Written:
+    """Writes what is saved as text of Python, which counters of torch's memory do not see: all of it, or half."""
+
+    def __init__(self, name: str, *, most: bool) -> None:
+        self.name = name
+        self._most = most
+
+    def suits(self, function: Callable[..., Any]) -> bool:
+        return not isinstance(function, Left)
+
+    def keeping(self, run: Run) -> Run:
+        def kept(value: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _read):
+                return run(value)
+
+        return kept
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        whole = isinstance(tensor, nn.Parameter) or tensor.numel() < 16 or tensor._base is not None
+        if whole or (not self._most and tensor.shape[-1] > WIDTH):
+            return tensor
+        return bytes(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()), tensor.dtype, tensor.shape
+
+
+def _read(saved: Any) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    content, dtype, shape = saved
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape).clone()
+
+
+@pytest.fixture
+def _two_keepers(monkeypatch: pytest.MonkeyPatch) -> None:
+    keepers = Written("half written", most=False), Written("written", most=True)
+    monkeypatch.setattr(Settings, "keepers", property(lambda self: keepers))
+    # Whether one of them is beaten depends on a clock.
+    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
+
+
+def in_turn(planned: Checkpointable) -> Sequence:
+    """Every stage stored once, by its last way, its first, and so on."""
+    assert planned.budget is not None
+    solved = planned.compute_sequence(10**9)
+    stages = planned.budget.chain.stages
+    return Sequence(
+        tuple(
+            replace(each, option=max(0, len(stages[each.stage].options) - 1 - each.stage % 2))
+            if isinstance(each, ForwardEnable)
+            else each
+            for each in solved
+        )
+    )
+
+
+@pytest.mark.usefixtures("_two_keepers")
+def test_a_chain_of_layers_is_stored_by_ways_that_need_nothing_of_it_inside_the_predicted_peak() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Gated(), Gated(), Left(), Gated()).train(), torch.randn(256, WIDTH)
+    planned = Checkpointable(model, loss=loss, optimizer=adamw(model), fresh_grads=True)
+    planned.measure(batch)
+    assert not planned.captured
+    assert planned.inspection_values is not None
+    names = planned.inspection_values.way_names
+    assert {name for each in names for name in each} <= {"half written", "written"}
+    assert [names[at][-1:] for at in range(4)] == [("written",), ("written",), (), ("written",)]
+    planned.sequence = in_turn(planned)
+    assert planned.budget is not None
+    predicted = planned.budget.peak_bytes(planned.sequence)
+    measured = compare(planned, copy.deepcopy(model), {"input": batch}, loss)
+    assert 0.95 * predicted <= measured <= predicted
+
+
+@pytest.mark.usefixtures("_two_keepers")
+def test_a_plan_with_several_ways_comes_back_from_its_file_and_is_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, batch = captured(Gated(), Gated(), Gated())
+    assert planned.inspection_values is not None
+    names = planned.inspection_values.way_names
+    assert max(map(len, names)) >= 2
+    assert {"in part", "written"} <= {name for each in names for name in each}
+    planned.sequence = in_turn(planned)
+    assert "^2" in str(planned.sequence)
+    assert tuple(Sequence.parse(str(planned.sequence))) == tuple(planned.sequence)
+    assert "stored written: " in str(planned.report())
+    planned.save_plan(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["schema"] == 9
+
+    def loaded() -> Checkpointable:
+        other = Stack(*copy.deepcopy(planned.model).layers).train()
+        optimizer = adamw(other)
+        path = tmp_path / "plan.json"
+        return Checkpointable(other, loss=loss, optimizer=optimizer, fresh_grads=True, granularity=3, plan=path)
+
+    found = loaded()
+    compare(found, Stack(*copy.deepcopy(planned.model).layers), {"x": batch}, loss)
+    assert found.sequence == planned.sequence
+    assert found.inspection_values == planned.inspection_values
+    # The keepers come in another order.
+    turned = Written("written", most=True), Written("half written", most=False)
+    monkeypatch.setattr(Settings, "keepers", property(lambda self: turned))
+    compare(loaded(), Stack(*copy.deepcopy(planned.model).layers), {"x": batch}, loss)
+    monkeypatch.setattr(Settings, "keepers", property(lambda self: ()))
+    with pytest.raises(ValueError, match=r"\(.*written\), which it does not have here; plan again"):
+        loaded()(x=batch)
+
+
+def cost(seconds: float, saved: int, scratch: int = 0) -> StageCost:
+    return StageCost(seconds, seconds, 0.0, 8, saved, scratch, 0, scratch, scratch, 0, 0)
+
+
+def test_ways_that_are_no_better_in_anything_are_dropped() -> None:
+    whole = cost(1.0, 100)
+    ways = {
+        "no less": cost(1.0, 100),
+        "good": cost(1.2, 50),
+        "slow": cost(1.3, 50),
+        "roomy": cost(1.3, 50, scratch=-8),
+        "least": cost(2.0, 10),
+        "slower": cost(2.1, 10),
+    }
+    left = worth_choosing(whole, [Way(name, each) for name, each in ways.items()])
+    assert [way.name for way in left] == ["good", "roomy", "least"]
+
+
+def test_of_ways_that_processes_have_measured_those_are_left_that_mean_the_same_in_all() -> None:
+    def chain(*names: str) -> Chain:
+        options = (Option(1.0, 1.0, 9), *(Option(1.0, 2.0, 5, name=name) for name in names))
+        return Chain((Stage(4, options),), input_bytes=4)
+
+    both = costliest([chain("in part", "written", "x"), chain("in part", "y")])
+    assert [option.name for option in both.stages[0].options] == ["", "in part"]
+    assert len(costliest([chain("a"), chain("b")]).stages[0].options) == 1
