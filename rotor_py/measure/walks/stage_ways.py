@@ -12,6 +12,9 @@ import torch.distributed as dist
 from rotor_profiling import StageBytes, StageCost
 from rotor_py.distributed.processes import anywhere, largest_anywhere, several_processes
 from rotor_py.measure.measurement import Way
+from rotor_py.stage.keepers.fewer_bits import is_exact
+from rotor_py.stage.keepers.form_keeper import LEAST_SHARE
+from rotor_py.stage.ways.names import base_of
 
 
 def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
@@ -34,8 +37,24 @@ def saving_ones(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> list[tuple[str, StageBytes]]:
-    """The ways that save less than the whole stage, in any process: others would only take longer."""
-    return [(name, way) for name, way in ways if anywhere(way.saved_bytes < whole.saved_bytes, group, device)]
+    """The ways that are worth timing: those that save less than the stage stored whole, in any process.
+
+    A way with a keeper has to save clearly less than the same way without it, and then stands in for that: whoever
+    makes tensors again to have memory has them kept for less.
+    """
+    saved = {name: way.saved_bytes for name, way in ways}
+    found, replaced = [], set()
+    for name, way in ways:
+        base = base_of(name, saved)
+        if base is None:
+            worth = way.saved_bytes < whole.saved_bytes
+        else:
+            worth = way.saved_bytes <= (1 - LEAST_SHARE) * saved[base]
+        if anywhere(worth, group, device):
+            found.append((name, way))
+            if is_exact(name):
+                replaced.add(base)
+    return [(name, way) for name, way in found if name not in replaced]
 
 
 def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:

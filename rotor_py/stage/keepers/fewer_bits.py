@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rotor_py.stage.keepers.keeper import Keeper, Kept
+from rotor_py.stage.keepers.form_keeper import SmallerForm, SmallerKept
 from rotor_py.stage.keepers.packed import Packed
 
 BLOCK = 128
@@ -32,7 +32,7 @@ class FewerBits:
     dtype: torch.dtype
     exact: bool = False
 
-    def keep(self, memory: torch.Tensor) -> Kept | None:
+    def keep(self, memory: torch.Tensor) -> SmallerKept | None:
         """What is kept of `memory`; None if it does not get smaller, or would not be finite."""
         packed = Packed().keep(memory)
         if packed is not None or not memory.is_floating_point() or memory.element_size() <= self.dtype.itemsize:
@@ -40,9 +40,9 @@ class FewerBits:
         return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
 
 
-FEWER_BITS: dict[str, Keeper] = {
-    keeper.name: keeper
-    for keeper in (
+FEWER_BITS: dict[str, SmallerForm] = {
+    form.name: form
+    for form in (
         FewerBits("bf16", torch.bfloat16),
         FewerBits("fp8", torch.float8_e4m3fn),
         FewerBits("int8", torch.int8),
@@ -56,6 +56,10 @@ class _Rounded:
     values: torch.Tensor
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
     def tensor(self) -> torch.Tensor:
         return self.values.to(self.dtype)
 
@@ -67,6 +71,10 @@ class _Scaled:
     values: torch.Tensor
     scales: torch.Tensor
     rest: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes + self.rest.nbytes
 
     def tensor(self) -> torch.Tensor:
         blocked = self.values.numel()
@@ -102,3 +110,8 @@ def _scaled(memory: torch.Tensor, dtype: torch.dtype) -> _Scaled | None:
 
 def _chunks(count: int) -> list[tuple[int, int]]:
     return [(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
+
+
+def is_exact(way: str) -> bool:
+    """Whether a way to store a stage, by its name, has the backward read what the forward has computed, bit for bit."""
+    return not any(way.endswith(word) for word in FEWER_BITS)

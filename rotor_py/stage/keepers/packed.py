@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from rotor_py.stage.keepers.bits import packed_bits, unpacked_bits
-from rotor_py.stage.keepers.keeper import Kept
+from rotor_py.stage.keepers.form_keeper import SmallerKept
 
 _INTEGERS = (torch.uint8, torch.int16, torch.uint16, torch.int32)
 """From the narrowest; of two that are as wide, the one that is converted faster."""
@@ -38,7 +38,7 @@ class Packed:
     name: str = "packed"
     exact: bool = True
 
-    def keep(self, memory: torch.Tensor) -> Kept | None:
+    def keep(self, memory: torch.Tensor) -> SmallerKept | None:
         """What is packed of `memory`; None if it does not get smaller."""
         if memory.dtype == torch.bool:
             return _Bits(packed_bits(memory), memory.numel())
@@ -54,6 +54,10 @@ class _Bits:
     bits: torch.Tensor
     count: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes
+
     def tensor(self) -> torch.Tensor:
         return unpacked_bits(self.bits, self.count)
 
@@ -64,6 +68,10 @@ class _Narrow:
 
     values: torch.Tensor
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
 
     def tensor(self) -> torch.Tensor:
         return self.values.to(self.dtype)
@@ -77,6 +85,10 @@ class _Mask:
     count: int
     other: int
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes
 
     def tensor(self) -> torch.Tensor:
         found = unpacked_bits(self.bits, self.count).to(_BITS[self.dtype.itemsize])
