@@ -112,15 +112,17 @@ class Checkpointable(Transparent):
             numbers are those of a plain step. `optimizer.step()` then finds nothing left to do, and says that the step
             is over. For SGD, Adam, AdamW and others of torch.optim that step each parameter by itself. Nothing can add
             up gradients, clip them by their norm or unscale them (GradScaler): whoever reads one is told.
+        keep: "bf16", "fp8" or "int8": the plan may keep what a stage saves for its backward in fewer bits, where that
+            is better for the limit. The forward stays exact, and gradients differ. None: everything is exact.
 
     With `level` or `every_n_layers` nothing is solved: the strategy takes whatever memory it needs. If `mem_limit` is
     given as well, a strategy that needs more is refused.
 
     UnsupportedModelError for a model that cannot be trained from a plan, TypeError for an optimizer that is none,
     ValueError for a limit that is none, for less than one forward in flight, for an order of backwards that is none,
-    for a `compile` that `torch.compile` does not know or that records CUDA graphs, or for arguments that exclude each
-    other; with `plan`, PlanMismatchError for another model or another `compile`; with `custom_input` and a limit,
-    InfeasibleError if no plan fits.
+    for a `compile` that `torch.compile` does not know or that records CUDA graphs, for a `keep` that is no such word,
+    or for arguments that exclude each other; with `plan`, PlanMismatchError for another model, another `compile` or
+    another `keep`; with `custom_input` and a limit, InfeasibleError if no plan fits.
     """
 
     _planner: Planner
@@ -163,6 +165,7 @@ class Checkpointable(Transparent):
         on_oom: Literal["raise", "replan"] = "raise",
         compile: Compile = False,
         step_in_backward: torch.optim.Optimizer | None = None,
+        keep: Literal["bf16", "fp8", "int8"] | None = None,
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
@@ -188,6 +191,7 @@ class Checkpointable(Transparent):
             on_oom=on_oom,
             compile=compile,
             step_in_backward=step_in_backward,
+            keep=keep,
         )
         super().__init__(model)
         self.__dict__["_planner"] = Planner(model, core_of(model), settings)

@@ -11,12 +11,14 @@ A tensor with a number that is not finite, or that would not be, is kept as it i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from rotor_py.stage.keepers.form_keeper import SmallerForm, SmallerKept
 from rotor_py.stage.keepers.packed import Packed
+from rotor_py.stage.ways.names import parted
 
 BLOCK = 128
 """Numbers that share a scale: the rows of activations are multiples of it, and a scale adds 3 % to what it scales."""
@@ -88,8 +90,9 @@ class _Scaled:
 
 
 def _rounded(memory: torch.Tensor, dtype: torch.dtype) -> _Rounded | None:
-    values = memory.to(dtype)
-    return _Rounded(values, memory.dtype) if bool(values.isfinite().all()) else None
+    if memory.numel() and not bool(torch.stack(memory.aminmax()).to(dtype).isfinite().all()):  # NaN is both of them
+        return None
+    return _Rounded(memory.to(dtype), memory.dtype)
 
 
 def _scaled(memory: torch.Tensor, dtype: torch.dtype) -> _Scaled | None:
@@ -112,6 +115,9 @@ def _chunks(count: int) -> list[tuple[int, int]]:
     return [(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
 
 
-def is_exact(way: str) -> bool:
-    """Whether a way to store a stage, by its name, has the backward read what the forward has computed, bit for bit."""
-    return not any(way.endswith(word) for word in FEWER_BITS)
+def word_of(ways: Iterable[str]) -> str | None:
+    """The word that asks for ways to store a stage of these names; None if all of them are exact.
+
+    They are exact if the backward reads what the forward has computed, bit for bit.
+    """
+    return next((word for way in ways if (word := parted(way, FEWER_BITS)[1]) is not None), None)

@@ -17,8 +17,9 @@ _STATISTICS = 16
 """What is saved of a stage and is this much smaller than its input is one number for each row: a mean, or the logarithm
 of a sum. All numbers of a row are computed with it, so it is not rounded, and it is hardly any memory. Rows are longer
 than this, as a rule: the smallest heads of attention have 32 numbers."""
-LEAST_SHARE = 0.05
-"""The part of what is saved that a form has to spare, to be measured and timed: less is lost in the noise of clocks."""
+_LEAST_SHARE = 0.02
+"""The part of what is saved that a form has to spare, for its bytes to be measured: of a stage that is stored in part,
+it may be several times as much."""
 
 
 class SmallerKept(Kept, Protocol):
@@ -72,7 +73,7 @@ class FormKeeper:
             held = {each.untyped_storage()._cdata for each in tensors_in(output)}
         saved = sum(plain for plain, _, _ in tried.storages)
         spared = sum(plain - kept for plain, kept, address in tried.storages if address not in held)
-        return spared >= LEAST_SHARE * saved and spared > 0
+        return spared >= _LEAST_SHARE * saved and spared > 0
 
     def _keeping(self, form: Form, function: Callable[..., Any], value: Any) -> Keeping:
         inputs = tensors_in(value)
