@@ -115,15 +115,17 @@ class Checkpointable(Transparent):
         offload: where activations may wait for their backward: "host" (pinned memory, for a CUDA device) or
             "file:/path" (a file in that folder, for a model on the CPU). What moves there, and when, is decided by the
             solver, by the bandwidth that is measured. The file has no name, and is gone when the model is.
+        keep: "bf16", "fp8" or "int8": the plan may keep what a stage saves for its backward in fewer bits, where that
+            is better for the limit. The forward stays exact, and gradients differ. None: everything is exact.
 
     With `level` or `every_n_layers` nothing is solved: the strategy takes whatever memory it needs. If `mem_limit` is
     given as well, a strategy that needs more is refused.
 
     UnsupportedModelError for a model that cannot be trained from a plan, TypeError for an optimizer that is none,
     ValueError for a limit that is none, for less than one forward in flight, for an order of backwards that is none,
-    for a `compile` that `torch.compile` does not know or that records CUDA graphs, or for arguments that exclude each
-    other; with `plan`, PlanMismatchError for another model or another `compile`; with `custom_input` and a limit,
-    InfeasibleError if no plan fits.
+    for a `compile` that `torch.compile` does not know or that records CUDA graphs, for a `keep` that is no such word,
+    or for arguments that exclude each other; with `plan`, PlanMismatchError for another model, another `compile` or
+    another `keep`; with `custom_input` and a limit, InfeasibleError if no plan fits.
     """
 
     _planner: Planner
@@ -167,6 +169,7 @@ class Checkpointable(Transparent):
         compile: Compile = False,
         step_in_backward: torch.optim.Optimizer | None = None,
         offload: str | None = None,
+        keep: Literal["bf16", "fp8", "int8"] | None = None,
     ) -> None:
         if isinstance(model, Checkpointable):
             raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
@@ -193,6 +196,7 @@ class Checkpointable(Transparent):
             compile=compile,
             step_in_backward=step_in_backward,
             offload=offload,
+            keep=keep,
         )
         super().__init__(model)
         self.__dict__["_planner"] = Planner(model, core_of(model), settings)

@@ -47,6 +47,8 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
     shapes.
     """
 
+    saves_through_hooks = False  # code that was compiled without hooks would be compiled again for a run with them
+
     def __init__(
         self,
         plain: nn.Module,

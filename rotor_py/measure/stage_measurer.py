@@ -365,7 +365,9 @@ class StageMeasurer:
             self._times.settle(kind, runs)
             return weighed
         _, function = self._stages[number]
-        offered = offered_everywhere(self._runner(number).offered, self._group, self._device)
+        with isolated(function, self._device), torch.enable_grad():
+            paying = self._runner(number).paying(leaves_of(value))
+        offered = offered_everywhere(paying, self._group, self._device)
         whole, *others = measure_ways(self._stored(number, offered), value, place)
         less = saving_ones(whole, list(zip(offered, others, strict=True)), self._group, self._device)
         ways, found = tuple(name for name, _ in less), (whole, *(way for _, way in less))

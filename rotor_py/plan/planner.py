@@ -167,9 +167,13 @@ class Planner:
         return self._planned.run(*args, **kwargs)
 
     def adopt(self, file: Plan) -> None:
-        """Event 8: follow a plan from a file. PlanMismatchError if it was made for another model or `compile=`."""
+        """Event 8: follow a plan from a file.
+
+        PlanMismatchError if it was made for another model, `compile=` or `keep=`.
+        """
         file.refuse_other(model=model_fingerprint(self.model.core))
         file.refuse_other_steps(self.model.stepping())
+        file.refuse_fewer_bits(self.settings.keep)
         if (config := config_beside(file.compiled, self.settings.inductor)) != self.settings.inductor:
             self.settings.inductor = config
             self._maker.begin_anew()

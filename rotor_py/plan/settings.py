@@ -14,6 +14,9 @@ from rotor_py.compiled.options import Compile, config_of
 from rotor_py.compiled.stage_code import Config
 from rotor_py.plan import offloading
 from rotor_py.plan.stepping.refusals import refuse_settings
+from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
+from rotor_py.stage.keepers.form_keeper import FormKeeper
+from rotor_py.stage.keepers.packed import Packed
 from rotor_py.stage.ways.elsewhere import ELSEWHERE
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver.in_flight import ORDERS
@@ -47,6 +50,7 @@ class Settings:
     compile: Compile = False
     step_in_backward: torch.optim.Optimizer | None = None
     offload: str | None = None
+    keep: str | None = None
     inductor: Config | None = field(init=False, default=None)
     """what Inductor is told; None where nothing is to be compiled"""
 
@@ -54,7 +58,8 @@ class Settings:
         """TypeError if `optimizer` is no optimizer: its class, for example.
 
         ValueError if `forwards_in_flight` is not a whole number, one at least, if `backward_order` is none, if `on_oom`
-        `step_in_backward` or `offload` cannot be done, or if `compile` is nothing that `torch.compile` takes.
+        `step_in_backward` or `offload` cannot be done, if `compile` is nothing that `torch.compile` takes, or if `keep`
+        is no word for fewer bits, or beside a strategy by hand.
         """
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
@@ -67,6 +72,7 @@ class Settings:
                 f"optimizer is {what_it_is(given)}; pass the optimizer that will step, made of the model's parameters"
             )
         self._refuse_on_oom()
+        self._refuse_keep()
         refuse_settings(self)
         offloading.refuse_settings(self)
         if self.step_in_backward is not None:
@@ -86,6 +92,17 @@ class Settings:
                 "that up; leave one of them out"
             )
 
+    def _refuse_keep(self) -> None:
+        if self.keep is None:
+            return
+        if self.keep not in FEWER_BITS:
+            raise ValueError(f"keep is {self.keep!r}; it can be {', '.join(map(repr, FEWER_BITS))}, or None for exact")
+        if self.by_hand is not None:
+            raise ValueError(
+                f"keep={self.keep!r} lets the plan choose what is kept in fewer bits, and {self.by_hand} leaves no "
+                "choice; leave one of them out"
+            )
+
     @property
     def replans(self) -> bool:
         """Whether a step that runs out of memory is undone, and runs again by a plan that needs less."""
@@ -94,7 +111,10 @@ class Settings:
     @property
     def keepers(self) -> tuple[Keeper, ...]:
         """Ways to store a stage, beside its own, that may be planned with."""
-        return () if self.offload is None else (ELSEWHERE,)
+        if self.by_hand is not None:  # what is kept is settled
+            return ()
+        fewer = () if self.keep is None else (FormKeeper(FEWER_BITS[self.keep]),)
+        return (FormKeeper(Packed()), *fewer, *(() if self.offload is None else (ELSEWHERE,)))
 
     @property
     def solved_with(self) -> tuple[float | str | None, int]:

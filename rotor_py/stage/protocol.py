@@ -34,6 +34,9 @@ class StageOffers:
     needs_gradient: Sequence[bool] | None = None
     """Of every tensor in its input, whether it needs a gradient in training; None if that shows when the stage runs."""
 
+    saves_through_hooks = True
+    """Whether saved-tensor hooks that are there during a run see what autograd saves."""
+
     def gather_begun(self) -> None:
         """Gather the sharded parameters of modules that have begun before this stage.
 
@@ -81,6 +84,7 @@ class _Joined(StageOffers):
             self.carried = self._parts[-1].carried  # the output is that of the last one
             self.needs_gradient = self._parts[0].needs_gradient
         self.wiring = tuple(part.wiring for part in self._parts)
+        self.saves_through_hooks = all(part.saves_through_hooks for part in self._parts)
 
     def gather_begun(self) -> None:
         for part in self._parts:

@@ -26,6 +26,7 @@ from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_py.stage.surroundings import Surroundings, recorded
 from rotor_py.stage.undo import Undo
 from rotor_py.stage.ways.keeper import Keeper
+from rotor_py.stage.ways.names import both, parted
 
 T = TypeVar("T")
 
@@ -34,10 +35,10 @@ class StageRunner:
     """Runs `function`: in the graph around it, without a graph, or with a graph of its own.
 
     With a graph, `option` says how it is stored: 0 stores all that autograd saves, and n the n-th of `ways`, which are
-    names, by default all that are `offered`: those of the stage, and of the `keepers` that suit it. What goes in and
-    what comes out may be tensors or nested structures of them. An `open` module runs functions of the caller's;
-    parameters that it uses and does not own are looked for and refused. What all stages share is their `context`: a
-    function gets it after its own values, all in one tuple, and if it `hands_on`, returns it likewise.
+    names, by default all that are `offered`: those of the stage, of the `keepers` that suit it, and of both together.
+    What goes in and what comes out may be tensors or nested structures of them. An `open` module runs functions of the
+    caller's; parameters that it uses and does not own are looked for and refused. What all stages share is their
+    `context`: a function gets it after its own values, all in one tuple, and if it `hands_on`, returns it likewise.
     """
 
     def __init__(
@@ -91,8 +92,20 @@ class StageRunner:
     @property
     def offered(self) -> tuple[str, ...]:
         """The names of the ways in which the stage can be stored other than whole."""
-        kept = (keeper.name for keeper in self._keepers if keeper.suits(self.function))
-        return (*offers_of(self.function).ways(), *kept)
+        return self._ways_with(self._suiting)
+
+    def paying(self, value: Any) -> tuple[str, ...]:
+        """Those of `offered` that are worth measuring on `value`; the stage may be run to find that out."""
+        run = self._run_of(None)
+        return self._ways_with([each for each in self._suiting if each.pays(run, self.function, value)])
+
+    @property
+    def _suiting(self) -> list[Keeper]:
+        return [keeper for keeper in self._keepers if keeper.suits(self.function)]
+
+    def _ways_with(self, keepers: Sequence[Keeper]) -> tuple[str, ...]:
+        own, kept = offers_of(self.function).ways(), [keeper.name for keeper in keepers]
+        return (*own, *kept, *(both(each, keeper) for keeper in kept for each in own))
 
     @property
     def can_skip_output(self) -> bool:
@@ -173,14 +186,20 @@ class StageRunner:
         return partial(run_with_graph, self._function()) if dependent else self._function()
 
     def _function(self, skip_output: bool = False) -> Callable[[Any], Any]:
-        run = (forward_skipping_output(self.function) if skip_output else None) or self.function
         # Without a graph nothing is stored, so all options are the same.
-        if self._way is not None and torch.is_grad_enabled():
-            keeper = next((each for each in self._keepers if each.name == self._way), None)
-            own = offers_of(self.function)
-            run = keeper.keeping(run) if keeper else own.forward_by(self._way, skip_output=skip_output)
+        run = self._run_of(self._way if torch.is_grad_enabled() else None, skip_output)
         run = partial(_run_to_its_end, run)
         return partial(self._in_context, run) if self.context else run
+
+    def _run_of(self, way: str | None, skip_output: bool = False) -> Callable[[Any], Any]:
+        """How the stage is run to be stored in a way; None is whole."""
+        own, name = (None, None) if way is None else parted(way, [keeper.name for keeper in self._keepers])
+        if own is None:
+            run = (forward_skipping_output(self.function) if skip_output else None) or self.function
+        else:
+            run = offers_of(self.function).forward_by(own, skip_output=skip_output)
+        keeper = next((each for each in self._keepers if each.name == name), None)
+        return run if keeper is None else keeper.keeping(run, self.function)
 
     def _in_context(self, run: Callable[[Any], Any], value: tuple[Any, ...]) -> tuple[Any, ...]:
         output: tuple[Any, ...] = run((*value, *self.context))

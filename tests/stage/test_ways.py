@@ -39,7 +39,10 @@ class Written:
     def suits(self, function: Callable[..., Any]) -> bool:
         return not isinstance(function, Left)
 
-    def keeping(self, run: Run) -> Run:
+    def pays(self, run: Run, function: Callable[..., Any], value: Any) -> bool:
+        return True
+
+    def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
         def kept(value: Any) -> Any:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _read):
                 return run(value)

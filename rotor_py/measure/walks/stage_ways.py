@@ -12,6 +12,12 @@ import torch.distributed as dist
 from rotor_profiling import StageBytes, StageCost
 from rotor_py.distributed.processes import anywhere, largest_anywhere, several_processes
 from rotor_py.measure.measurement import Way
+from rotor_py.stage.keepers.fewer_bits import word_of
+from rotor_py.stage.ways.names import base_of
+
+_LEAST_SHARE = 0.05
+"""The part of what is saved that a way has to spare: what it costs is found by clocks, and less is lost in their
+noise."""
 
 
 def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
@@ -34,8 +40,21 @@ def saving_ones(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> list[tuple[str, StageBytes]]:
-    """The ways that save less than the whole stage, in any process: others would only take longer."""
-    return [(name, way) for name, way in ways if anywhere(way.saved_bytes < whole.saved_bytes, group, device)]
+    """The ways that are worth timing: those that save clearly less than the stage stored whole, in any process.
+
+    A way with a keeper has to save clearly less than the same way without it. If it is as exact, it then stands in for
+    that: whoever makes tensors again to have memory has the others kept for less.
+    """
+    saved = {name: way.saved_bytes for name, way in ways}
+    found, replaced = [], set()
+    for name, way in ways:
+        base = base_of(name, saved)
+        before = whole.saved_bytes if base is None else saved[base]
+        if anywhere(way.saved_bytes <= (1 - _LEAST_SHARE) * before and way.saved_bytes < before, group, device):
+            found.append((name, way))
+            if word_of([name]) is None:
+                replaced.add(base)
+    return [(name, way) for name, way in found if name not in replaced]
 
 
 def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:

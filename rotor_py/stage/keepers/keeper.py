@@ -1,26 +1,29 @@
-"""A keeper keeps what autograd saves in a form of its own, and gives it back when the backward asks.
+"""What autograd saves of a stage, kept in another form, from which it is made again when the backward asks.
 
-# Note [What goes to a keeper]
+# Note [What is kept in another form]
 #
-#  1. Memory, not tensors: autograd saves several views of one storage, and one tensor for several nodes. The keeper
+#  1. Memory, not tensors: autograd saves several views of one storage, and one tensor for several nodes. The form
 #     gets each storage once, as a flat tensor of all its elements; views are made again of what it gives back.
 #  2. Not what is in memory anyway. Parameters, buffers and what goes into the stage (`untouched`) are saved as they
 #     are. So is what comes out of it, since the next stage reads it; that shows when the run is over (`spare`).
 #  3. Not what is too small to be worth a call, nor what is no plain strided memory: subclasses such as DTensor, sparse
-#     and lazily conjugated tensors. A second view of a storage in another dtype is saved as it is: what the keeper has
-#     may not be the same bits.
-#  4. A storage that was written to between two saves is another one to the keeper: autograd saved its former content.
-#     The keeper has the content of the time of the save, so nothing that is written later can harm it. What is saved
+#     and lazily conjugated tensors. A second view of a storage in another dtype is saved as it is: what comes
+#     back may not be the same bits.
+#  4. A storage that was written to between two saves is another one: autograd saved its former content. What is
+#     kept is the content of the time of the save, so nothing that is written later can harm it. What is saved
 #     as it is can be harmed, and is checked when it is asked for: where there are hooks, autograd does not check.
 #  5. Nothing here refers to the graph: an output that is saved with its history would hold its own node.
-#  6. What the keeper gives back is held by whoever reads it. Nodes that read it at the same time share it, and nobody
+#  6. What comes back is held by whoever reads it. Nodes that read it at the same time share it, and nobody
 #     holds it for one that may come later.
-#  7. Autograd attaches the history to what comes back. So `create_graph=True` works, as precisely as the keeper does.
+#  7. Of saved-tensor hooks that are inside each other, autograd calls the innermost alone. A stage that is stored in
+#     part has hooks of its own, so these ask for what is around them (`saving_now`).
+#  8. Autograd attaches the history to what comes back. So `create_graph=True` works, as precisely as the form does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -32,7 +35,7 @@ LEAST_BYTES = 4096
 
 
 class Kept(Protocol):
-    """What a keeper holds of one tensor."""
+    """A tensor in another form."""
 
     def tensor(self) -> torch.Tensor:
         """A tensor of the same elements, in their dtype and on their device, from the beginning of a storage on.
@@ -42,7 +45,7 @@ class Kept(Protocol):
         ...
 
 
-class Keeper(Protocol):
+class Form(Protocol):
     """A form in which saved tensors are kept."""
 
     @property
@@ -72,15 +75,13 @@ class Saved(Protocol):
 
 
 class Keeping:
-    """One run of a stage of which a keeper keeps what autograd saves. The run happens inside it as a context.
+    """One run of a stage of which what autograd saves is kept in a form. The run happens inside it as a context.
 
     `untouched` are tensors that are in memory anyway: parameters, buffers and inputs of the stage.
     """
 
-    def __init__(
-        self, keeper: Keeper, untouched: Iterable[torch.Tensor] = (), *, least_bytes: int = LEAST_BYTES
-    ) -> None:
-        self.keeper = keeper
+    def __init__(self, form: Form, untouched: Iterable[torch.Tensor] = (), *, least_bytes: int = LEAST_BYTES) -> None:
+        self.form = form
         self._least_bytes = least_bytes
         # By address. The weak references keep addresses from being used again by other storages.
         self._untouched = {ref.cdata: ref for ref in map(_reference, filter(_is_plain, untouched))}
@@ -88,8 +89,10 @@ class Keeping:
         self._storages: WeakValueDictionary[tuple[int, int], _KeptStorage] = WeakValueDictionary()
         self._left: set[tuple[int, int]] = set()
         self._hooks: Any = None
+        self._outside: Any = None
 
     def __enter__(self) -> Keeping:
+        self._outside = _innermost.set(self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.save, _tensor_of)
         self._hooks.__enter__()
         return self
@@ -97,6 +100,7 @@ class Keeping:
     def __exit__(self, *error: object) -> None:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
+        _innermost.reset(self._outside)
         self._untouched.clear()
         self._references.clear()
         self._storages.clear()
@@ -124,12 +128,21 @@ class Keeping:
         if found is not None or key in self._left or key[0] in self._untouched or storage.nbytes() < self._least_bytes:
             return found
         self._references.setdefault(key[0], StorageWeakRef(storage))
-        kept = self.keeper.keep(_memory(tensor))
+        kept = self.form.keep(_memory(tensor))
         if kept is None:
             self._left.add(key)
             return None
         found = self._storages[key] = _KeptStorage(kept, tensor.dtype)
         return found
+
+
+_innermost: ContextVar[Keeping | None] = ContextVar("innermost", default=None)
+
+
+def saving_now() -> Callable[[torch.Tensor], Saved]:
+    """What saves a tensor here and now: the innermost `Keeping` around this, or what saves everything as it is."""
+    keeping = _innermost.get()
+    return SavedAsItIs if keeping is None else keeping.save
 
 
 class SavedAsItIs:
@@ -182,7 +195,7 @@ class _KeptStorage:
 
 
 class _SavedView:
-    """A view of a storage that a keeper has."""
+    """A view of a storage that is kept in another form."""
 
     __slots__ = ("_offset", "_size", "_storage", "_stride")
 

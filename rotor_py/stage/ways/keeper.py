@@ -19,7 +19,13 @@ class Keeper(Protocol):
         """The name of the way: what follows "stored" in a report. It is written into plans, so it must not change."""
 
     def suits(self, function: Callable[..., Any]) -> bool:
-        """Whether the way is worth measuring for this stage."""
+        """Whether a stage can be stored in this way."""
 
-    def keeping(self, run: Run) -> Run:
-        """`run`, as a run whose graph has saved its tensors in this way. It makes the same values."""
+    def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
+        """`run`, a run of the stage `function`, as one whose graph has saved its tensors in this way.
+
+        It makes the same values.
+        """
+
+    def pays(self, run: Run, function: Callable[..., Any], value: Any) -> bool:
+        """Whether the way is worth measuring for `run` on `value`, which may be run to find that out."""

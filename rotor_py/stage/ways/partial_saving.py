@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_py.stage.autocast import autocast_now, restored_autocast
-from rotor_py.stage.keepers.keeper import Saved, SavedAsItIs
+from rotor_py.stage.keepers.keeper import Saved, saving_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +47,13 @@ class PartialSaving:
     """One run of a stage of which some values are dropped, to be made again by a recipe.
 
     The run happens inside it as a context, on tensors on the CPU and on `devices`. It calls `keep` and `drop` for its
-    values as soon as it has made them; each of these has memory of its own. What is not dropped goes through `save`,
-    such as that of a `Keeping`: of hooks that are inside each other, autograd calls the innermost alone.
+    values as soon as it has made them; each of these has memory of its own. What is not dropped is saved
+    as it would be without this: as it is, or by a keeper.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        devices: Iterable[torch.device],
-        save: Callable[[torch.Tensor], Saved] = SavedAsItIs,
-    ) -> None:
+    def __init__(self, recipe: Recipe, devices: Iterable[torch.device]) -> None:
         self.recipe = recipe
-        self._save = save
+        self._save = saving_now()
         self.autocast = autocast_now(devices)
         # Weak: when autograd has let go of all that it saved of a value, nobody will ask for it.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()

@@ -110,7 +110,7 @@ def test_the_lowest_point_of_lines(numbers: list[tuple[int, int]]) -> None:
     lines = [Line(float(seconds), float(slope)) for seconds, slope in numbers] + [Line(0.0, 1.0)]
     moved, height = lowest_point(lines)
     assert moved >= 0 and height == max(line.at(moved) for line in lines)
-    grid = [quarter / 4 for quarter in range(0, 100)]
+    grid = [quarter / 4 for quarter in range(100)]
     assert all(height <= max(line.at(each) for line in lines) + 1e-9 for each in grid)
 
 

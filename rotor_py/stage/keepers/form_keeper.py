@@ -1,0 +1,103 @@
+"""A way to store any stage: what autograd saves of it is kept in another form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from rotor_profiling.storage import tensors_in
+from rotor_py.stage.keepers.keeper import LEAST_BYTES, Form, Keeping, Kept
+from rotor_py.stage.protocol import Run, offers_of
+
+_STATISTICS = 16
+"""What is saved of a stage and is this much smaller than its input is one number for each row: a mean, or the logarithm
+of a sum. All numbers of a row are computed with it, so it is not rounded, and it is hardly any memory. Rows are longer
+than this, as a rule: the smallest heads of attention have 32 numbers."""
+_LEAST_SHARE = 0.02
+"""The part of what is saved that a form has to spare, for its bytes to be measured: of a stage that is stored in part,
+it may be several times as much."""
+
+
+class SmallerKept(Kept, Protocol):
+    """A tensor in fewer bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes in which it is kept."""
+        ...
+
+
+class SmallerForm(Form, Protocol):
+    """A form that takes fewer bytes than a tensor itself, in the same memory."""
+
+    def keep(self, memory: torch.Tensor) -> SmallerKept | None:
+        """Keep `memory`, as `Form` does; None if it would not get smaller."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FormKeeper:
+    """Keeps what autograd saves in the forward of a stage in a form."""
+
+    form: SmallerForm
+
+    @property
+    def name(self) -> str:
+        """That of the form."""
+        return self.form.name
+
+    def suits(self, function: Callable[..., Any]) -> bool:
+        """Whether hooks see what autograd saves of a stage: what compiled code saves, it decides by itself."""
+        return offers_of(function).saves_through_hooks
+
+    def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
+        """`run`, a run of `function`, so that what its graph saves is in this form. It makes the same values."""
+
+        def kept(value: Any) -> Any:
+            with self._keeping(self.form, function, value) as keeping:
+                output = run(value)
+                keeping.spare(tensors_in(output))
+            return output
+
+        return kept
+
+    def pays(self, run: Run, function: Callable[..., Any], value: Any) -> bool:
+        """Whether the form spares a part of what is saved that is worth measuring. `run` is run once."""
+        tried = _Tried(self.form)
+        with self._keeping(tried, function, value):
+            output = run(value)
+            held = {each.untyped_storage()._cdata for each in tensors_in(output)}
+        saved = sum(plain for plain, _, _ in tried.storages)
+        spared = sum(plain - kept for plain, kept, address in tried.storages if address not in held)
+        return spared >= _LEAST_SHARE * saved and spared > 0
+
+    def _keeping(self, form: Form, function: Callable[..., Any], value: Any) -> Keeping:
+        inputs = tensors_in(value)
+        owned = [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
+        largest = max((each.untyped_storage().nbytes() for each in inputs), default=0)
+        least = LEAST_BYTES if self.form.exact else max(LEAST_BYTES, largest // _STATISTICS)
+        return Keeping(form, [*inputs, *owned], least_bytes=least)
+
+
+class _Tried:
+    """A form that keeps nothing, and notes what another one would."""
+
+    exact = True
+
+    def __init__(self, form: SmallerForm) -> None:
+        self.name = form.name
+        self.storages: list[tuple[int, int, int]] = []
+        """of each: its bytes, and those in the other form; and its address"""
+        self._form = form
+        self._memory: list[torch.Tensor] = []  # held, so that no address is used twice
+
+    def keep(self, memory: torch.Tensor) -> Kept | None:
+        """Keep nothing."""
+        storage, kept = memory.untyped_storage(), self._form.keep(memory)
+        self._memory.append(memory)
+        self.storages.append((storage.nbytes(), storage.nbytes() if kept is None else kept.nbytes, storage._cdata))
+        return None

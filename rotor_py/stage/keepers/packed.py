@@ -1,0 +1,135 @@
+"""Saved tensors packed without loss: what comes back has the same bits.
+
+Three kinds of tensors can be packed whatever the numbers of a batch are, so that what was measured holds for every
+step: booleans, which are bits; indices of places, such as those of max pooling, which are 64 bits wide and need 8 to
+32; and the masks of dropout, which on a CPU are floating tensors of 0 and 1/(1 - p). Other tensors may happen to be
+packable in one step, such as the zeros that a layer makes before its first step, and are left alone.
+
+The result of ReLU is left alone, although its backward needs the sign alone: whoever saves a tensor does not say what
+for, and the layer that follows, a convolution or a product, saves the same tensor and needs its numbers. To keep those
+that are not 0, as Gist does, takes as many bytes as the batch has of them, which no plan can promise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from rotor_py.stage.keepers.bits import packed_bits, unpacked_bits
+from rotor_py.stage.keepers.form_keeper import SmallerKept
+
+_INTEGERS = (torch.uint8, torch.int16, torch.uint16, torch.int32)
+"""From the narrowest; of two that are as wide, the one that is converted faster."""
+_MARGIN = 1.25
+"""How much larger indices may get before another type is needed. Max pooling does not point to every place of a plane,
+but to some in its last rows, which are in its last fifth for all planes that need more than a byte."""
+_SAMPLE = 1024
+"""Elements that are looked at before a whole tensor is: nearly all of those that are no masks are known by them."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes, for tensors to be compared bit by bit: -0.0 equals 0.0, and NaN does not equal itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Keeps booleans and masks as bits, and integers in the narrowest type that holds them."""
+
+    name: str = "packed"
+    exact: bool = True
+
+    def keep(self, memory: torch.Tensor) -> SmallerKept | None:
+        """What is packed of `memory`; None if it does not get smaller."""
+        if memory.dtype == torch.bool:
+            return _Bits(packed_bits(memory), memory.numel())
+        if memory.is_floating_point():
+            return _mask(memory)
+        return _narrow(memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bits:
+    """Booleans."""
+
+    bits: torch.Tensor
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes
+
+    def tensor(self) -> torch.Tensor:
+        return unpacked_bits(self.bits, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Narrow:
+    """Integers in a narrower type than their own."""
+
+    values: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    def tensor(self) -> torch.Tensor:
+        return self.values.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """Elements that are 0 or one other number, whose bits are those of the integer `other`."""
+
+    bits: torch.Tensor
+    count: int
+    other: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes
+
+    def tensor(self) -> torch.Tensor:
+        found = unpacked_bits(self.bits, self.count).to(_BITS[self.dtype.itemsize])
+        return found.mul_(self.other).view(self.dtype)
+
+
+def _narrow(memory: torch.Tensor) -> _Narrow | None:
+    if memory.dtype not in (torch.int64, torch.int32) or not memory.numel():
+        return None
+    low, high = (int(each) * _MARGIN for each in torch.stack(memory.aminmax()).tolist())
+    for dtype in _INTEGERS:
+        limits = torch.iinfo(dtype)
+        if dtype.itemsize < memory.element_size() and limits.min <= low and high <= limits.max:
+            return _Narrow(memory.to(dtype), memory.dtype)
+    return None
+
+
+def _mask(memory: torch.Tensor) -> _Mask | None:
+    # Elsewhere, dropout keeps booleans, and to look at numbers is to wait for the device.
+    if memory.device.type != "cpu" or memory.element_size() not in _BITS:
+        return None
+    bits = memory.view(_BITS[memory.element_size()])
+    if not bits.numel() or not _may_be_mask(bits[:_SAMPLE], memory.dtype):
+        return None
+    low, other = (int(each) for each in bits.aminmax())
+    # Zeros alone, or ones, are no mask of dropout, and may be something else in the next step.
+    if low < 0 or not other or (low == other and _number(other, memory.dtype) == 1):
+        return None
+    where = bits == other
+    if int(where.count_nonzero()) != int(bits.count_nonzero()):
+        return None
+    return _Mask(packed_bits(where), memory.numel(), other, memory.dtype)
+
+
+def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the first elements of a tensor, as integers, are 0 or one number that a mask of dropout may have."""
+    low, other = (int(each) for each in sample.aminmax())
+    if low < 0 or (other and not 1 <= _number(other, dtype) < math.inf):
+        return False
+    return bool(((sample == 0) | (sample == other)).all())
+
+
+def _number(bits: int, dtype: torch.dtype) -> float:
+    return float(torch.tensor([bits], dtype=_BITS[dtype.itemsize]).view(dtype))

@@ -1,0 +1,71 @@
+"""Saved tensors in fewer bits: how far what comes back is from what was kept, and what is kept as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rotor_profiling import storage_bytes
+from rotor_py.stage.keepers import fewer_bits
+from rotor_py.stage.keepers.fewer_bits import BLOCK, FEWER_BITS
+
+STEPS = {"bf16": 2**-8, "fp8": 2**-4, "int8": 1 / 254}
+"""The largest error: of a number itself, or, with a scale, of the largest number of its block."""
+BYTES = {"bf16": 2.0, "fp8": 1 + 4 / BLOCK, "int8": 1 + 4 / BLOCK}
+
+
+@pytest.mark.parametrize("name", FEWER_BITS)
+@given(
+    count=st.integers(0, 5 * BLOCK),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    size=st.sampled_from([1e-42, 1e-30, 1.0, 1e30]),
+)
+def test_numbers_come_back_nearly_as_they_were(name: str, count: int, dtype: torch.dtype, size: float) -> None:
+    memory = torch.randn(count, dtype=dtype) * size
+    kept = FEWER_BITS[name].keep(memory)
+    assert kept is not None
+    found = kept.tensor()
+    assert (found.dtype, found.shape) == (memory.dtype, memory.shape)
+    largest = memory.clone()
+    for block in largest[: count // BLOCK * BLOCK].view(-1, BLOCK):
+        block.copy_(block.abs().amax().expand(BLOCK))
+    tiny = torch.finfo(torch.float32).tiny  # what is smaller may be rounded to 0
+    assert ((found - memory).abs() <= 1.01 * STEPS[name] * largest.abs() + tiny).all()
+
+
+@pytest.mark.parametrize("name", FEWER_BITS)
+@pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
+def test_a_tensor_that_is_not_finite_is_kept_as_it_is(name: str, odd: float) -> None:
+    memory = torch.randn(1000)
+    memory[500] = odd
+    assert FEWER_BITS[name].keep(memory) is None
+
+
+def test_a_number_that_would_overflow_is_kept_as_it_is() -> None:
+    assert FEWER_BITS["bf16"].keep(torch.tensor([1.0, torch.finfo(torch.float32).max])) is None
+
+
+@pytest.mark.parametrize("name", FEWER_BITS)
+def test_what_is_not_wider_or_packs_without_loss_is_not_rounded(name: str) -> None:
+    keeper = FEWER_BITS[name]
+    narrow = torch.randn(1000).to(torch.bfloat16 if name == "bf16" else torch.float8_e4m3fn)
+    assert keeper.keep(narrow) is None
+    for exact in (torch.rand(999) < 0.5, torch.dropout(torch.ones(5000), 0.3, True), torch.arange(1000)):
+        kept = keeper.keep(exact)
+        assert kept is not None
+        assert torch.equal(kept.tensor(), exact)
+
+
+@pytest.mark.parametrize("name", FEWER_BITS)
+def test_chunks_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.randn(10 * BLOCK + 3)
+    whole = FEWER_BITS[name].keep(memory)
+    monkeypatch.setattr(fewer_bits, "_CHUNK", 3 * BLOCK)
+    parts = FEWER_BITS[name].keep(memory)
+    assert whole is not None
+    assert parts is not None
+    assert torch.equal(whole.tensor(), parts.tensor())
+    tensors = [each for each in (getattr(parts, name) for name in parts.__slots__) if isinstance(each, torch.Tensor)]  # type: ignore[attr-defined]  # a dataclass with slots
+    assert storage_bytes(tensors) <= BYTES[name] * len(memory) + 4 * 3

@@ -1,0 +1,156 @@
+"""Whole steps of models whose stages are kept in another form: exact if packed, and close if in fewer bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, PlanMismatchError
+from rotor_py.stage.keepers.fewer_bits import FEWER_BITS, word_of
+from rotor_solver import ForwardEnable, Sequence
+from tests.capture.steps import adamw, compare, limits
+from tests.capture.test_partial_saving import Attention, Gated, NewGelu, Stack
+
+WIDTH = 32
+
+
+class Residual(nn.Module):
+    """Attention whose weights are dropped out, as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.mlp = nn.LayerNorm(WIDTH), Attention(), NewGelu()
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x + self.dropout(self.attention(self.norm(x))))  # type: ignore[no-any-return]  # a tensor
+
+
+def convolutions() -> nn.Sequential:
+    def block(inside: int, out: int) -> nn.Sequential:
+        layers = nn.Conv2d(inside, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        return nn.Sequential(*layers, nn.Dropout(0.2))
+
+    head = nn.Sequential(nn.Flatten(), nn.Linear(8 * 16, 10))
+    return nn.Sequential(block(3, 8), block(8, 8), block(8, 8), head)
+
+
+def loss(output: Any) -> torch.Tensor:
+    return output.square().mean()  # type: ignore[no-any-return]  # a tensor
+
+
+def chain() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return convolutions(), {"input": torch.randn(8, 3, 32, 32)}
+
+
+def captured() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Stack(Residual(), Residual(), Gated(), Residual()), {"x": torch.randn(4, 64, WIDTH)}
+
+
+MODELS = pytest.mark.parametrize("make", [chain, captured])
+
+
+def measured(make: Callable[[], Any], **options: Any) -> tuple[Checkpointable, nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model, batch = make()
+    model.train()
+    optimizer = adamw(model)
+    planned = Checkpointable(model, loss=loss, optimizer=optimizer, fresh_grads=True, **options)
+    planned.measure(batch)
+    return planned, copy.deepcopy(model), batch
+
+
+@pytest.fixture(autouse=True)
+def _any_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
+
+
+def stored_by(planned: Checkpointable, wanted: Callable[[str], bool], limit: int = 10**9) -> int:
+    """Have the plan store each stage by the first way that is wanted, where it stores it; how many these are."""
+    assert planned.inspection_values is not None
+    solved, names = planned.compute_sequence(limit), planned.inspection_values.way_names
+    options = [next((1 + at for at, name in enumerate(each) if wanted(name)), 0) for each in names]
+    planned.sequence = Sequence(
+        tuple(replace(each, option=options[each.stage]) if isinstance(each, ForwardEnable) else each for each in solved)
+    )
+    return sum(map(bool, options))
+
+
+@MODELS
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_packed_stages_train_bit_for_bit_inside_the_predicted_peak(make: Callable[[], Any], share: float) -> None:
+    planned, plain, batch = measured(make)
+    assert planned.budget is not None
+    least, whole = limits(planned)
+    limit = int(least + share * (whole - least))
+    assert stored_by(planned, lambda name: name.endswith("packed"), limit) >= 3
+    predicted = planned.budget.peak_bytes(planned.sequence)  # type: ignore[arg-type]  # it is there
+    peak = compare(planned, plain, batch, loss)
+    assert 0.97 * predicted <= peak <= predicted
+
+
+def test_packing_is_part_of_the_plan_and_lowers_what_a_chain_needs() -> None:
+    planned, _, _ = measured(chain)
+    assert planned.inspection_values is not None
+    costs = planned.inspection_values
+    for name, stage, ways in zip(costs.names, costs.stages, costs.ways_by_stage, strict=True):
+        packed = {way.name: way.cost.saved_bytes for way in ways}
+        if "0.3" <= name.partition(".")[2] == "3":  # int64 for every pooled float: two of three parts
+            assert packed["packed"] < 0.6 * stage.saved_bytes, name
+    assert word_of(name for names in costs.way_names for name in names) is None
+
+
+def gradients(network: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    network.zero_grad()
+    torch.manual_seed(7)
+    value = loss(network(**batch))
+    value.backward()  # type: ignore[no-untyped-call]  # of torch
+    return value.detach(), torch.cat([each.grad.flatten() for each in network.parameters() if each.grad is not None])
+
+
+@pytest.mark.parametrize(("word", "most"), [("bf16", 0.01), ("int8", 0.03), ("fp8", 0.1)])
+def test_fewer_bits_leave_the_forward_exact_and_the_gradients_close(word: str, most: float) -> None:
+    planned, plain, batch = measured(captured, keep=word)
+    assert planned.budget is not None
+    assert stored_by(planned, lambda name: name == word) >= 3
+    (value, found), (expected, exact) = gradients(planned, batch), gradients(plain, batch)
+    assert torch.equal(value, expected)
+    error = float((found - exact).norm() / exact.norm())
+    assert 0 < error < most
+    assert stored_by(planned, lambda name: name == f"in part, {word}") >= 3
+    value, found = gradients(planned, batch)
+    assert torch.equal(value, expected)
+    assert 0 < float((found - exact).norm() / exact.norm()) < most
+
+
+def test_nothing_is_rounded_unless_it_is_asked_for(tmp_path: Path) -> None:
+    planned, _, batch = measured(captured, keep="bf16")
+    assert planned.inspection_values is not None
+    assert word_of(name for names in planned.inspection_values.way_names for name in names) == "bf16"
+    stored_by(planned, lambda name: name == "bf16")
+    planned.save_plan(tmp_path / "plan.json")
+
+    def loaded(**options: Any) -> Checkpointable:
+        model = copy.deepcopy(planned.model)
+        given = {"loss": loss, "optimizer": adamw(model), "fresh_grads": True}
+        return Checkpointable(model, plan=tmp_path / "plan.json", **given, **options)
+
+    for other in (None, "int8"):
+        with pytest.raises(PlanMismatchError, match=r"keep="):
+            loaded(keep=other)
+    again = loaded(keep="bf16")
+    assert torch.equal(gradients(again, batch)[1], gradients(planned, batch)[1])
+
+
+@pytest.mark.parametrize("options", [{"keep": "fp4"}, {"keep": torch.bfloat16}, {"keep": "bf16", "every_n_layers": 2}])
+def test_what_cannot_be_kept_is_refused_in_a_sentence(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="keep"):
+        Checkpointable(nn.Sequential(nn.Linear(2, 2)), **options)
+    assert set(FEWER_BITS) == {"bf16", "fp8", "int8"}
