@@ -17,8 +17,6 @@ import logging
 import multiprocessing
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,8 +29,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from rotor_py.devices.caching_allocator import replay
 from rotor_py.devices.followed_step import FollowedStep
-from rotor_py.devices.scratch import workspace_bytes
 from rotor_py.devices.table import find_device
+from rotor_py.predict.gathering import gathering_apart
 
 aten = torch.ops.aten
 PUBLISHED = {8: 82.4, 128: 67.0}
@@ -81,47 +79,6 @@ class Llama(nn.Module):
         return result
 
 
-@contextmanager
-def followed(step: FollowedStep) -> Iterator[None]:
-    """FSDP2 frees by `resize_`, gathers on a stream of its own, and DTensor runs operators to learn shapes."""
-    import torch.distributed.fsdp._fully_shard._fsdp_param_group as group
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    gather = group.foreach_all_gather
-
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        step.stream = 1
-        try:
-            return gather(*args, **kwargs)
-        finally:
-            step.stream = 0
-
-    names = [name for name in ("_propagate_tensor_meta", "_propagate_tensor_meta_non_cached")
-             if hasattr(ShardingPropagator, name)]  # fmt: skip
-    asked = {name: getattr(ShardingPropagator, name) for name in names}
-
-    def quietly(real: Any) -> Any:
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            step.paused = True
-            try:
-                return real(*args, **kwargs)
-            finally:
-                step.paused = False
-
-        return ask
-
-    group.foreach_all_gather = gathered
-    for name, real in asked.items():
-        setattr(ShardingPropagator, name, quietly(real))
-    try:
-        with step.resizing():
-            yield
-    finally:
-        group.foreach_all_gather = gather
-        for name, real in asked.items():
-            setattr(ShardingPropagator, name, real)
-
-
 def predicted(world: int, layers: int = 32, length: int = 8192) -> dict[str, Any]:
     """Two steps of one process of `world`."""
     import torch.distributed as dist
@@ -135,7 +92,7 @@ def predicted(world: int, layers: int = 32, length: int = 8192) -> dict[str, Any
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     mesh = init_device_mesh("cpu", (world,))
     step = FollowedStep(device)
-    with FakeTensorMode(allow_non_fake_inputs=True), followed(step):
+    with FakeTensorMode(allow_non_fake_inputs=True), gathering_apart(step):
         model = Llama(layers)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for layer in model.layers:
@@ -143,8 +100,8 @@ def predicted(world: int, layers: int = 32, length: int = 8192) -> dict[str, Any
         fully_shard(model, mesh=mesh, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
         tokens = torch.zeros(2, length, dtype=torch.long)
-        step.hold([each.to_local() for each in model.parameters()])  # type: ignore[attr-defined] # they are DTensors
-        step.hold([tokens])
+        step.hold_workspace()
+        step.hold([*model.parameters(), tokens])
         with step:
             for _ in range(2):
                 loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
@@ -154,13 +111,12 @@ def predicted(world: int, layers: int = 32, length: int = 8192) -> dict[str, Any
                 optimizer.zero_grad()
     dist.destroy_process_group()
     peak = replay(step.events)
-    kept = workspace_bytes(device)
     return {
         "world": world,
         "published_gib": PUBLISHED.get(world),
-        "allocated_gib": (peak.allocated_bytes + kept) / 2**30,
-        "reserved_gib": (peak.reserved_bytes + kept) / 2**30,
-        "reserved_expandable_gib": (replay(step.events, expandable=True).reserved_bytes + kept) / 2**30,
+        "allocated_gib": peak.allocated_bytes / 2**30,
+        "reserved_gib": peak.reserved_bytes / 2**30,
+        "reserved_expandable_gib": replay(step.events, expandable=True).reserved_bytes / 2**30,
         "took_seconds": time.perf_counter() - began,
     }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -174,7 +176,7 @@ def _twin(
                 )
         group = dict(group, params=list(stand_ins.values()))
         # On CUDA torch chooses `foreach` where nothing is said, which needs more memory; for meta tensors it would not.
-        if foreach and group.get("foreach", False) is None and not group.get("fused"):
+        if foreach and _left_to_torch(group):
             group["foreach"] = True
         # Both refuse tensors that are not on a device of theirs.
         for only_on_devices in ("fused", "capturable"):
@@ -183,6 +185,27 @@ def _twin(
         groups.append(group)
     twin.param_groups = groups
     return twin
+
+
+def _left_to_torch(group: dict[str, Any]) -> bool:
+    """Whether torch chooses `foreach` for a group of parameters."""
+    return group.get("foreach", False) is None and not group.get("fused")
+
+
+@contextmanager
+def stepping_as_on_cuda(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, an optimizer of fake tensors on the CPU steps as it does on CUDA, if CUDA is predicted."""
+    groups = [group for group in optimizer.param_groups if _left_to_torch(group)]
+    predicted = prediction()
+    if predicted is None or predicted.kind != "cuda":
+        groups = []
+    for group in groups:
+        group["foreach"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["foreach"] = None
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.nn.Parameter:

@@ -12,12 +12,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotor_profiling.instruments import using
-from rotor_py.checkpointable import Checkpointable
 from rotor_py.devices.device import Devices
+from rotor_py.devices.reservation import Reservation
 from rotor_py.errors import UnsupportedModelError
-from rotor_py.predict.communication import Step, find_room_for_communication
+from rotor_py.predict.communication import find_room_for_communication
 from rotor_py.predict.prediction import prediction_for
+from rotor_py.predict.reserving import find_reservation
 from rotor_py.predict.sharding import shard_blocks
+from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory, made_without_memory
 from rotor_py.predict.world import world_of
 
@@ -63,10 +65,14 @@ class Elsewhere:
                 self._shard(found, self._mesh)
         return found
 
-    def follow(self, network: Checkpointable, step: Callable[[], Step]) -> None:
+    def follow(self, step: TrainingStep) -> None:
         """Have a model that was measured plan with the room that communication takes in a `step` by its plan."""
         if self._mesh is not None:
-            find_room_for_communication(network, step())
+            find_room_for_communication(step)
+
+    def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation:
+        """What is reserved for a `step` by a plan that was found; see `find_reservation`."""
+        return find_reservation(step, self.devices, keep_limit=keep_limit)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

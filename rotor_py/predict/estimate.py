@@ -15,8 +15,8 @@ from rotor_py.devices.table import find_devices
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.plan.settings import what_it_is
-from rotor_py.predict.communication import step_of
 from rotor_py.predict.elsewhere import Elsewhere, Shard
+from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory
 from rotor_py.report import Report
 
@@ -51,7 +51,8 @@ def estimate(
             `fully_shard` divides the parameters; the report is then of one of them, with a batch of its own.
         optimizer: the optimizer of the model, or a function of parameters that makes one, such as `torch.optim.AdamW`.
         loss: the loss as a function of the output, on the CPU.
-        mem_limit: the peak of a whole step: bytes, or "60GB", "80%". None is 90 % of what PyTorch can have there.
+        mem_limit: the peak of a whole step: bytes, or "60GB", "80%". None is 90 % of what PyTorch can have there, or
+            less where its allocator is predicted to reserve more than there is.
         fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`).
         mem_slots: how finely the solver divides memory.
         shard: what divides the parameters: a function of the model and of the mesh of devices that calls `fully_shard`.
@@ -86,9 +87,11 @@ def estimate(
                 cache=False,
             )
             network.measure(value)
-            elsewhere.follow(network, lambda: step_of(network, value, loss, made, fresh_grads=fresh_grads))
+            step = TrainingStep(network, value, loss, made, fresh_grads=fresh_grads)
+            elsewhere.follow(step)
             network.compute_sequence()
-            return replace(network.report(), device=devices.name, predicted_for=devices)
+            reserved = elsewhere.reserve(step, keep_limit=mem_limit is not None)
+            return replace(network.report(), device=devices.name, predicted_for=devices, reserved=reserved)
 
 
 def _optimizer(given: Optimizer | None, fake: nn.Module, without_memory: WithoutMemory) -> torch.optim.Optimizer | None:

@@ -54,7 +54,8 @@ class Basis:
         return (
             "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and what stages return "
             "and keep.",
-            f"Predicted: peaks, and what kernels need beside that while they run{self._predicted_beside}.",
+            "Predicted: peaks, what the allocator reserves, and what kernels need beside that while they run"
+            f"{self._predicted_beside}.",
             f"Assumed: the parts of the data sheet's rates that kernels reach ({self.anchor}), attention by the kernel "
             f"that torch {torch_version} chooses for compute capability {capability}, "
             f"{format_bytes(workspace_bytes(self.device))} for cuBLAS, {format_bytes(self.device.context_bytes)} for "

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rotor_py.devices.device import Devices
+from rotor_py.devices.reservation import Reservation
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.step_memory import peak_of
@@ -40,6 +41,8 @@ class ReportFacts:
     """How the batch was chosen, if it was."""
     predicted_for: Devices | None = None
     """The devices of the table that this is predicted for, which need not be there; None where it was measured."""
+    reserved: Reservation | None = None
+    """What the allocator is predicted to reserve there, if a step by the plan was followed for it."""
 
     @property
     def fits(self) -> bool:
@@ -82,7 +85,8 @@ class ReportFacts:
         freed = f"{self.budget.gradients_freed()}." if self.budget.freed_gradients else None
         words = self.budget.moved_in_words(self.sequence)
         moved = f"{words[0].upper()}{words[1:]}." if words else None
-        others = (self.peak_reason(), moved, freed, self.which_forward(), compiled)
+        warning = None if self.reserved is None else self.reserved.warning(self.peak_bytes)
+        others = (warning, self.peak_reason(), moved, freed, self.which_forward(), compiled)
         basis = () if self.basis is None else self.basis.sentences()
         return (*chosen, *(each for each in others if each is not None), *basis)
 
@@ -93,6 +97,10 @@ class ReportFacts:
             return None
         fixed = self.budget.fixed
         return Basis(self.predicted_for, fixed, fixed.batch + self.measurement.input_bytes)
+
+    def reserved_bytes(self) -> list[tuple[str, str]]:
+        """What the allocator reserves for the planned step, by its name; nothing where that is not known."""
+        return [] if self.reserved is None else [("reserved (predicted)", format_bytes(self.reserved.reserved_bytes))]
 
     def times(self) -> list[tuple[str, str]]:
         """The predicted times of a step by the plan, and of a plain one, by their names.

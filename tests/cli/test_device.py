@@ -50,6 +50,8 @@ def test_what_is_exact_predicted_and_assumed_are_kept_apart(report) -> None:
     }
     assert basis["predicted"]["peak_bytes"] == found["plan"]["peak_bytes"]
     assert basis["predicted"]["min_bytes"] == found["min_bytes"]
+    assert basis["predicted"]["reserved_bytes"] >= found["plan"]["peak_bytes"] - 512
+    assert basis["predicted"]["reserved_expandable_bytes"] > 0
     assumed = basis["assumed"]
     least, most = assumed["step_seconds"]
     assert least < found["plan"]["step_seconds"] < most
@@ -73,7 +75,15 @@ def test_without_an_anchor_seconds_are_known_less_well(report) -> None:
 
 def test_the_text_says_the_words_and_overhead_comes_first(plan, model_file) -> None:
     text = " ".join(plan(model_file(LABELS), "--device", "l4").stdout.replace("\N{NO-BREAK SPACE}", " ").split())
-    for words in ("on NVIDIA L4", "Nothing was measured. Exact:", "Predicted: peaks", "Assumed:", "no anchor", " to "):
+    for words in (
+        "on NVIDIA L4",
+        "Nothing was measured. Exact:",
+        "Predicted: peaks",
+        "Assumed:",
+        "no anchor",
+        " to ",
+        "reserved (predicted)",
+    ):
         assert words in text
     assert text.index("overhead") < text.index("planned", text.index("time"))
     assert "attention by the kernel that torch" in text
@@ -83,7 +93,14 @@ def test_the_page_says_them_too(plan, model_file, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     plan(model_file(LABELS), "--device", "h100", "--html", str(page))
     text = page.read_text()
-    for words in ("Exact:", "Predicted:", "Assumed:", "fitted to", f"for {find_device('h100').name}, predicted."):
+    for words in (
+        "Exact:",
+        "Predicted:",
+        "Assumed:",
+        "fitted to",
+        "reserved (predicted)",
+        f"for {find_device('h100').name}, predicted.",
+    ):
         assert words in text
 
 
@@ -200,3 +217,25 @@ def test_a_class_of_transformers_needs_no_memory(plan) -> None:
     found = json.loads(result.stdout)["prediction"]["exact"]
     # Two moments for each parameter, and a count of steps on the device.
     assert found["optimizer_bytes"] > 2 * found["parameters_bytes"]
+
+
+ODD = """
+import torch
+from torch import nn
+
+widths = [256, 704, 448, 832, 320, 960, 576, 256, 896, 384, 640, 1024, 512]
+model = nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.ReLU(), nn.Tanh()) for pair in zip(widths, widths[1:])))
+
+def sample(batch=16384):
+    return torch.randn(batch, 256)
+"""
+
+
+def test_a_default_limit_leaves_room_for_what_is_reserved_and_a_given_one_is_kept(plan, model_file) -> None:
+    file, memory = model_file(ODD), 520 * 2**20 + 700 * 2**20
+    default = json.loads(plan(file, "--device-memory", str(memory), "--json", "-").stdout)
+    assert default["plan"]["peak_bytes"] <= default["mem_limit"] < 0.89 * 700 * 2**20
+    assert default["prediction"]["predicted"]["reserved_bytes"] <= 700 * 2**20
+    given = plan(file, "--device-memory", str(memory), "--mem-limit", "90%")
+    assert "fits in 661 MB" in given.stdout
+    assert "predicted to run out of memory although its tensors fit" in " ".join(given.stdout.split())

@@ -94,7 +94,7 @@ def test_results_in_place_are_nothing_new_and_scratch_comes_and_goes() -> None:
 
 
 def test_storages_that_are_emptied_give_their_bytes_back_until_they_are_filled_again() -> None:
-    with FakeTensorMode(), FollowedStep(H100) as step, step.resizing():
+    with FakeTensorMode(), FollowedStep(H100) as step:
         gathered = torch.empty(1000)
         storage = gathered.untyped_storage()
         storage.resize_(0)

@@ -15,8 +15,9 @@ from rotor_profiling.instruments import using
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate
 from rotor_py.devices.table import find_devices
-from rotor_py.predict.communication import find_room_for_communication, step_of
+from rotor_py.predict.communication import find_room_for_communication
 from rotor_py.predict.sharding import blocks_of, shard_blocks
+from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory
 from rotor_py.predict.world import world_of
 from rotor_solver import store_all
@@ -75,8 +76,8 @@ def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> Non
         bound = budget.fixed.communication
         least, most = budget.least_bytes() - bound, budget.peak_bytes(store_all(budget.chain)) - bound
         network.mem_limit = int(least + share * (most - least)) + bound // 4
-        step = step_of(network, batch, sharded_steps.loss, optimizer, fresh_grads=True)
-        find_room_for_communication(network, step)
+        step = TrainingStep(network, batch, sharded_steps.loss, optimizer, fresh_grads=True)
+        find_room_for_communication(step)
         sequence = network.compute_sequence()
         found = network.budget
         assert found is not None

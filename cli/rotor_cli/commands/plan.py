@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -16,8 +15,9 @@ from rotor_cli.loading.place import Place
 from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, verify
+from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.stepping.refusals import refuse_optimizer
-from rotor_py.predict.communication import Step, step_of
+from rotor_py.predict.training_step import TrainingStep
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.sweeping import sweep_of
@@ -60,7 +60,7 @@ def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activ
         # Inside of it again, so that what the model may not do there is told as what it is.
         with explained(found.file), place.measuring():
             network = _measure(found, limit, request, shown)
-            place.follow(network, partial(_step, network, found, request))
+            place.follow(_step(network, found, request))
     else:
         assert limit is not None
         chosen = choose(found, limit, request, shown)
@@ -92,6 +92,9 @@ def facts_of(
     if request.limited:
         with watched(shown.doing("solving")):
             facts = _plan(facts, network, limit, request)
+        if place is not None:
+            with explained(found.file), place.measuring():
+                facts = _reserve(facts, network, found, request, place)
     if request.plan_file is not None:
         network.save_plan(request.plan_file)
     if request.compare:
@@ -100,8 +103,8 @@ def facts_of(
     return _verify(facts, network, found, request, shown) if request.verify else facts
 
 
-def _step(network: Checkpointable, found: ModelFile, request: Request) -> Step:
-    return step_of(network, found.sample, found.loss or default_loss, found.optimizer, fresh_grads=request.fresh_grads)
+def _step(network: Checkpointable, found: ModelFile, request: Request) -> TrainingStep:
+    return TrainingStep(network, found.sample, found.loss or default_loss, found.optimizer, request.fresh_grads)
 
 
 def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
@@ -195,6 +198,18 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
     assert network.inspection_values is not None
     found = replace(facts, budget=network.budget, measurement=network.inspection_values, compiled=network.compiled)
     return replace(found, mem_limit=limit, sequence=sequence)
+
+
+def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, place: Place) -> Facts:
+    """With what the allocator reserves for the plan; where nobody has set a limit, one that leaves room for it."""
+    keep_limit = request.mem_limit is not None or request.overhead is not None
+    reserved = place.reserve(_step(network, found, request), keep_limit=keep_limit)
+    if keep_limit or reserved is None:
+        return replace(facts, reserved=reserved)
+    assert network.budget is not None
+    assert network.sequence is not None
+    limit = limit_bytes(network.mem_limit, network.device)
+    return replace(facts, reserved=reserved, mem_limit=limit, budget=network.budget, sequence=network.sequence)
 
 
 def _verify(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, shown: Activities) -> Facts:

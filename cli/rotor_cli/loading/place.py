@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
@@ -12,11 +11,11 @@ from torch import nn
 
 from rotor_cli.loading.sample import moved_to
 from rotor_profiling import tensors_in
-from rotor_py import Checkpointable
 from rotor_py.devices.device import Devices
+from rotor_py.devices.reservation import Reservation
 from rotor_py.plan.inputs.sample import arguments_of
-from rotor_py.predict.communication import Step
 from rotor_py.predict.elsewhere import Elsewhere
+from rotor_py.predict.training_step import TrainingStep
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
 
@@ -54,8 +53,14 @@ class Place(Protocol):
     def sample(self, sample: Any, model: nn.Module) -> Any:
         """What the model is called with, brought there."""
 
-    def follow(self, network: Checkpointable, step: Callable[[], Step]) -> None:
+    def follow(self, step: TrainingStep) -> None:
         """Have a model that was measured plan with what a step by its plan shows beside that."""
+
+    def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation | None:
+        """What the allocator reserves for a step by the plan that was found; None if that is not predicted.
+
+        Unless `keep_limit`, there may be a smaller limit afterwards, and a plan that leaves room for it.
+        """
 
 
 class Here:
@@ -85,8 +90,12 @@ class Here:
     def sample(self, sample: Any, model: nn.Module) -> Any:
         return moved_to(self.device, sample)
 
-    def follow(self, network: Checkpointable, step: Callable[[], Step]) -> None:
+    def follow(self, step: TrainingStep) -> None:
         """A step that really runs shows it by itself."""
+
+    def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation | None:
+        """The allocator that is there shows it by itself."""
+        return None
 
 
 class There:
@@ -120,5 +129,8 @@ class There:
         arguments, keywords = arguments_of(sample, model)  # of a DataLoader, the first batch
         return self._elsewhere.without_memory.value(keywords or arguments)
 
-    def follow(self, network: Checkpointable, step: Callable[[], Step]) -> None:
-        self._elsewhere.follow(network, step)
+    def follow(self, step: TrainingStep) -> None:
+        self._elsewhere.follow(step)
+
+    def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation | None:
+        return self._elsewhere.reserve(step, keep_limit=keep_limit)

@@ -57,6 +57,9 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "store_all_peak_bytes": facts.store_all_bytes,
             "min_bytes": facts.budget.least_bytes(),
         }
+        if facts.reserved is not None:
+            peaks["reserved_bytes"] = facts.reserved.reserved_bytes
+            peaks["reserved_expandable_bytes"] = facts.reserved.expandable_bytes
         seconds = {"step_seconds": facts.step_seconds, "store_all_step_seconds": facts.store_all_seconds}
         data["prediction"] = facts.basis.as_data(peaks, seconds)
     if not facts.limited:

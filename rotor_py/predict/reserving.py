@@ -1,0 +1,63 @@
+"""What the allocator reserves for a step by a plan: seen in steps that follow it, without memory."""
+
+from __future__ import annotations
+
+from rotor_py.devices.device import Device, Devices
+from rotor_py.devices.followed_step import FollowedStep
+from rotor_py.devices.reservation import Reservation
+from rotor_py.predict.gathering import gathering_apart
+from rotor_py.predict.training_step import TrainingStep
+from rotor_solver import InfeasibleError
+
+_ROUNDS = 2
+"""How often a plan for less is tried. A guess: what is reserved follows the limit closely."""
+
+
+def find_reservation(step: TrainingStep, devices: Devices, *, keep_limit: bool) -> Reservation:
+    """What is reserved for `step` by the plan that its network has.
+
+    Unless `keep_limit`, the network gets a smaller limit, and a plan for that, as long as the device has less than is
+    reserved. If no plan fits the smaller one, the last that did stays.
+    """
+    network = step.network
+    found = reservation(step, devices)
+    for _ in range(0 if keep_limit else _ROUNDS):
+        budget, sequence, limit = network.budget, network.sequence, network.mem_limit
+        assert budget is not None
+        assert sequence is not None
+        if not found.missing_bytes:
+            break
+        # The peak, not the limit: below that, it would be the same plan.
+        smaller = budget.peak_bytes(sequence) - found.missing_bytes
+        if smaller < budget.least_bytes():
+            break
+        network.mem_limit = smaller
+        try:
+            network.compute_sequence()
+        except InfeasibleError:  # a plan may need more than the least where others have to follow it as well
+            network.mem_limit, network.sequence = limit, sequence
+            break
+        found = reservation(step, devices)
+    return found
+
+
+def reservation(step: TrainingStep, devices: Devices) -> Reservation:
+    """What is reserved for `step`."""
+    return Reservation.of(followed_by_plan(step, devices.each).events, devices.each)
+
+
+def followed_by_plan(step: TrainingStep, device: Device) -> FollowedStep:
+    """The requests of two steps, the first of which makes the optimizer's state.
+
+    State is allocated where activations were, so that those of the second find less room in one piece.
+    """
+    followed = FollowedStep(device)
+    with step.leaving_nothing():
+        # The first forward by a plan differs from those that follow: the model is captured in it, for example.
+        step.without_optimizer()()
+        followed.hold_workspace()
+        followed.hold(step.present())
+        with gathering_apart(followed), followed:
+            step()
+            step()
+    return followed

@@ -1,0 +1,90 @@
+"""A training step on tensors without memory, as a training loop takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rotor_profiling import tensors_in
+from rotor_profiling.instruments import operators
+from rotor_profiling.optimizer import stepping_as_on_cuda
+from rotor_profiling.stage.gradients import scalar_after
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.plan.inputs.sample import arguments_of
+
+
+def _nothing_begins(phase: str) -> None:
+    """Nobody wants to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """A step of `network` on `value`, whose caller holds the output to its end. Calling it takes the step.
+
+    Without a `loss`, that is the single number with a gradient in the output, and else every tensor gets a gradient.
+    With `fresh_grads`, gradients are freed at its end. As many forwards are in flight as the network was planned for.
+    """
+
+    network: Checkpointable
+    value: Any
+    loss: Callable[[Any], torch.Tensor] | None
+    optimizer: torch.optim.Optimizer | None
+    fresh_grads: bool = False
+
+    def __call__(self, begins: Callable[[str], None] = _nothing_begins) -> None:
+        """Take the step; `begins` is called with the name of each phase."""
+        network, budget = self.network, self.network.budget
+        arguments, keywords = arguments_of(self.value, network.model)
+        begins("forward")
+        outputs, values = [], []
+        for _ in range(1 if budget is None else budget.forwards):
+            outputs.append(network(*arguments, **keywords))
+            values.append(_loss_in(outputs[-1]) if self.loss is None else self.loss(outputs[-1]))
+        begins("backward")
+        with operators():  # not around the forward: TorchDynamo would capture what stands for them
+            while values:
+                last = budget is not None and budget.backward_order == "reverse"
+                values.pop(-1 if last else 0).backward()
+        begins("optimizer")
+        if self.optimizer is not None:
+            with stepping_as_on_cuda(self.optimizer):
+                self.optimizer.step()
+        if self.fresh_grads:
+            network.zero_grad()
+        begins("end")
+
+    def without_optimizer(self) -> TrainingStep:
+        """The same without what it leaves: gradients, and an optimizer's state."""
+        return replace(self, optimizer=None, fresh_grads=True)
+
+    def present(self) -> list[torch.Tensor]:
+        """What is there before the first one is taken."""
+        state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
+        return [*self.network.parameters(), *self.network.buffers(), *state, *tensors_in(self.value)]
+
+    @contextmanager
+    def leaving_nothing(self) -> Iterator[None]:
+        """Steps that are taken inside leave neither gradients nor an optimizer's state, and are not watched."""
+        gradients = {each: each.grad for each in self.network.parameters()}
+        state = None if self.optimizer is None else {key: dict(each) for key, each in self.optimizer.state.items()}
+        watch, self.network.watch = self.network.watch, False
+        try:
+            yield
+        finally:
+            self.network.watch = watch
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+            if self.optimizer is not None and state is not None:
+                self.optimizer.state.clear()
+                self.optimizer.state.update(state)
+
+
+def _loss_in(output: Any) -> torch.Tensor:
+    found = [each for each in tensors_in(output) if each.dim() == 0 and each.requires_grad]
+    made = found[0] if found else scalar_after(output)
+    assert made is not None  # it was planned, so something trains
+    return made
