@@ -32,6 +32,8 @@
 # 13. A `GuardedTape` runs again what runs out of memory. It has no stages of rule 1, and a Note of its own.
 # 14. A gradient that a collective is still to bring (tensor parallelism) is waited for before stages are run again:
 #     what was sent stays in memory until somebody waits. Outputs of stages are waited for at their end (`StageRunner`).
+# 15. Stages of rule 1 that follow each other run as one function, if they can: between them, nothing happens. What goes
+#     in is handed over in a list, since the arguments of a function live until it returns.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from rotor_py.execute.in_flight import Held, Pass, Passes
 from rotor_py.execute.node import Frame, StageNode
 from rotor_py.execute.program import Program, Step, program
 from rotor_py.execute.store import ActivationStore
+from rotor_py.execute.whole_runs import run_through
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
 from rotor_solver import Backward, ForwardEnable, Sequence
@@ -96,26 +99,39 @@ class Tape:
 
     def _forward(self, held: Held, value: Any) -> Any:
         frontier = 0
-        for step in self.program.forward:
-            stage = step.operation.stage  # type: ignore[union-attr] # no loss here
-            if stage < frontier:
-                self._run_again(held, step)
+        """the first stage that has not run"""
+        for steps in self.program.pieces:
+            stages = slice(frontier, frontier + len(steps))
+            if len(steps) > 1 and (run := run_through(self.runners[stages])) is not None:  # Rule 15
+                values = list(value)
+                del value
+                value = run(values)
+                frontier = stages.stop
                 continue
-            if stage in self.program.runs_again:
-                self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
-            if stage in step.live:  # Rule 5
-                held.inputs.keep_first(stage, value)
-            if stage not in self.program.in_graph:
-                value = self._add_node(stage, value)  # Rule 2
-            elif stage in self.program.runs_again:
-                # The stage must not write into what the tape keeps. Where its input is not kept, it may.
-                value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
-            else:
-                value = self._runner(step).forward(value)  # Rule 1
-            if stage in self.program.awaited:
-                self._await(stage, value)
-            frontier += 1
-            held.release(step.live)
+            for step in steps:
+                if step.operation.stage < frontier:  # type: ignore[union-attr] # no loss here
+                    self._run_again(held, step)
+                else:
+                    value = self._run_next(held, step, frontier, value)
+                    frontier += 1
+        return value
+
+    def _run_next(self, held: Held, step: Step, stage: int, value: Any) -> Any:
+        """Run a stage for the first time."""
+        if stage in self.program.runs_again:
+            self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
+        if stage in step.live:  # Rule 5
+            held.inputs.keep_first(stage, value)
+        if stage not in self.program.in_graph:
+            value = self._add_node(stage, value)  # Rule 2
+        elif stage in self.program.runs_again:
+            # The stage must not write into what the tape keeps. Where its input is not kept, it may.
+            value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
+        else:
+            value = self._runner(step).forward(value)  # Rule 1
+        if stage in self.program.awaited:
+            self._await(stage, value)
+        held.release(step.live)
         return value
 
     def _add_node(self, stage: int, value: Any) -> Any:
