@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -42,6 +42,20 @@ _IMAGE = 4
 """Dimensions of a batch of images: its number, channels, height and width."""
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
 _LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch._dynamo.config, name))
+_DYNAMO = {
+    # Inside DistributedDataParallel, Dynamo would cut the graph where a bucket of gradients is full, so that compiled
+    # backwards overlap with communication. Stages have backwards of their own, and overlap anyway.
+    "optimize_ddp": False,
+    # By default, Dynamo breaks the graph at recurrent layers, since compilers do badly on their operators. Here these
+    # run as they are.
+    "allow_rnn": True,
+    # With symbols for sizes, every other number of the input would get one, too. A size can be left open; a temperature
+    # is a part of what the graph computes.
+    "specialize_float": True,
+}
+# One symbol for two sizes that happen to be equal would tie them together: a batch of 8 sequences of length 8 could
+# have no other length.
+_SHAPES = {"use_duck_shape": False}
 
 
 def keep_image_sizes(tensors: Iterable[torch.Tensor]) -> None:
@@ -114,28 +128,28 @@ class Tracing:
 
 
 @contextmanager
+def settings_of(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Have settings of torch in this thread as they are here, as long as this context lasts.
+
+    `config.patch` makes a class and a context variable at every call. That takes longer than a small layer does, and
+    the variables stay in memory for good: Python keeps them in the context that they were set in.
+    """
+    before = [(name, getattr(config, name)) for name in settings]
+    try:
+        for name, value in settings.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before:
+            setattr(config, name, value)
+
+
+@contextmanager
 def tracing(began: Callable[[], None]) -> Iterator[Tracing]:
     """Have TorchDynamo trace as the Note says, as long as this context lasts."""
     found = Tracing(began)
-    settings = {
-        _LIMIT: MOST_GRAPHS,
-        # Inside DistributedDataParallel, Dynamo would cut the graph where a bucket of gradients is full, so that
-        # compiled backwards overlap with communication. Stages have backwards of their own, and overlap anyway.
-        "optimize_ddp": False,
-        # By default, Dynamo breaks the graph at recurrent layers, since compilers do badly on their operators. Here
-        # these run as they are.
-        "allow_rnn": True,
-        # With symbols for sizes, every other number of the input would get one, too. A size can be left open; a
-        # temperature is a part of what the graph computes.
-        "specialize_float": True,
-    }
-    with (
-        torch._dynamo.config.patch(settings),
-        # One symbol for two sizes that happen to be equal would tie them together: a batch of 8 sequences of length 8
-        # could have no other length.
-        shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined] # torch adds it when it is imported
-        _shapes_unlogged(),
-    ):
+    dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS}
+    with settings_of(torch._dynamo.config, dynamo), settings_of(shape_config, _SHAPES), _shapes_unlogged():
         callbacks.register_start_callback(found.start)
         callbacks.register_end_callback(found.end)
         try:

@@ -40,12 +40,15 @@ class Program:
     """The operations before the loss, those after it (`replay`), and what the tape has to know about stages.
 
     A stage `in_graph` has a graph from its first forward on. It runs in the graph of plain training, and the engine
+    A stage `in_graph` has a graph from its first forward on. It runs in the graph of plain training, and the engine
     runs its backward: the tape has no part in it, unless the stage is `awaited`, because the sequence has forwards or
     `moves` right before its backward. A stage that `runs_again` has more than one forward. `backward_at` says where in
-    `replay` the backward of each stage is.
+    `replay` the backward of each stage is. The `pieces` of the forward are single operations, and runs of stages that
+    are all in the graph and with which nothing else happens: these may run as one.
     """
 
     forward: tuple[Step, ...]
+    pieces: tuple[tuple[Step, ...], ...]
     replay: tuple[Step, ...]
     in_graph: frozenset[int]
     runs_again: frozenset[int]
@@ -91,8 +94,10 @@ def program(stages: int, sequence: Sequence) -> Program:
     runs_again = frozenset(stage for stage, runs in forwards.items() if runs > 1)
     if moves is not None and (moves.stages & runs_again or not moves.stages <= in_graph):
         raise ValueError(f"the sequence moves what stages {sorted(moves.stages)} save, some of which are run again")
+    alone = runs_again | awaited if moves is None else in_graph
     return Program(
         forward=tuple(steps[:loss]),
+        pieces=_pieces(steps[:loss], in_graph - alone),
         replay=tuple(steps[loss + 1 :]),
         in_graph=in_graph,
         runs_again=runs_again,
@@ -106,6 +111,7 @@ def in_nodes(instructions: Program) -> Program:
     """The same operations, with every stage in a node of its own and any of them run again: see `GuardedTape`."""
     return replace(
         instructions,
+        pieces=tuple((step,) for step in instructions.forward),
         in_graph=frozenset(),
         runs_again=frozenset(range(len(instructions.backward_at))),
         awaited=frozenset(),
@@ -127,12 +133,31 @@ def from_input(stages: int, sequence: Sequence) -> Program:
     steps = map(Step, operations, _liveness(operations, {}), [*skips, False])
     return Program(
         forward=(),
+        pieces=(),
         replay=tuple(steps),
         in_graph=frozenset(),
         runs_again=frozenset(range(stages)),
         awaited=frozenset(),
         backward_at={each.stage: position for position, each in enumerate(operations) if isinstance(each, Backward)},
     )
+
+
+def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step, ...], ...]:
+    """The operations before the loss, those together that follow each other and run `plain` stages, stored whole.
+
+    Where the input of a stage is kept, somebody else reads it.
+    """
+    found: list[list[Step]] = []
+    joins = False
+    for step in steps:
+        before, operation = joins, step.operation
+        whole = isinstance(operation, ForwardEnable) and operation.option == 0 and operation.stage in plain
+        joins = whole and operation.stage not in step.live  # type: ignore[union-attr] # no loss here
+        if joins and before:
+            found[-1].append(step)
+        else:
+            found.append([step])
+    return tuple(map(tuple, found))
 
 
 def _first_with_graph(operations: Operations[Operation]) -> list[int]:

@@ -34,6 +34,8 @@
 #     what was sent stays in memory until somebody waits. Outputs of stages are waited for at their end (`StageRunner`).
 # 15. What stages of rule 1 save may be moved to another tier and back. The tape waits for copies out and begins copies
 #     back right before the operations that the plan names, also where the engine runs these (`Moving`).
+# 16. Stages of rule 1 that follow each other run as one function, if they can: between them, nothing happens, and
+#     nothing is moved. What goes in is handed over in a list, since the arguments of a function live until it returns.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from rotor_py.execute.moving import Moving
 from rotor_py.execute.node import Frame, StageNode
 from rotor_py.execute.program import Program, Step, program
 from rotor_py.execute.store import ActivationStore
+from rotor_py.execute.whole_runs import run_through
 from rotor_py.offload.tier import Tier
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
@@ -113,28 +116,43 @@ class Tape:
 
     def _forward(self, held: Held, value: Any) -> Any:
         frontier = 0
-        for position, step in enumerate(self.program.forward):
-            self._come_to(position)
-            stage = step.operation.stage  # type: ignore[union-attr] # no loss here
-            if stage < frontier:
-                self._run_again(held, step)
+        """the first stage that has not run"""
+        position = 0
+        for steps in self.program.pieces:
+            stages = slice(frontier, frontier + len(steps))
+            if len(steps) > 1 and (run := run_through(self.runners[stages])) is not None:  # Rule 16
+                values = list(value)
+                del value
+                value = run(values)
+                frontier, position = stages.stop, position + len(steps)
                 continue
-            if stage in self.program.runs_again:
-                self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
-            if stage in step.live:  # Rule 5
-                held.inputs.keep_first(stage, value)
-            if stage not in self.program.in_graph:
-                value = self._add_node(stage, value)  # Rule 2
-            elif stage in self.program.runs_again:
-                # The stage must not write into what the tape keeps. Where its input is not kept, it may.
-                value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
-            else:
-                value = self._run_in_graph(self._runner(step), stage, value)  # Rule 1
-            if stage in self.program.awaited:
-                self._await(stage, value)
-            frontier += 1
-            held.release(step.live)
-        self._come_to(len(self.program.forward))
+            for step in steps:
+                self._come_to(position)
+                position += 1
+                if step.operation.stage < frontier:  # type: ignore[union-attr] # no loss here
+                    self._run_again(held, step)
+                else:
+                    value = self._run_next(held, step, frontier, value)
+                    frontier += 1
+        self._come_to(position)
+        return value
+
+    def _run_next(self, held: Held, step: Step, stage: int, value: Any) -> Any:
+        """Run a stage for the first time."""
+        if stage in self.program.runs_again:
+            self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
+        if stage in step.live:  # Rule 5
+            held.inputs.keep_first(stage, value)
+        if stage not in self.program.in_graph:
+            value = self._add_node(stage, value)  # Rule 2
+        elif stage in self.program.runs_again:
+            # The stage must not write into what the tape keeps. Where its input is not kept, it may.
+            value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
+        else:
+            value = self._run_in_graph(self._runner(step), stage, value)  # Rule 1
+        if stage in self.program.awaited:
+            self._await(stage, value)
+        held.release(step.live)
         return value
 
     def _run_in_graph(self, runner: StageRunner, stage: int, value: Any) -> Any:

@@ -133,10 +133,12 @@ class PlanMaker:
             plan.compare_with_file(spec, value, self.model)
             agree(plan, self.model)
             return
-        known = self.plans.turn_to(spec, self.covers(value), self.revive)
-        if not known or not self.blank.covers(self.in_use.input_spec, value):
-            self.plan_for(spec, value)
-            return
+        # Most steps are as the one before: nothing waits that would serve better than the plan in use.
+        if plan is None or not plan.is_just_for(spec):
+            known = self.plans.turn_to(spec, self.covers(spec.input), self.revive)
+            if not known or not self.blank.covers(self.in_use.input_spec, spec.input):
+                self.plan_for(spec, value)
+                return
         plan = self.in_use
         try:
             agree(plan, self.model)

@@ -42,6 +42,11 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watchers.remove(watcher)
 
 
+def is_watched() -> bool:
+    """Whether anybody watches what stages do."""
+    return bool(_watchers)
+
+
 class During:
     """A context in which something is done with a stage.
 

@@ -17,6 +17,12 @@ from torch import nn
 Run = Callable[[Any], Any]
 """A way to run a stage: from its input to its output."""
 
+RunThrough = Callable[[list[Any], Callable[[int], str]], tuple[Any, ...]]
+"""A way to run several stages as one, in the graph around them.
+
+It is called with the input of the first in a list, which it empties, and with what names a stage by its number, for
+errors. It returns the output of the last, without what the stages share."""
+
 Wrap = Callable[[nn.Module], nn.Module]
 """What a piece of a stage is replaced by."""
 
@@ -36,6 +42,20 @@ class StageOffers:
 
     saves_through_hooks = True
     """Whether saved-tensor hooks that are there during a run see what autograd saves."""
+    shared: int = 0
+    """How many values at the end of its input all stages of the chain share."""
+
+    last: bool = True
+    """Whether its output is that of the chain, without what the stages share."""
+
+    @property
+    def parts(self) -> Sequence[StageOffers]:
+        """The stages that are joined in this one, in turn."""
+        return (self,)
+
+    def run_through(self, following: Sequence[StageOffers]) -> RunThrough | None:
+        """How to run the stage and those that follow it as one; None if they have to run one by one."""
+        return None
 
     def gather_begun(self) -> None:
         """Gather the sharded parameters of modules that have begun before this stage.
@@ -83,8 +103,13 @@ class _Joined(StageOffers):
         if self._parts:
             self.carried = self._parts[-1].carried  # the output is that of the last one
             self.needs_gradient = self._parts[0].needs_gradient
+            self.shared, self.last = self._parts[0].shared, self._parts[-1].last
         self.wiring = tuple(part.wiring for part in self._parts)
         self.saves_through_hooks = all(part.saves_through_hooks for part in self._parts)
+
+    @property
+    def parts(self) -> Sequence[StageOffers]:
+        return [inner for part in self._parts for inner in part.parts]
 
     def gather_begun(self) -> None:
         for part in self._parts:

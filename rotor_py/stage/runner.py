@@ -60,10 +60,10 @@ class StageRunner:
         """the way of this option; None if the stage is stored whole"""
         self.context = context
         self.hands_on = hands_on
-        self._shared = tensors_in(context)
         self.function = function
         self.effects = recall_effects(function)
-        self._modes = _modes(function)  # those of the forward: a runner is made anew for each
+        self._modes: list[bool] = []
+        """of its modules in the first run, if more may follow; other options of it know, too"""
         self._written: list[int] = []
         """how often each parameter was written to when the stage had run last; other options of it know, too"""
         self.name = name
@@ -114,7 +114,7 @@ class StageRunner:
 
     def read(self, value: Any) -> list[torch.Tensor]:
         """All tensors that the stage may read, its parameters and buffers aside."""
-        return [*tensors_in(value), *self._shared]
+        return [*tensors_in(value), *tensors_in(self.context)]
 
     def forward(self, value: Any, *, skip_output: bool = False) -> Any:
         """Run the stage in the graph that is being built around it, as plain training does.
@@ -137,6 +137,7 @@ class StageRunner:
             output = run(value)
         tell_of_backward(output, self.name)
         self._note_parameters()
+        self._note_modes()
         return output, surroundings[0]
 
     def again(self, value: Any, surroundings: Surroundings) -> Any:
@@ -153,8 +154,8 @@ class StageRunner:
 
     @property
     def switched(self) -> bool:
-        """Whether a module of the stage was switched between training and evaluation since the runner was made."""
-        return _modes(self.function) != self._modes
+        """Whether a module of the stage was switched between training and evaluation since its first run."""
+        return bool(self._modes) and _modes(self.function) != self._modes
 
     @property
     def hooks_gradients(self) -> bool:
@@ -168,6 +169,10 @@ class StageRunner:
                 f"stage {self.name!r} was switched between training and evaluation after its forward, and has to be "
                 "run again for the backward; call train() and eval() before the forward or after the backward"
             )
+
+    def _note_modes(self) -> None:
+        # Not when the runner is made, which is in every step: most stages are stored, and run once.
+        self._modes[:] = _modes(self.function)
 
     def _note_parameters(self) -> None:
         self._written[:] = [parameter._version for parameter in self.all_parameters()]
@@ -228,6 +233,7 @@ class StageRunner:
         recording = recorded(self.function, self.devices(value), self.preserve_rng_state, self.name)
         attached, output, found = self._attach("forward", recording, value)
         self._note_parameters()
+        self._note_modes()
         return attached, output, found[0]
 
     def _attach(

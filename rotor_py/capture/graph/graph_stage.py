@@ -22,9 +22,10 @@ from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.capture.graph.sizes import Sizes
 from rotor_py.capture.graph.skipped_output import skipping_output
 from rotor_py.capture.graph.stage_names import name_pieces
+from rotor_py.capture.graph.whole_run import WholeRun
 from rotor_py.capture.marks.pieces import MarkedStage
 from rotor_py.distributed.shard_groups import ShardGroup
-from rotor_py.stage.protocol import Run, StageOffers, Wrap
+from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_py.stage.ways.partial_saving import PartialSaving
@@ -76,6 +77,12 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         # Searched for when somebody asks, since that takes time. Not in a sharded model: the parameters that cheap
         # operators read are freed after the forward, and would have to be gathered again to make their values again.
         self._parts: dict[str, _InPart] | None = None if marked is None else {}
+        self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}
+        """this stage as one with those that follow it"""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the runs: they are about other stages, too, and a copy makes its own."""
+        return {**self.__dict__, "_runs": {}}
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
@@ -98,6 +105,14 @@ class GraphStage(nn.Module, StageOffers, HasKind):
             return super().forward_by(way, skip_output=skip_output)
         found = self._parts[way]
         return partial(self._run_in_part, found.part, found.skipping_output if skip_output else found.whole)
+
+    def run_through(self, following: Sequence[StageOffers]) -> RunThrough | None:
+        stages = tuple(each for each in following if isinstance(each, GraphStage))
+        if self._marked is not None or len(stages) < len(following):
+            return None
+        if stages not in self._runs:
+            self._runs[stages] = WholeRun([(each.body, each.reads) for each in (self, *stages)])
+        return self._runs[stages]
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
         if self._marked is None:

@@ -62,12 +62,20 @@ def _explain(graph: fx.GraphModule, error: BaseException) -> None:
     for value in reversed(trace.tb_frame.f_locals.values()):
         if isinstance(value, torch.autocast):
             value.__exit__(None, None, None)
-    numbers: dict[int, int | None] = getattr(graph, "_lineno_map", None) or {}
-    line = trace.tb_lineno - trace.tb_frame.f_code.co_firstlineno
-    node = dict(enumerate(graph.graph.nodes)).get(numbers.get(line) or 0)
+    node = node_of(graph, error)
     frames = re.split(_FRAME, node.meta.get("stack_trace") or "") if node is not None else []
     if theirs := "".join(frame for frame in frames if str(_OWN) not in frame).rstrip():
         add_note(error, f"the operator {node} comes from\n{theirs}")
+
+
+def node_of(graph: fx.GraphModule, error: BaseException) -> fx.Node | None:
+    """The node of a graph at which `error` was raised; None if it came from elsewhere."""
+    trace = _in_code_of(graph, error.__traceback__)
+    if trace is None:
+        return None
+    numbers: dict[int, int | None] = getattr(graph, "_lineno_map", None) or {}
+    line = trace.tb_lineno - trace.tb_frame.f_code.co_firstlineno
+    return dict(enumerate(graph.graph.nodes)).get(numbers.get(line) or 0)
 
 
 def _in_code_of(graph: fx.GraphModule, trace: TracebackType | None) -> TracebackType | None:

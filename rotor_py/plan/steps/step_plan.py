@@ -155,6 +155,10 @@ class StepPlan:
         """Whether it was measured for such steps. What a plan from a file is for, its file says."""
         return self.file is None and self.spec is not None and self.spec.same_step(spec)
 
+    def is_just_for(self, spec: StepSpec) -> bool:
+        """Whether it was measured for the very same step, as far as that shows at once."""
+        return self.file is None and self.spec is not None and self.spec.equals_at_sight(spec)
+
     def is_replaced_by(self, other: StepPlan) -> bool:
         """Whether `other` was measured for such steps, too, and on the same graph."""
         return other.spec is not None and self.is_for(other.spec) and self.source.same_graph(other.source)

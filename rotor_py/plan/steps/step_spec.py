@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from rotor_py.distributed.shard_groups import at_rest
-from rotor_py.plan.inputs.input_spec import gradients_of, same_kind
+from rotor_py.plan.inputs.input_spec import equal_at_sight, gradients_of, same_kind
+
+_KIND = attrgetter("requires_grad", "dtype", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,27 +20,37 @@ class ModelState:
     """Layers and their modes, parameters and what they are, autocast. Two states are equal if a plan serves both."""
 
     # Objects by their `id`: `==` of two parameters would compare their elements.
-    modules: tuple[object, ...]
-    """the id and the mode of every module, in turn"""
-    parameters: tuple[tuple[int, bool, torch.device, torch.dtype], ...]
-    """the id of every parameter, and whether it is trained, its device and dtype"""
+    modules: tuple[int, ...]
+    """the id of every module"""
+    modes: tuple[bool, ...]
+    """whether it is in training mode"""
+    parameters: tuple[int, ...]
+    """the id of every parameter"""
+    kinds: tuple[tuple[bool, torch.dtype, torch.device], ...]
+    """whether it is trained, its dtype and device"""
     autocast: tuple[torch.dtype | None, ...]
     """its dtype on the CPU and on CUDA; None where it is off"""
-    # What follows from the parameters, or is beside the plan.
-    devices: frozenset[torch.device] = field(compare=False)
-    trains: bool = field(compare=False)
+    # Beside the plan.
     has_gradients: bool = field(compare=False)
     """whether a trained parameter has a gradient already"""
 
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        """Those of the parameters."""
+        return frozenset([device for _, _, device in self.kinds])
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is trained."""
+        return any(trained for trained, _, _ in self.kinds)
+
     def same_layers(self, other: ModelState) -> bool:
         """Whether layers and parameters are the same objects, whatever their modes."""
-        mine, theirs = ([entry[0] for entry in state.parameters] for state in (self, other))
-        return self.modules[::2] == other.modules[::2] and mine == theirs
+        return self.modules == other.modules and self.parameters == other.parameters
 
     def looks_like(self, other: ModelState) -> bool:
         """Whether modes, dtypes and what is trained are the same, in a copy of the layers too."""
-        mine, theirs = ([entry[1:] for entry in state.parameters] for state in (self, other))
-        return self.modules[1::2] == other.modules[1::2] and mine == theirs
+        return self.modes == other.modes and self.kinds == other.kinds
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
@@ -46,31 +59,25 @@ class ModelState:
 
     @classmethod
     def _of(cls, model: nn.Module) -> ModelState:
-        modules: list[object] = []
-        found: list[tuple[int, bool, torch.device, torch.dtype]] = []
-        # Not by `modules()` and `parameters()`, which take longer, since they leave out what comes twice: this runs in
-        # every step.
-        pending = [model]
-        has_gradients = False
-        while pending:
-            module = pending.pop()
-            modules += (id(module), module.training)
-            pending += [child for child in module._modules.values() if child is not None]
-            for p in module._parameters.values():
-                if p is not None:
-                    needs_gradient = p.requires_grad
-                    found.append((id(p), needs_gradient, p.device, p.dtype))
-                    has_gradients = has_gradients or (needs_gradient and p.grad is not None)
-        devices = frozenset([device for _, _, device, _ in found])
+        # This runs in every step: with few loops of Python, and not by `modules()` and `parameters()`, which take
+        # longer, since they leave out what comes twice.
+        modules, modes = [model], []
+        parameters: list[nn.Parameter] = []
+        for module in modules:  # grows as it goes
+            modes.append(module.training)
+            if children := module._modules:
+                modules += [child for child in children.values() if child is not None]
+            if owned := module._parameters:
+                parameters += [parameter for parameter in owned.values() if parameter is not None]
         return cls(
-            modules=tuple(modules),
-            parameters=tuple(found),
+            modules=tuple(map(id, modules)),
+            modes=tuple(modes),
+            parameters=tuple(map(id, parameters)),
+            kinds=tuple(map(_KIND, parameters)),
             autocast=tuple(
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
             ),
-            devices=devices,
-            trains=any(needs_gradient for _, needs_gradient, _, _ in found),
-            has_gradients=has_gradients,
+            has_gradients=any(p.requires_grad and p.grad is not None for p in parameters),
         )
 
 
@@ -87,6 +94,11 @@ class StepSpec:
         """Whether one plan serves both, as far as sizes allow it: the same state, and gradients in the same places."""
         alike = self.answers is None or other.answers is None or self.answers == other.answers
         return alike and self.model == other.model and same_kind(self.input, other.input)
+
+    def equals_at_sight(self, other: StepSpec) -> bool:
+        """Whether all is equal, and that shows at once: a plan for the one then serves and covers the other."""
+        alike = self.answers is None or other.answers is None or self.answers == other.answers
+        return alike and self.model == other.model and equal_at_sight(self.input, other.input)
 
     def same_gradients(self, other: StepSpec) -> bool:
         """Whether the same tensors of the input get a gradient."""
