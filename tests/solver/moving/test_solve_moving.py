@@ -15,6 +15,7 @@ from rotor_solver.moving.bound import Line, lowest_point
 from rotor_solver.moving.priced import priced
 from tests.solver.moving.chains import LINKS, moving_chains, tiny_chains
 from tests.solver.moving.naive import exhaustive_moving_optimum
+from tests.solver.moving.pofo import pofo_optimum
 from tests.solver.naive import naive_optimum
 
 SLOW = Link(1e-9, 1e-9)
@@ -35,6 +36,15 @@ def test_the_bound_is_below_every_step_and_the_plan_near_the_best(
     assert plan.lower_bound <= best * (1 + 1e-9)
     assert best <= plan.seconds * (1 + 1e-9)
     assert plan.seconds <= best * 1.25 + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), tiny_chains(5), LINKS)
+def test_pofo_s_recurrence_is_no_better_than_the_bound(data: st.DataObject, chain: Chain, link: Link) -> None:
+    limit = a_limit(data, chain)
+    plan, pofo = solve_moving(chain, limit, link), pofo_optimum(chain, limit, link)
+    assert plan.lower_bound <= pofo * (1 + 1e-9)
+    assert plan.seconds <= pofo * 1.25 + 1e-9, "POFO's bytes leave one by one, ours tensor by tensor"
 
 
 @settings(deadline=None)
