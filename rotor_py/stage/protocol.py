@@ -42,6 +42,7 @@ class StageOffers:
 
     saves_through_hooks = True
     """Whether saved-tensor hooks that are there during a run see what autograd saves."""
+
     shared: int = 0
     """How many values at the end of its input all stages of the chain share."""
 

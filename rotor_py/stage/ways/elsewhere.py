@@ -18,8 +18,11 @@ class _Elsewhere:
     def suits(self, function: Callable[..., Any]) -> bool:
         return True
 
-    def keeping(self, run: Run) -> Run:
+    def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
         return run
+
+    def pays(self, run: Run, function: Callable[..., Any], value: Any) -> bool:
+        return False  # it costs what storing whole costs, beside the bytes that leave
 
 
 ELSEWHERE: Keeper = _Elsewhere()

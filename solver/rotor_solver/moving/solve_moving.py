@@ -23,7 +23,7 @@ from rotor_solver.moving.priced import priced
 from rotor_solver.moving.simulate_moves import simulate_moves
 from rotor_solver.moving.trips import loss_position, trips_of
 from rotor_solver.operations import ForwardEnable, Operation
-from rotor_solver.persistent import Persistent
+from rotor_solver.persistent.program import BRIEF, THOROUGH, Persistent
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 from rotor_solver.stage import Option
@@ -89,12 +89,13 @@ class _Search:
         at which both are equally good finds one between them, or shows that there is none.
         """
         limit, found, known = self.limit - room, list[Priced](), list[tuple[int, float]]()
+        program = Persistent(self.slots, BRIEF if room else THOROUGH)  # a bound for a lower limit certifies nothing
         with suppress(InfeasibleError):
-            known.append(self.offer(Persistent(self.slots).solve(self.chain, limit)))
+            known.append(self.offer(program.solve(self.chain, limit)))
         prices = [part * self.link.seconds_per_byte for part in _ENDS]
         while prices:
             price = prices.pop()
-            sequence = Persistent(self.slots).solve(priced(self.chain, price), limit)
+            sequence = program.solve(priced(self.chain, price), limit)
             assert sequence.lower_bound is not None
             found.append(Priced(price, sequence.lower_bound))
             known.append(self.offer(sequence))
