@@ -387,6 +387,32 @@ def test_a_plan_from_a_file_runs_the_options_that_it_names(tmp_path: Path) -> No
     assert loaded.sequence == planned.sequence
 
 
+def test_a_plan_serves_smaller_inputs_for_which_its_ways_would_not_have_been_found(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """For few rows attention costs little, so that nobody would make the products before it again to keep it."""
+    planned, batch = captured(LongAttention(), LongAttention(), LongAttention(), rows=384)
+    assert planned.budget is not None
+    planned.mem_limit = 10**9
+    store_all_of_it = planned.compute_sequence(10**9)
+    options = [len(stage.options) - 1 for stage in planned.budget.chain.stages]
+    planned.sequence = Sequence(
+        tuple(
+            replace(each, option=options[each.stage]) if isinstance(each, ForwardEnable) else each
+            for each in store_all_of_it
+        )
+    )
+    before = planned.sequence
+    names = {way for stage in stages(planned) for way in stage.ways()}
+    assert any("products again" in name for name in names)
+    plain = Stack(*planned.model.layers)
+    with caplog.at_level("WARNING", "rotor_py"):
+        for rows in (384, 24, 12):
+            compare(planned, plain, {"x": batch[:, :rows]}, loss)
+    assert planned.sequence == before
+    assert "planning" not in caplog.text
+
+
 def test_finding_out_what_to_keep_draws_no_random_numbers() -> None:
     planned, _ = captured(nn.Linear(WIDTH, WIDTH), NewGelu(), NewGelu())
     dropping = [each for each in stages(planned) if any(node.target is F.dropout for node in each.body.graph.nodes)]

@@ -87,6 +87,12 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         (graph,) = self._skipping_output
         return None if graph is None else partial(self._run, graph)
 
+    def be_stored_like(self, other: GraphStage) -> None:
+        """Have the ways of `other`, the same stage for other sizes."""
+        (parts,), (theirs,) = self._parts, other._parts
+        if parts is not None and theirs is not None:
+            parts.follow(theirs)
+
     def ways(self) -> tuple[str, ...]:
         (parts,) = self._parts
         return () if parts is None else tuple(parts.found)

@@ -67,13 +67,8 @@ def find_saved_parts(body: fx.GraphModule, shared: int, sizes: Sizes) -> dict[st
     those that all stages share, and in memory in any case. `sizes` says what its symbols stand for.
     """
     nodes = list(body.graph.nodes)
-    # What an operator has overwritten is lost, and a value that was made under a mode would be made again without it.
-    if any(node.op == "call_module" or node.target in _MODES or _writes(node) for node in nodes):
-        return {}
-    try:
-        values = find_saved_values(body, sizes)
-    except Exception as error:  # an operator may refuse tensors without memory, in ways of its own
-        _log.debug("a stage is stored whole or not at all, since its graph cannot be run without memory: %s", error)
+    values = _saved_values(body, sizes)
+    if values is None:
         return {}
     inputs = [node for node in nodes if node.op == "placeholder"]
     free = {*(node for node in nodes if node.op == "get_attr"), *inputs[len(inputs) - shared :]}
@@ -81,6 +76,29 @@ def find_saved_parts(body: fx.GraphModule, shared: int, sizes: Sizes) -> dict[st
     free |= values.saved & {values.roots.get(node) for node in body.graph.output_node().all_input_nodes}
     choice = _Choice(values, {node: 0 if node in free else _size(node, sizes) for node in nodes}, sizes)
     return {name: SavedPart.of_cut(body, values, part.cut.kept) for name, part in choice.named().items()}
+
+
+def same_parts(body: fx.GraphModule, sizes: Sizes, parts: Mapping[str, SavedPart]) -> dict[str, SavedPart]:
+    """The `parts` of a graph with the same nodes, for tensors of other sizes; none if they cannot be found."""
+    values = _saved_values(body, sizes)
+    nodes = list(body.graph.nodes)
+
+    def part(example: SavedPart, values: SavedValues) -> SavedPart:
+        dropped, kept = ({nodes[number] for number in numbers} for numbers in (example.dropped, example.kept))
+        return SavedPart.of_cut(body, values, kept | (values.saved - dropped))
+
+    return {} if values is None else {name: part(each, values) for name, each in parts.items()}
+
+
+def _saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues | None:
+    # What an operator has overwritten is lost, and a value that was made under a mode would be made again without it.
+    if any(node.op == "call_module" or node.target in _MODES or _writes(node) for node in body.graph.nodes):
+        return None
+    try:
+        return find_saved_values(body, sizes)
+    except Exception as error:  # an operator may refuse tensors without memory, in ways of its own
+        _log.debug("a stage is stored whole or not at all, since its graph cannot be run without memory: %s", error)
+        return None
 
 
 class _Choice:

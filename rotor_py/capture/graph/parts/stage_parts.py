@@ -12,7 +12,7 @@ from torch import fx
 
 from rotor_profiling.storage import local
 from rotor_py.capture.graph.graph_nodes import attribute_of, tensors_of
-from rotor_py.capture.graph.parts.choice import find_saved_parts
+from rotor_py.capture.graph.parts.choice import find_saved_parts, same_parts
 from rotor_py.capture.graph.parts.saved_part import SavedPart
 from rotor_py.capture.graph.sizes import Sizes
 
@@ -43,14 +43,33 @@ class StageParts:
         self._signature = signature
         self._known = known
         self._graphs: dict[tuple[str, bool], fx.GraphModule] = {}
+        self._example: StageParts | None = None
+
+    def follow(self, other: StageParts) -> None:
+        """Have the parts that `other` has, the same stage for other sizes: a plan that was made for it names them.
+
+        To be called before anybody asks for them.
+        """
+        self._example = other
 
     @cached_property
     def found(self) -> dict[str, SavedPart]:
         """The parts by the name of their way; each keeps less than the one before."""
         kind = self._kind()
         if kind not in self._known:
-            self._known[kind] = find_saved_parts(self._body, self._shared, self._sizes)
+            self._known[kind] = self._find()
         return self._known[kind]
+
+    def _find(self) -> dict[str, SavedPart]:
+        example = self._example
+        # Parts name values by their position, which has to be that of the same node.
+        if example is not None and self._operators() == example._operators():
+            return same_parts(self._body, self._sizes, example.found)
+        return find_saved_parts(self._body, self._shared, self._sizes)
+
+    def _operators(self) -> list[tuple[str, str]]:
+        nodes = self._body.graph.nodes
+        return [(node.op, str(node.target) if node.op.startswith("call") else "") for node in nodes]
 
     def graph(self, way: str, *, skip_output: bool) -> fx.GraphModule:
         """The graph whose first input is a `PartialSaving`, to which it hands over the values of a part."""
