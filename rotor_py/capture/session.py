@@ -18,6 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.data_questions import Answers
+from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.capture.measure_graphs import measure_graphs
 from rotor_py.capture.measured_graphs import MeasuredGraphs
 from rotor_py.capture.tracing import MOST_GRAPHS
@@ -193,6 +194,8 @@ def _cut_like(main: _MainGraph, graph: CapturedGraph) -> Cut:
         # What measuring found out about a stage also holds for the same stage with other shapes.
         remember_effects(stage, recall_effects(measured))
         remember_moving(stage, recall_moving(measured))
+        if isinstance(measured, GraphStage) and isinstance(stage, GraphStage):
+            stage.be_stored_like(measured)
         missing = set(offers_of(measured).ways()) - set(offers_of(stage).ways())
         if missing:  # the plan may store it so
             raise PlanMismatchError(f"stage {name}", f"one that can be stored {min(missing)}", "one that cannot")

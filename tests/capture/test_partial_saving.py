@@ -22,9 +22,11 @@ from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.instruments import memory_meter
 from rotor_profiling.stage.gradients import leaves_of
 from rotor_py import Checkpointable
-from rotor_py.capture.graph.graph_stage import IN_PART, GraphStage
-from rotor_py.capture.graph.min_cut import _CHEAP, _cut, _memory_read, _size, find_saved_part
-from rotor_py.capture.graph.saved_values import find_saved_values
+from rotor_py.capture.graph.graph_stage import GraphStage
+from rotor_py.capture.graph.parts.choice import IN_PART, find_saved_parts
+from rotor_py.capture.graph.parts.min_cut import least_cut, memory_read
+from rotor_py.capture.graph.parts.prices import CHEAP
+from rotor_py.capture.graph.parts.saved_values import find_saved_values
 from rotor_py.capture.graph.sizes import Sizes
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence, min_bytes, simulate, solve, store_all
@@ -76,6 +78,22 @@ class Attention(nn.Module):
         return x + self.out(torch.relu((weights @ v).transpose(1, 2).contiguous().flatten(2)))
 
 
+class LongAttention(nn.Module):
+    """Attention over so many rows that it takes far longer than the products before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(3))
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (each(y).unflatten(-1, (4, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        found = F.scaled_dot_product_attention(q * 0.5, k, v, is_causal=True)
+        return x + self.out(found.transpose(1, 2).flatten(2))
+
+
 class Stack(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -124,12 +142,13 @@ def run(
     return [tensor.detach() for tensor in outputs], gradients, kept
 
 
-@pytest.mark.parametrize("layer", [Gated, NewGelu, Attention])
+@pytest.mark.parametrize("layer", [Gated, NewGelu, Attention, LongAttention])
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("skip_output", [False, True], ids=["", "skipped"])
 def test_a_stage_stored_in_part_has_the_same_bits_and_holds_less(layer: Any, autocast: bool, skip_output: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        planned, batch = captured(nn.Linear(WIDTH, WIDTH), layer(), layer())
+        rows = 384 if layer is LongAttention else 64
+        planned, batch = captured(nn.Linear(WIDTH, WIDTH), layer(), layer(), rows=rows)
         found, value = 0, (batch,)
         for stage in stages(planned):
             for way in stage.ways():
@@ -147,39 +166,45 @@ def test_a_stage_stored_in_part_has_the_same_bits_and_holds_less(layer: Any, aut
 
 def test_what_is_dropped_is_what_cheap_operators_made() -> None:
     stage, _, _ = lean_run()
-    choice = stage._find_parts()[IN_PART].part
+    (parts,) = stage._parts
+    assert parts is not None
+    choice = parts.found[IN_PART]
     nodes = list(stage.body.graph.nodes)
     dropped = {nodes[number].target for number in choice.dropped}
     assert F.silu in dropped
     assert not dropped & {F.linear, torch._C._nn.linear}
     kept = [nodes[number].target for number in choice.kept]
     assert kept.count(torch._C._nn.linear) == 2
-    assert not any(nodes[number].target in _CHEAP for number in choice.kept)
+    assert not any(nodes[number].target in CHEAP for number in choice.kept)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_as_little_is_kept_as_an_exhaustive_search_finds(data: st.DataObject) -> None:
     body = data.draw(graphs())
-    saved, roots = find_saved_values(body, Sizes())
-    own = [node for node in body.graph.nodes if roots.get(node) is node]
-    cheap = {node for node in own if node.op == "call_function" and node.target in _CHEAP}
-    reads = {node: _memory_read(node, roots) for node in own}
+    values = find_saved_values(body, Sizes())
+    own = [node for node in body.graph.nodes if values.roots.get(node) is node]
+    again = {node: data.draw(st.integers(0, 200)) for node in own if node.target in CHEAP and data.draw(st.booleans())}
+    reads = {node: memory_read(node, values.roots) for node in own}
 
-    def enough(kept: set[fx.Node]) -> bool:
-        there = set(kept)
-        for node in own:
-            if node in cheap and reads[node] <= there:
-                there.add(node)
-        return saved <= there
+    def price(kept: set[fx.Node]) -> float:
+        """Of all that has to be made again for what is saved; infinite if it cannot be."""
+        pending, made = list(values.saved - kept), set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if node not in again:
+                return math.inf
+            if node not in made:
+                made.add(node)
+                pending.extend(reads[node] - kept)
+        return sum(again[node] for node in made)
 
-    free = {node for node in own if node.op == "get_attr"}
-    choices = (set(each) | free for n in range(len(own) + 1) for each in itertools.combinations(set(own) - free, n))
-    bytes_of = {node: _size(node, Sizes()) for node in body.graph.nodes}
-    least = min(sum(bytes_of[node] for node in kept - free) for kept in choices if enough(kept))
-    found = _cut(list(body.graph.nodes), saved, roots, free, bytes_of)
-    assert enough(found | free)
-    assert sum(bytes_of[node] for node in found - free) == least
+    keeping = {node: 0 if node.op == "get_attr" else node.meta["example_value"].nbytes for node in own}
+    choices = (set(each) for n in range(len(own) + 1) for each in itertools.combinations(own, n))
+    least = min(sum(map(keeping.__getitem__, kept)) + price(kept) for kept in choices)
+    found = least_cut(values, keeping, again)
+    assert sum(map(keeping.__getitem__, found.kept)) + price(set(found.kept)) == least
+    assert sum(again[node] for node in found.again) == price(set(found.kept))
 
 
 @st.composite
@@ -216,17 +241,21 @@ def graphs(draw: st.DrawFn) -> fx.GraphModule:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
-def test_options_of_any_plan_have_the_same_bits_and_the_peak_that_is_predicted(share: float) -> None:
-    planned, batch = captured(Gated(), NewGelu(), Attention(), Gated(), NewGelu(), Attention(), rows=128)
+def test_options_of_any_plan_have_the_same_bits_and_the_peak_that_is_predicted(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
+    planned, batch = captured(*(kind() for kind in (Gated, NewGelu, LongAttention, Attention) * 2), rows=320)
     plain = Stack(*planned.model.layers)
     least, whole = limits(planned)
     solved = planned.compute_sequence(int(least + share * (whole - least)))
     assert planned.budget is not None
     chain = planned.budget.chain
-    assert sum(len(stage.options) == 2 for stage in chain.stages) >= 4
-    for which in (1, 2):  # all that have another option by it, and every second one
+    assert sum(len(stage.options) >= 2 for stage in chain.stages) >= 4
+    assert any("products again" in option.name for stage in chain.stages for option in stage.options)
+    for which in (1, 2):  # all that have other options by the last of them, and every second one
         changed = [
-            replace(each, option=int(each.stage % which == 0 and len(chain.stages[each.stage].options) == 2))
+            replace(each, option=(each.stage % which == 0) * (len(chain.stages[each.stage].options) - 1))
             if isinstance(each, ForwardEnable)
             else each
             for each in solved
@@ -358,12 +387,38 @@ def test_a_plan_from_a_file_runs_the_options_that_it_names(tmp_path: Path) -> No
     assert loaded.sequence == planned.sequence
 
 
+def test_a_plan_serves_smaller_inputs_for_which_its_ways_would_not_have_been_found(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """For few rows attention costs little, so that nobody would make the products before it again to keep it."""
+    planned, batch = captured(LongAttention(), LongAttention(), LongAttention(), rows=384)
+    assert planned.budget is not None
+    planned.mem_limit = 10**9
+    store_all_of_it = planned.compute_sequence(10**9)
+    options = [len(stage.options) - 1 for stage in planned.budget.chain.stages]
+    planned.sequence = Sequence(
+        tuple(
+            replace(each, option=options[each.stage]) if isinstance(each, ForwardEnable) else each
+            for each in store_all_of_it
+        )
+    )
+    before = planned.sequence
+    names = {way for stage in stages(planned) for way in stage.ways()}
+    assert any("products again" in name for name in names)
+    plain = Stack(*planned.model.layers)
+    with caplog.at_level("WARNING", "rotor_py"):
+        for rows in (384, 24, 12):
+            compare(planned, plain, {"x": batch[:, :rows]}, loss)
+    assert planned.sequence == before
+    assert "planning" not in caplog.text
+
+
 def test_finding_out_what_to_keep_draws_no_random_numbers() -> None:
     planned, _ = captured(nn.Linear(WIDTH, WIDTH), NewGelu(), NewGelu())
     dropping = [each for each in stages(planned) if any(node.target is F.dropout for node in each.body.graph.nodes)]
     before = torch.get_rng_state()
     assert dropping
-    assert all(stage._find_parts() for stage in dropping)
+    assert all(stage.ways() for stage in dropping)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -379,4 +434,4 @@ def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None
     x.meta["example_value"] = torch.randn(4, 4, requires_grad=True)
     y = graph.call_function(torch.ops.rotor_tests.halved.default, (graph.call_function(torch.tanh, (x,)),))
     graph.output((y,))
-    assert find_saved_part(fx.GraphModule({}, graph), 0, Sizes()) is None
+    assert find_saved_parts(fx.GraphModule({}, graph), 0, Sizes()) == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,8 @@ from rotor_py.capture.graph.cut_points import CutPoints
 from rotor_py.capture.graph.emitter import Emitter
 from rotor_py.capture.graph.graph_facts import GraphFacts
 from rotor_py.capture.graph.graph_nodes import need_gradients, tensors_of
-from rotor_py.capture.graph.min_cut import SavedPart, find_saved_part
+from rotor_py.capture.graph.parts.saved_part import SavedPart
+from rotor_py.capture.graph.parts.stage_parts import Known, StageParts
 from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.capture.graph.sizes import Sizes
 from rotor_py.capture.graph.skipped_output import skipping_output
@@ -30,9 +30,6 @@ from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_py.stage.ways.partial_saving import PartialSaving
 
-IN_PART = "in part"
-"""The way in which a stage keeps the least from which cheap operators make the rest again."""
-
 
 class GraphStage(nn.Module, StageOffers, HasKind):
     """A piece of a graph, run node by node.
@@ -42,7 +39,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     unless it is the `last`. `signature` is equal for pieces that do the same. `sizes` are those of the input that the
     graph was cut for. `carried` and `needs_gradient` are what `StageOffers` says of them. In the graph of a sharded
     model, `begun` are the groups of parameters that the stage uses, of modules that begin before it, and `marked` are
-    its nodes.
+    its nodes. `known` are the parts of other stages of the graph.
     """
 
     def __init__(
@@ -58,6 +55,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         needs_gradient: Sequence[bool],
         begun: tuple[ShardGroup, ...] = (),
         marked: MarkedStage | None = None,
+        known: Known | None = None,
     ) -> None:
         super().__init__()
         self.needs_gradient = needs_gradient
@@ -74,9 +72,10 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         # In tuples, which modules do not look into: these graphs must not become submodules, since they have no
         # parameters of their own and run on the body's.
         self._skipping_output = (skipping_output(body),)
-        # Searched for when somebody asks, since that takes time. Not in a sharded model: the parameters that cheap
-        # operators read are freed after the forward, and would have to be gathered again to make their values again.
-        self._parts: dict[str, _InPart] | None = None if marked is None else {}
+        # Not in a sharded model: the parameters that operators read are freed after the forward, and would have to be
+        # gathered again to make their values again.
+        parts = StageParts(body, *self._skipping_output, len(reads), sizes, signature, {} if known is None else known)
+        self._parts = (parts if marked is None else None,)
         self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}
         """this stage as one with those that follow it"""
 
@@ -95,16 +94,21 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         (graph,) = self._skipping_output
         return None if graph is None else partial(self._run, graph)
 
+    def be_stored_like(self, other: GraphStage) -> None:
+        """Have the ways of `other`, the same stage for other sizes."""
+        (parts,), (theirs,) = self._parts, other._parts
+        if parts is not None and theirs is not None:
+            parts.follow(theirs)
+
     def ways(self) -> tuple[str, ...]:
-        if self._parts is None:
-            self._parts = self._find_parts()
-        return tuple(self._parts)
+        (parts,) = self._parts
+        return () if parts is None else tuple(parts.found)
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
-        if way not in self.ways() or self._parts is None:
+        (parts,) = self._parts
+        if parts is None or way not in parts.found:
             return super().forward_by(way, skip_output=skip_output)
-        found = self._parts[way]
-        return partial(self._run_in_part, found.part, found.skipping_output if skip_output else found.whole)
+        return partial(self._run_in_part, parts.found[way], parts.graph(way, skip_output=skip_output))
 
     def run_through(self, following: Sequence[StageOffers]) -> RunThrough | None:
         stages = tuple(each for each in following if isinstance(each, GraphStage))
@@ -124,15 +128,6 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         live, shared = self._divide(value)
         return self._signature, value_kind((live, [shared[position] for position in self.reads]))
 
-    def _find_parts(self) -> dict[str, _InPart]:
-        found = find_saved_part(self.body, len(self.reads), self._sizes)
-        if found is None:
-            return {}
-        (bare,) = self._skipping_output
-        whole = found.instrumented(self.body, self.body.graph)
-        skipping = whole if bare is None else found.instrumented(self.body, bare.graph)
-        return {IN_PART: _InPart(found, whole, skipping)}
-
     def _run_in_part(self, part: SavedPart, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
         devices = accelerators(tensor.device for tensor in (*tensors_in(values), *self.parameters()))
         with PartialSaving(part.recipe, devices) as saving:
@@ -151,15 +146,6 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         """What is live, and what is shared."""
         count = len(values) - self.shared
         return values[:count], values[count:]
-
-
-@dataclass(frozen=True, slots=True)
-class _InPart:
-    """What a run that is stored in part keeps, and its graphs: the whole one, and one that skips the output."""
-
-    part: SavedPart
-    whole: fx.GraphModule
-    skipping_output: fx.GraphModule
 
 
 def in_context(
@@ -209,6 +195,7 @@ def stages_of(
     leaving: list[fx.Node] = list(dict.fromkeys(node for node in facts.outputs if node in made))
     result: list[tuple[str, nn.Module]] = []
     inputs: list[fx.Node] = []
+    known: Known = {}
     for number, (name, piece) in enumerate(zip(names, pieces, strict=True)):
         last = number == len(pieces) - 1
         outputs = leaving if last else cuts.live[cuts.ends[number]]
@@ -228,6 +215,7 @@ def stages_of(
             sizes=facts.sizes,
             needs_gradient=need_gradients([*inputs, *shared]),
             begun=tuple(emitter.begun),
+            known=known,
             marked=None if facts.marks is None else MarkedStage(facts, piece, [*inputs, *used], outputs),
         )
         result.append((name, stage))

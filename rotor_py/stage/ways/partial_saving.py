@@ -6,7 +6,7 @@ Kept for it are the values that it is made from, and these are often kept anyway
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,11 +28,30 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator that makes a value again, from others."""
+    """An operator that makes a value again, from those that it `reads`.
+
+    If `wanted` is not None, it runs with a graph, in which gradients are wanted of these values.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    reads: tuple[int, ...]
+    wanted: frozenset[int] | None = None
+
+    def __call__(self, values: Mapping[int, Any]) -> Any:
+        """The value, made from `values`."""
+
+        def read(each: Any) -> Any:
+            if not isinstance(each, Value):
+                return each
+            found = values[each.number]
+            return found.detach().requires_grad_() if self.wanted and each.number in self.wanted else found
+
+        with torch.set_grad_enabled(self.wanted is not None):
+            args, kwargs = map_aggregate((self.args, self.kwargs), read)
+            made = self.function(*args, **kwargs)
+        return made if self.wanted is None else made.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +135,10 @@ class _Constant:
     value: Any
 
 
+def _value_of(kept: Saved | _Constant) -> Any:
+    return kept.value if isinstance(kept, _Constant) else kept.tensor()
+
+
 class _Dropped:
     """A value that the backward needs and nobody holds.
 
@@ -133,28 +156,43 @@ class _Dropped:
     def value(self) -> torch.Tensor:
         """The value. Other dropped values that are made on the way to it are kept for when they are asked for."""
         if self.made is None:
+            there, missing = self._plan()
             # No cache: a weight that is cast here has no history, and a later forward would find it without.
             with torch.no_grad(), restored_autocast(self.run.autocast, cache=False):
-                self._make(self.number, {})
+                self._make(there, missing)
         return self.made  # type: ignore[no-any-return]  # a tensor
 
-    def _make(self, number: int, made: dict[int, Any]) -> Any:
-        if number in self.kept:
-            found = self.kept[number]
-            return found.value if isinstance(found, _Constant) else found.tensor()
-        shared = self.run.dropped.get(number)
-        if shared is not None and shared.made is not None:
-            return shared.made
-        if number not in made:
-            call = self.run.recipe.calls[number]
-            args, kwargs = map_aggregate(
-                (call.args, call.kwargs),
-                lambda each: self._make(each.number, made) if isinstance(each, Value) else each,
-            )
-            made[number] = call.function(*args, **kwargs)
+    def _plan(self) -> tuple[dict[int, Any], list[int]]:
+        """The values that are there to begin with, and those to make from them, in order."""
+        there: dict[int, Any] = {}
+        missing: set[int] = set()
+        pending = [self.number]
+        while pending:
+            number = pending.pop()
+            if number in there or number in missing:
+                continue
+            shared = self.run.dropped.get(number)
+            if number in self.kept:
+                there[number] = _value_of(self.kept[number])
+            elif shared is not None and shared.made is not None:
+                there[number] = shared.made
+            else:
+                missing.add(number)
+                pending.extend(self.run.recipe.calls[number].reads)
+        return there, sorted(missing)  # numbers are positions in a graph: none reads a later one
+
+    def _make(self, values: dict[int, Any], missing: list[int]) -> None:
+        calls = self.run.recipe.calls
+        last = {read: number for number in missing for read in calls[number].reads}
+        for number in missing:
+            values[number] = calls[number](values)
+            shared = self.run.dropped.get(number)
             if shared is not None:
-                shared.made = made[number]
-        return made[number]
+                shared.made = values[number]
+            # What nobody reads any more is not to be held while the rest is made.
+            for read in {*calls[number].reads, number}:
+                if last.get(read, number) == number:
+                    del values[read]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ milliseconds and no memory, for a stage of any size. A real run would need the v
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +19,24 @@ from torch.distributed.tensor import DTensor
 
 from rotor_profiling.storage import local
 from rotor_py.capture.graph.graph_nodes import attribute_of
+from rotor_py.capture.graph.parts.prices import FlopCount, kind_of
 from rotor_py.capture.graph.sizes import Sizes, example_of
 
 
-def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> tuple[set[fx.Node], dict[fx.Node, fx.Node]]:
-    """The nodes whose memory autograd saves, and for every node with a tensor the one that allocated its memory.
+@dataclass(frozen=True, slots=True)
+class SavedValues:
+    """What a run of a graph with autograd shows: the nodes whose memory is `saved`; for every node with a tensor the
+    one that allocated its memory (`roots`); the nodes whose tensor is `in_graph`; the `flops` of those that take long.
+    """
+
+    saved: set[fx.Node]
+    roots: dict[fx.Node, fx.Node]
+    in_graph: set[fx.Node]
+    flops: dict[fx.Node, int]
+
+
+def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues:
+    """What autograd saves of `body`.
 
     `sizes` says what the symbols of the graph stand for. Raises TypeError for tensors of a subclass or without strides.
     What an operator raises that does not take tensors without memory passes through.
@@ -29,6 +44,8 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> tuple[set[fx.Node],
     maker: dict[int, fx.Node] = {}
     roots: dict[fx.Node, fx.Node] = {}
     saved: set[fx.Node] = set()
+    in_graph: set[fx.Node] = set()
+    flops: dict[fx.Node, int] = {}
     values: dict[fx.Node, Any] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,10 +64,15 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> tuple[set[fx.Node],
             if node.op == "output":
                 break
             # All values stay alive to the end, so that no storage's number is used twice.
-            values[node] = _run(body, node, values, mode, sizes)
+            with FlopCount() if kind_of(node) else nullcontext() as count:
+                values[node] = _run(body, node, values, mode, sizes)
+            if count is not None:
+                flops[node] = count.total
             for tensor in _tensors(values[node]):
+                if tensor.requires_grad:
+                    in_graph.add(node)
                 roots[node] = maker.setdefault(local(tensor).untyped_storage()._cdata, node)
-    return saved, roots
+    return SavedValues(saved, roots, in_graph, flops)
 
 
 def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode, sizes: Sizes) -> Any:

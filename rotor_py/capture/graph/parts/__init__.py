@@ -1,0 +1,1 @@
+"""What a captured stage keeps that is stored in part."""

@@ -1,0 +1,188 @@
+"""Which parts a captured stage offers to keep: few bytes and little to make again, at rising prices.
+
+The first part is the least from which cheap operators alone make the rest. For the others, all operators that make the
+same bits again count, with a price. Of two parts, a line joins their bytes and prices; a part below it saves more for
+its price than a mixture of both. The least cut by the line's own slope finds it if there is one, and so on between
+the new part and each of the two: all parts on the lower convex hull, by Eisner and Severance (1976).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from rotor_py.capture.graph.graph_nodes import overwrites, tensors_of
+from rotor_py.capture.graph.parts.min_cut import Cut, least_cut, memory_read
+from rotor_py.capture.graph.parts.prices import FLOPS_FOR_A_BYTE, is_cheap, kind_of
+from rotor_py.capture.graph.parts.saved_part import SavedPart
+from rotor_py.capture.graph.parts.saved_values import SavedValues, find_saved_values
+from rotor_py.capture.graph.sizes import Sizes
+
+_log = logging.getLogger("rotor_py")
+
+IN_PART = "in part"
+"""The way in which a stage keeps the least from which cheap operators make the rest again."""
+_WORTHWHILE = 0.1
+"""The least part of the saved bytes that has to be dropped more. A guess: for less, another way to run the stage is not
+worth measuring, and would only make the solver slower.
+"""
+_BELOW_A_MIXTURE = 0.7
+"""The most that a part may cost of what a mixture does that keeps the same bytes: some stages of a kind with the part
+before it, and others with the one after it, or run again whole, for which no other way is needed. A guess: prices are
+not exact, and to make values one by one takes some time beside.
+"""
+_MOST = 4
+"""Parts of a stage. A guess: each of them is timed."""
+_MODES = (
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+    torch._C._set_grad_enabled,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A cut, the bytes that it keeps, and the price of what it makes again."""
+
+    cut: Cut
+    nbytes: int
+    price: int
+
+    def beats_mixture(self, before: _Part, nbytes: int, price: int) -> bool:
+        """Whether it costs clearly less than a mixture of `before` and another part, of `nbytes` and a `price`."""
+        if self.nbytes >= before.nbytes or self.nbytes < nbytes:
+            return False
+        share = (before.nbytes - self.nbytes) / (before.nbytes - nbytes)
+        return self.price - before.price <= _BELOW_A_MIXTURE * share * (price - before.price)
+
+
+def find_saved_parts(body: fx.GraphModule, shared: int, sizes: Sizes) -> dict[str, SavedPart]:
+    """What `body` keeps in each way to be stored in part, by the way's name; each keeps less than the one before.
+
+    Each saves a tenth more at least. There is none if that cannot be found. The last `shared` inputs of `body` are
+    those that all stages share, and in memory in any case. `sizes` says what its symbols stand for.
+    """
+    nodes = list(body.graph.nodes)
+    values = _saved_values(body, sizes)
+    if values is None:
+        return {}
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    free = {*(node for node in nodes if node.op == "get_attr"), *inputs[len(inputs) - shared :]}
+    # What is saved and handed on is there for the next stage, whether it is kept or not.
+    free |= values.saved & {values.roots.get(node) for node in body.graph.output_node().all_input_nodes}
+    choice = _Choice(values, {node: 0 if node in free else _size(node, sizes) for node in nodes}, sizes)
+    return {name: SavedPart.of_cut(body, values, part.cut.kept) for name, part in choice.named().items()}
+
+
+def same_parts(body: fx.GraphModule, sizes: Sizes, parts: Mapping[str, SavedPart]) -> dict[str, SavedPart]:
+    """The `parts` of a graph with the same nodes, for tensors of other sizes; none if they cannot be found."""
+    values = _saved_values(body, sizes)
+    nodes = list(body.graph.nodes)
+
+    def part(example: SavedPart, values: SavedValues) -> SavedPart:
+        dropped, kept = ({nodes[number] for number in numbers} for numbers in (example.dropped, example.kept))
+        return SavedPart.of_cut(body, values, kept | (values.saved - dropped))
+
+    return {} if values is None else {name: part(each, values) for name, each in parts.items()}
+
+
+def _saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues | None:
+    # What an operator has overwritten is lost, and a value that was made under a mode would be made again without it.
+    if any(node.op == "call_module" or node.target in _MODES or _writes(node) for node in body.graph.nodes):
+        return None
+    try:
+        return find_saved_values(body, sizes)
+    except Exception as error:  # an operator may refuse tensors without memory, in ways of its own
+        _log.debug("a stage is stored whole or not at all, since its graph cannot be run without memory: %s", error)
+        return None
+
+
+class _Choice:
+    """The parts among which a stage's `values` leave a choice; `keeping` are the bytes of each."""
+
+    def __init__(self, values: SavedValues, keeping: Mapping[fx.Node, int], sizes: Sizes) -> None:
+        self._values = values
+        self._keeping = keeping
+        own = [node for node, root in values.roots.items() if root is node]
+        self._cheap = {node: 0 for node in own if is_cheap(node)}
+        self._prices = {
+            node: values.flops.get(node, 0) + FLOPS_FOR_A_BYTE * _size(node, sizes)
+            for node in own
+            if is_cheap(node) or kind_of(node) is not None
+        }
+
+    def named(self) -> dict[str, _Part]:
+        """The parts to offer, by name."""
+        whole = sum(self._keeping[node] for node in self._values.saved)
+        found: dict[str, _Part] = {}
+        last = _Part(Cut(frozenset(), frozenset()), whole, 0)
+        for part in self._hull(whole):
+            if last.nbytes - part.nbytes >= _WORTHWHILE * whole and len(found) < _MOST:
+                found[_name(part.cut.again - last.cut.again, found)] = part
+                last = part
+        return found
+
+    def _hull(self, whole: int) -> Iterable[_Part]:
+        first = self._part(least_cut(self._values, self._keeping, self._cheap))
+        yield first
+        if not any(kind_of(node) is not None for node in self._prices):
+            return
+        # The fewest bytes, and of equally few, the least price.
+        least = self._part(self._least(1 + sum(self._prices.values()), 1))
+        if first.nbytes - least.nbytes < _WORTHWHILE * whole:
+            return
+        before, run_again = first, self._price_of_all()
+        for part in (*self._between(first, least), least):
+            if part.beats_mixture(before, 0, run_again):
+                yield part
+                before = part
+
+    def _between(self, first: _Part, last: _Part, depth: int = 2) -> list[_Part]:
+        """The parts of the hull between two, which keep less from one to the next; at most three by default."""
+        bytes_apart, price_apart = first.nbytes - last.nbytes, last.price - first.price
+        if depth == 0 or bytes_apart <= 0 or price_apart <= 0:
+            return []
+        part = self._part(self._least(price_apart, bytes_apart))
+        if not part.beats_mixture(first, last.nbytes, last.price):
+            return []
+        return [*self._between(first, part, depth - 1), part, *self._between(part, last, depth - 1)]
+
+    def _least(self, for_bytes: int, for_prices: int) -> Cut:
+        keeping = {node: for_bytes * nbytes for node, nbytes in self._keeping.items()}
+        return least_cut(self._values, keeping, {node: for_prices * price for node, price in self._prices.items()})
+
+    def _part(self, cut: Cut) -> _Part:
+        # What is made again for nobody is behind no cut.
+        return _Part(cut, sum(map(self._keeping.__getitem__, cut.kept)), sum(map(self._prices.__getitem__, cut.again)))
+
+    def _price_of_all(self) -> int:
+        """The price of all that has to run before a backward, where the stage is run again and skips its output."""
+        pending, seen = list(self._values.saved), set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if node not in seen:
+                seen.add(node)
+                pending.extend(memory_read(node, self._values.roots))
+        return sum(self._prices.get(node, 0) for node in seen)
+
+
+def _name(again: Iterable[fx.Node], taken: Mapping[str, object]) -> str:
+    """The name of the part that makes these values again, in addition to those of the parts before it."""
+    kinds = {kind_of(node) for node in again} - {None}
+    if not kinds:
+        return IN_PART
+    most = next(kind for kind in ("products", "convolutions", "attention") if kind in kinds)
+    name = f"{IN_PART}, {most} again"
+    return next(each for each in (name, *(f"{name} {number}" for number in range(2, 9))) if each not in taken)
+
+
+def _writes(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and overwrites(node)
+
+
+def _size(node: fx.Node, sizes: Sizes) -> int:
+    return max(map(sizes.bytes_of, tensors_of(node)), default=0)

@@ -1,0 +1,94 @@
+"""The parts in which a captured stage can be stored, searched for when somebody asks: that takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import fx
+
+from rotor_profiling.storage import local
+from rotor_py.capture.graph.graph_nodes import attribute_of, tensors_of
+from rotor_py.capture.graph.parts.choice import find_saved_parts, same_parts
+from rotor_py.capture.graph.parts.saved_part import SavedPart
+from rotor_py.capture.graph.sizes import Sizes
+
+Known = dict[Hashable, dict[str, SavedPart]]
+"""The parts of stages of one graph, by kind: those that do the same with the same sizes have the same."""
+
+
+class StageParts:
+    """The parts of the stage whose graph is `body`, and the graphs that keep them.
+
+    Its last `shared` inputs are those that all stages share. `signature` is equal for stages that do the same, and
+    `known` has the parts of those that were asked before. `bare` is the graph that skips the output, if there is one.
+    """
+
+    def __init__(
+        self,
+        body: fx.GraphModule,
+        bare: fx.GraphModule | None,
+        shared: int,
+        sizes: Sizes,
+        signature: Hashable,
+        known: Known,
+    ) -> None:
+        self._body = body
+        self._bare = bare
+        self._shared = shared
+        self._sizes = sizes
+        self._signature = signature
+        self._known = known
+        self._graphs: dict[tuple[str, bool], fx.GraphModule] = {}
+        self._example: StageParts | None = None
+
+    def follow(self, other: StageParts) -> None:
+        """Have the parts that `other` has, the same stage for other sizes: a plan that was made for it names them.
+
+        To be called before anybody asks for them.
+        """
+        self._example = other
+
+    @cached_property
+    def found(self) -> dict[str, SavedPart]:
+        """The parts by the name of their way; each keeps less than the one before."""
+        kind = self._kind()
+        if kind not in self._known:
+            self._known[kind] = self._find()
+        return self._known[kind]
+
+    def _find(self) -> dict[str, SavedPart]:
+        example = self._example
+        # Parts name values by their position, which has to be that of the same node.
+        if example is not None and self._operators() == example._operators():
+            return same_parts(self._body, self._sizes, example.found)
+        return find_saved_parts(self._body, self._shared, self._sizes)
+
+    def _operators(self) -> list[tuple[str, str]]:
+        nodes = self._body.graph.nodes
+        return [(node.op, str(node.target) if node.op.startswith("call") else "") for node in nodes]
+
+    def graph(self, way: str, *, skip_output: bool) -> fx.GraphModule:
+        """The graph whose first input is a `PartialSaving`, to which it hands over the values of a part."""
+        bare = self._bare if skip_output else None
+        key = way, bare is not None
+        if key not in self._graphs:
+            graph = self._body.graph if bare is None else bare.graph
+            self._graphs[key] = self.found[way].instrumented(self._body, graph)
+        return self._graphs[key]
+
+    def _kind(self) -> Hashable:
+        nodes = self._body.graph.nodes
+        given = [tensors_of(node) for node in nodes if node.op == "placeholder"]
+        owned = [attribute_of(self._body, node.target) for node in nodes if node.op == "get_attr"]
+        tensors = (each for each in (*chain.from_iterable(given), *owned) if isinstance(each, torch.Tensor))
+        # The nodes as well: where regions of autocast end, the signature does not say.
+        return self._signature, tuple(node.op for node in nodes), tuple(map(self._layout, tensors))
+
+    def _layout(self, tensor: torch.Tensor) -> Hashable:
+        number, here = self._sizes.number, local(tensor)
+        shape: tuple[Any, ...] = tuple(map(number, here.shape))
+        return type(tensor), shape, tuple(map(number, here.stride())), here.dtype, here.device, tensor.requires_grad
