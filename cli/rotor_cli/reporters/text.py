@@ -44,9 +44,8 @@ def verified(facts: Facts) -> Text:
         compared = "parameters after the step" if facts.budget.freed_gradients else "gradients"
         differ = f"{compared} and buffers differ by at most {found.max_grad_difference:g}{beside}"
         if (rounded := found.rounded) is not None:
-            differ = (
-                f"kept in {rounded.word}, {compared} differ by {rounded.gradient_error:.2g} of their length{beside}"
-            )
+            error = f"{rounded.gradient_error:.2g} of their length"
+            differ = f"with stages kept in {rounded.word}, {compared} differ by {error}{beside}"
         said += (
             f", {overhead:+.1%} over {other} ({facts.overhead - 1:+.1%} predicted); {step} "
             f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; {differ}"
