@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from rotor_py import Checkpointable, PlanMismatchError
 from rotor_py.stage.keepers.fewer_bits import FEWER_BITS, word_of
@@ -105,6 +106,22 @@ def test_packing_is_part_of_the_plan_and_lowers_what_a_chain_needs() -> None:
         if name in ("0.3", "1.3", "2.3"):  # what is pooled, and int64 for each number of it: two of three parts
             assert packed["packed"] < 0.6 * stage.saved_bytes, name
     assert word_of(name for names in costs.way_names for name in names) is None
+
+
+class Transformed(nn.Module):
+    """A layer that transforms functions inside, which refuses to be run with hooks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, pull = torch.func.vjp(torch.sin, x)
+        return F.dropout(x * pull(x)[0], 0.3, self.training)
+
+
+def test_a_layer_that_refuses_hooks_is_stored_whole() -> None:
+    layers = nn.Linear(WIDTH, WIDTH), Transformed(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+    planned, plain, batch = measured(lambda: (nn.Sequential(*layers), {"input": torch.randn(256, WIDTH)}))
+    assert planned.inspection_values is not None
+    assert planned.inspection_values.way_names == ((), (), (), ("packed",))
+    compare(planned, plain, batch, loss)
 
 
 def gradients(network: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
