@@ -109,6 +109,11 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
     "--step-in-backward", is_flag=True, help="The optimizer steps each parameter in the backward: step_in_backward=."
 )
 @click.option(
+    "--keep",
+    type=click.Choice(["bf16", "fp8", "int8"]),
+    help="Let stages be kept for the backward in fewer bits: gradients then differ. Without it, all is exact.",
+)
+@click.option(
     "--forwards-in-flight",
     type=click.IntRange(min=1),
     default=1,

@@ -69,6 +69,7 @@ class Request:
     optimizer: str | None = None
     grad_accumulation: int | None = None
     step_in_backward: bool = False
+    keep: Literal["bf16", "fp8", "int8"] | None = None
     script_arguments: tuple[str, ...] | None = None
     run: bool = False
 
@@ -100,6 +101,7 @@ class Request:
             "--config": self.config,
             "--pipeline": self.pipeline,
             "--step-in-backward": self.step_in_backward or None,
+            "--keep": self.keep,
         }
         return [name for name, value in given.items() if value is not None]
 
@@ -225,6 +227,10 @@ class Request:
                 f"--batch {aim} looks at plain stages; leave out --compile, and plan with it for the batch that it "
                 "finds"
             )
+        if self.keep is not None:
+            raise usage(
+                f"--batch {aim} looks at exact plans; leave out --keep, and plan with it for the batch it finds"
+            )
         if effective is None:
             return
         if self.fresh_grads:
@@ -263,6 +269,7 @@ class Request:
             "--max-overhead": self.max_overhead,
             "--fresh-grads": self.fresh_grads,
             "--step-in-backward": self.step_in_backward,
+            "--keep": self.keep,
             "--backward-order": self.backward_order != "any",
             "--verify": self.verify,
             "--compare": self.compare,

@@ -16,6 +16,8 @@ from rotor_py.measure.step_memory import peak_of
 from rotor_py.report.basis import Basis
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.sweep import Sweep
+from rotor_py.stage.keepers.fewer_bits import word_of
+from rotor_py.stage.keepers.rounded_stages import rounded_stages
 from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
 
@@ -86,9 +88,23 @@ class ReportFacts:
         words = self.budget.moved_in_words(self.sequence)
         moved = f"{words[0].upper()}{words[1:]}." if words else None
         warning = None if self.reserved is None else self.reserved.warning(self.peak_bytes)
-        others = (warning, self.peak_reason(), moved, freed, self.which_forward(), compiled)
+        others = (warning, self.peak_reason(), moved, freed, self.which_forward(), compiled, self.rounded())
         basis = () if self.basis is None else self.basis.sentences()
         return (*chosen, *(each for each in others if each is not None), *basis)
+
+    def rounded(self) -> str | None:
+        """What of the plan is inexact, in one sentence; None if nothing may be."""
+        asked = word_of(name for names in self.measurement.way_names for name in names)
+        if asked is None:
+            return None
+        count = len(rounded_stages(self.chain, self.sequence))
+        if not count:
+            return f"No stage is kept in {asked}: the plan is exact."
+        stages = f"{count} of {len(self.chain)} stages {'is' if count == 1 else 'are'}"
+        return (
+            f"{stages} kept in {asked} for the backward: the forward is exact, and gradients differ from those of "
+            "plain training."
+        )
 
     @property
     def basis(self) -> Basis | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from torch import nn
 
 from rotor_py.capture.captured_forward import run_as_captured
 from rotor_py.checkpointable import Checkpointable
+from rotor_py.stage.keepers.rounded_stages import rounded_stages
 from rotor_py.trials.default_loss import default_loss
 from rotor_py.trials.measured import measured
 from rotor_py.trials.operations import TimedOperation
@@ -19,6 +21,28 @@ from rotor_py.trials.restore import left_alone
 from rotor_py.trials.step import Network, TrainingStep
 from rotor_solver import Sequence, store_all
 from rotor_solver.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """What a step showed whose plan keeps stages in fewer bits, those that `word` asks for (`keep=`)."""
+
+    word: str
+    gradient_error: float
+    """The length of the difference of all gradients, as a part of the length of those of the plain step. (Of parameters
+    after the step, where they are stepped in the backward.)"""
+    buffer_difference: float
+    """The largest absolute difference of a buffer, which the forward alone changes."""
+    noise: float = 0.0
+    """By how much two plain steps differ."""
+
+    def problem(self) -> str | None:
+        """What is wrong beyond that gradients differ, in words; None if nothing is."""
+        if not math.isfinite(self.gradient_error):
+            return f"gradients of stages that are kept in {self.word} are not finite, and those of plain training are"
+        if not self.buffer_difference <= 4 * self.noise:
+            return f"buffers differ from plain training by up to {self.buffer_difference:g}, and the forward is exact"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +69,15 @@ class Verification:
     """What the step with the plan did one after the other, if that was asked for."""
     loss: float | None = None
     """The loss of the step with the plan. Where it is not finite, equal gradients say little."""
+    rounded: Rounded | None = None
+    """How far gradients are from exact ones, where the plan keeps stages in fewer bits (`keep=`)."""
 
     def problem(self, mem_limit: int) -> str | None:
         """What is wrong with the step for a limit of `mem_limit` bytes, in words; None if nothing is."""
         if self.measured_peak_bytes > mem_limit:
             return f"the measured peak of {self.measured_peak_bytes} bytes is over the limit of {mem_limit} bytes"
+        if self.rounded is not None:
+            return self.rounded.problem()
         # One measured difference is no bound on the noise, so four times as much is allowed. The factor is a guess.
         if self.max_grad_difference is not None and not self.max_grad_difference <= 4 * self.noise:
             plain = "plain training" if self.eager_difference is None else "the compiled step that stores everything"
@@ -119,6 +147,7 @@ def verify(
     with left_alone(network, optimizer), _not_watched(network):
         tell(0, "a step with the plan")
         with_plan = _measure_outcome(step, network)
+        word = _word(network)
         tell(1, "a plain step")
         plain: _Outcome | None = None
         noise = 0.0
@@ -137,7 +166,7 @@ def verify(
                 stored, again = (_measure_outcome(step, network) for _ in range(2))
                 eager = None if plain is None else _difference(stored.results, plain.results)
                 noise, plain = _difference(stored.results, again.results), stored
-        results = [replace(_compared(with_plan, plain, noise), eager_difference=eager)]
+        results = [replace(_compared(with_plan, plain, noise, word), eager_difference=eager)]
         del with_plan  # its gradients, on the CPU, are as large as the model
         if operations:
             assert network.sequence is not None
@@ -147,7 +176,7 @@ def verify(
             for number, sequence in enumerate(others):
                 tell(3 + number, f"a step with {sequence.algorithm or 'another plan'}")
                 network.sequence = sequence
-                results.append(_compared(_measure_outcome(step, network), plain, noise))
+                results.append(_compared(_measure_outcome(step, network), plain, noise, _word(network)))
     return tuple(results)
 
 
@@ -161,21 +190,40 @@ class _Outcome:
     peak_bytes: int
     seconds: float
     results: list[torch.Tensor]
+    buffers: int
+    """how many of the results are buffers, the last ones"""
     loss: float
 
 
 def _measure_outcome(step: TrainingStep, network: Network) -> _Outcome:
     with step.taken(network) as peak:
         results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]
-    return _Outcome(peak, step.seconds(network), results, step.last_loss)
+    return _Outcome(peak, step.seconds(network), results, len(list(step.model.buffers())), step.last_loss)
 
 
-def _compared(found: _Outcome, plain: _Outcome | None, noise: float) -> Verification:
+def _compared(found: _Outcome, plain: _Outcome | None, noise: float, word: str | None) -> Verification:
     if plain is None:
         return Verification(found.peak_bytes, found.seconds, None, None, None, loss=found.loss)
     difference = _difference(found.results, plain.results)
     compared = (difference, plain.peak_bytes, plain.seconds, noise)
-    return Verification(found.peak_bytes, found.seconds, *compared, loss=found.loss)
+    rounded = None if word is None else _rounded(found, plain, noise, word)
+    return Verification(found.peak_bytes, found.seconds, *compared, loss=found.loss, rounded=rounded)
+
+
+def _rounded(found: _Outcome, plain: _Outcome, noise: float, word: str) -> Rounded:
+    count = len(plain.results) - plain.buffers
+    exact = torch.stack([each.double().norm() for each in plain.results[:count]]).norm()
+    pairs = zip(found.results[:count], plain.results[:count], strict=True)
+    apart = torch.stack([(one.double() - other.double()).norm() for one, other in pairs]).norm()
+    error = 0.0 if not apart else float(apart / exact)
+    return Rounded(word, error, _difference(found.results[count:], plain.results[count:]), noise)
+
+
+def _word(network: Checkpointable) -> str | None:
+    """The word for the fewer bits in which the plan keeps stages; None if it keeps none in fewer."""
+    assert network.chain is not None
+    assert network.sequence is not None
+    return next(iter(rounded_stages(network.chain, network.sequence).values()), None)
 
 
 @contextmanager

@@ -123,6 +123,7 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
         cache=not request.no_cache,
         compile=request.compile,
         step_in_backward=found.optimizer if request.step_in_backward else None,
+        keep=request.keep,
     )
     network.measure(found.sample)
     return network
@@ -161,6 +162,7 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
                 else ()
             ),
             *(("compile=True",) if request.compile else ()),
+            *((f'keep="{request.keep}"',) if request.keep else ()),
         ),
         limited=request.limited,
         compiled=network.compiled,

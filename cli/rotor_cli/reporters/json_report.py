@@ -9,6 +9,7 @@ from rotor_cli.facts import Facts
 from rotor_profiling import StageCost
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.sweep import Point, Sweep
+from rotor_py.stage.keepers.rounded_stages import rounded_stages
 from rotor_py.trials.comparison import ComparedStrategy
 from rotor_py.trials.verification import Verification
 
@@ -38,6 +39,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "backward_order": facts.budget.backward_order,
             "sequences": [str(each) for each in facts.sequence.of_forwards(facts.budget.forwards)],
             **({"compiled": list(facts.compiled)} if facts.compiled else {}),
+            **({"fewer_bits": fewer} if (fewer := _fewer_bits(facts)) else {}),
         },
         "stages": _stages(facts),
     }
@@ -65,6 +67,12 @@ def json_report(facts: Facts) -> dict[str, Any]:
     if not facts.limited:
         del data["mem_limit"], data["plan"]
     return data
+
+
+def _fewer_bits(facts: Facts) -> dict[str, str]:
+    """The stages that the plan keeps in fewer bits, with the word for these."""
+    found = rounded_stages(facts.chain, facts.sequence)
+    return {facts.measurement.names[stage]: word for stage, word in sorted(found.items())}
 
 
 def _stages(facts: Facts) -> list[dict[str, Any]]:
@@ -104,6 +112,7 @@ def _verify(found: Verification) -> dict[str, Any]:
         "measured_peak_bytes": found.measured_peak_bytes,
         "measured_step_seconds": found.measured_step_seconds,
         "max_grad_difference": found.max_grad_difference,
+        **({} if found.rounded is None else {"gradient_error": found.rounded.gradient_error}),
         **({} if found.eager_difference is None else {"eager_difference": found.eager_difference}),
         "plain_peak_bytes": found.plain_peak_bytes,
         "plain_step_seconds": found.plain_step_seconds,

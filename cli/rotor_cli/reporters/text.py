@@ -42,10 +42,13 @@ def verified(facts: Facts) -> Text:
             other, step = "compiled, storing everything", "that step"
             beside = f", and those of the model uncompiled by {found.eager_difference:g}"
         compared = "parameters after the step" if facts.budget.freed_gradients else "gradients"
+        differ = f"{compared} and buffers differ by at most {found.max_grad_difference:g}{beside}"
+        if (rounded := found.rounded) is not None:
+            error = f"{rounded.gradient_error:.2g} of their length"
+            differ = f"with stages kept in {rounded.word}, {compared} differ by {error}{beside}"
         said += (
             f", {overhead:+.1%} over {other} ({facts.overhead - 1:+.1%} predicted); {step} "
-            f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; {compared} and "
-            f"buffers differ by at most {found.max_grad_difference:g}{beside}"
+            f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; {differ}"
         )
     text = Text.assemble(("verified  ", "bold"), said)
     if found.loss is not None and not math.isfinite(found.loss):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rotor_py.stage.keepers.form_keeper import SmallerForm, SmallerKept
+from rotor_py.stage.keepers.form_keeper import SmallerKept
 from rotor_py.stage.keepers.packed import Packed
 from rotor_py.stage.ways.names import parted
 
@@ -30,9 +30,14 @@ _CHUNK = 2**20
 class FewerBits:
     """Keeps floating tensors in `dtype` if that is narrower, and packs what can be packed without loss."""
 
-    name: str
+    word: str
     dtype: torch.dtype
     exact: bool = False
+
+    @property
+    def name(self) -> str:
+        """That of the way to store a stage: what follows "stored"."""
+        return f"in {self.word}"
 
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
         """What is kept of `memory`; None if it does not get smaller, or would not be finite."""
@@ -42,8 +47,8 @@ class FewerBits:
         return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
 
 
-FEWER_BITS: dict[str, SmallerForm] = {
-    form.name: form
+FEWER_BITS = {
+    form.word: form
     for form in (
         FewerBits("bf16", torch.bfloat16),
         FewerBits("fp8", torch.float8_e4m3fn),
@@ -51,6 +56,7 @@ FEWER_BITS: dict[str, SmallerForm] = {
     )
 }
 """By the words that ask for them."""
+_WORDS = {form.name: word for word, form in FEWER_BITS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +126,4 @@ def word_of(ways: Iterable[str]) -> str | None:
 
     They are exact if the backward reads what the forward has computed, bit for bit.
     """
-    return next((word for way in ways if (word := parted(way, FEWER_BITS)[1]) is not None), None)
+    return next((_WORDS[keeper] for way in ways if (keeper := parted(way, _WORDS)[1]) is not None), None)

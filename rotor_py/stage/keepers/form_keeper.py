@@ -68,9 +68,13 @@ class FormKeeper:
     def pays(self, run: Run, function: Callable[..., Any], value: Any) -> bool:
         """Whether the form spares a part of what is saved that is worth measuring. `run` is run once."""
         tried = _Tried(self.form)
-        with self._keeping(tried, function, value):
-            output = run(value)
-            held = {each.untyped_storage()._cdata for each in tensors_in(output)}
+        try:
+            with self._keeping(tried, function, value):
+                output = run(value)
+        except RuntimeError:
+            # Transforms of torch.func refuse hooks. What fails without hooks fails again when it is measured.
+            return False
+        held = {each.untyped_storage()._cdata for each in tensors_in(output)}
         saved = sum(plain for plain, _, _ in tried.storages)
         spared = sum(plain - kept for plain, kept, address in tried.storages if address not in held)
         return spared >= _LEAST_SHARE * saved and spared > 0

@@ -1,0 +1,77 @@
+"""`--keep`: what may be kept in fewer bits, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+WIDE = """
+import time
+
+import torch
+from torch import nn
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 512), nn.Linear(512, 32)
+
+    def forward(self, x):
+        time.sleep(0.02)  # so to run it again costs more than to round, whatever else the machine does
+        return x + self.down(self.up(x).tanh().square().sin())
+
+model = nn.Sequential(Wide(), Wide())
+sample = torch.randn(512, 32)
+
+def loss(output):
+    return output.square().mean()
+"""
+
+
+def found(result):
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_fewer_bits_need_less_and_are_told_of_wherever_they_are_chosen(plan, model_file):
+    file = model_file(WIDE)
+    exact = found(plan(file, "--mem-limit", "1GB", "--json", "-"))
+    limit = (exact["min_bytes"] + 2 * exact["store_all"]["peak_bytes"]) // 3
+    without = found(plan(file, "--mem-limit", limit, "--json", "-"))
+    assert "^" not in without["plan"]["sequence"]  # nothing inexact without the word
+    result = plan(file, "--mem-limit", limit, "--keep", "bf16", "--verify")
+    said = " ".join(result.stdout.split())
+    assert result.exit_code == 0, result.output
+    assert "kept in bf16 for the backward: the forward is exact, and gradients differ from those of plain" in said
+    assert "stored in bf16" in said
+    assert "with stages kept in bf16, gradients differ by " in said
+    assert 'keep="bf16"' in said
+    report = found(plan(file, "--mem-limit", limit, "--keep", "bf16", "--verify", "--json", "-"))
+    assert set(report["plan"]["fewer_bits"].values()) == {"bf16"}
+    assert 0 < report["verify"]["gradient_error"] < 0.01
+    assert report["verify"]["measured_peak_bytes"] <= limit
+
+
+def test_a_plan_that_needs_no_fewer_bits_says_that_it_is_exact(plan, model_file):
+    result = plan(model_file(WIDE), "--mem-limit", "1GB", "--keep", "int8", "--verify", "--json", "-")
+    report = found(result)
+    assert "fewer_bits" not in report["plan"]
+    assert "gradient_error" not in report["verify"]
+    assert report["verify"]["max_grad_difference"] == 0
+    said = " ".join(plan(model_file(WIDE), "--mem-limit", "1GB", "--keep", "int8").stdout.split())
+    assert "No stage is kept in int8: the plan is exact." in said
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--keep", "fp4"], "'bf16', 'fp8', 'int8'"),
+        (["--keep", "bf16", "--batch", "max"], "leave out --keep"),
+        (["--keep", "bf16", "--pipeline", 2], "--keep is about one"),
+    ],
+)
+def test_what_keep_excludes(plan, model_file, options, message):
+    result = plan(model_file(WIDE), "--mem-limit", "1GB", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
