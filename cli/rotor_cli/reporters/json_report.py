@@ -38,6 +38,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "backward_order": facts.budget.backward_order,
             "sequences": [str(each) for each in facts.sequence.of_forwards(facts.budget.forwards)],
             **({"compiled": list(facts.compiled)} if facts.compiled else {}),
+            **({} if facts.budget.link is None else {"moved_bytes": facts.budget.moved_bytes(facts.sequence)}),
         },
         "stages": _stages(facts),
     }
