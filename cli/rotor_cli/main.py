@@ -131,6 +131,11 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
     "--verify", is_flag=True, help="Train one step, and compare peak, time and gradients with the plain step."
 )
 @click.option("--compile", is_flag=True, help="Have Inductor compile the stages, where that makes the plan faster.")
+@click.option(
+    "--offload",
+    metavar="TIER",
+    help="Where activations may wait for their backward, if that is faster: file:/path, or host (for a CUDA device).",
+)
 @click.option("--no-cache", is_flag=True, help="Measure what an earlier run has measured, and keep nothing.")
 @click.option(
     "--json", "json_file", metavar="FILE", shell_complete=files, help="Write the report as JSON; - is stdout."

@@ -70,6 +70,7 @@ class Request:
     grad_accumulation: int | None = None
     step_in_backward: bool = False
     keep: Literal["bf16", "fp8", "int8"] | None = None
+    offload: str | None = None
     script_arguments: tuple[str, ...] | None = None
     run: bool = False
 
@@ -152,6 +153,7 @@ class Request:
         self._refuse_pipeline()
         self._refuse_batch()
         self._refuse_step_in_backward()
+        self._refuse_offload()
         if self.backward_order != "any" and self.forwards_in_flight == 1:
             raise usage("--backward-order is about several forwards in flight; add --forwards-in-flight 2")
 
@@ -206,6 +208,7 @@ class Request:
         refused = {
             "--verify": (self.verify, "trains a step on the device"),
             "--compile": (self.compile, "compiles the stages for the device, and measures them there"),
+            "--offload": (self.offload is not None, "measures how fast activations move there"),
             "--pipeline": (self.pipeline is not None, "measures a microbatch on the device"),
             f"--batch {self.batch}": (self.batch_aim is not None, "takes whole steps on the device"),
         }
@@ -258,6 +261,19 @@ class Request:
                 "for the batch that it finds"
             )
 
+    def _refuse_offload(self) -> None:
+        if self.offload is None:
+            return
+        others = {
+            "--forwards-in-flight": (self.forwards_in_flight > 1, "has several forwards share the way there"),
+            "--compile": (self.compile, "has Inductor decide what a stage saves"),
+            "--max-overhead": (self.max_overhead is not None, "chooses among plans that move nothing"),
+            f"--batch {self.batch}": (self.batch_aim is not None, "looks at steps that move nothing"),
+        }
+        for option, (given, does) in others.items():
+            if given:
+                raise usage(f"--offload has a plan move what stages save, and {option} {does}; leave one of them out")
+
     def _refuse_pipeline(self) -> None:
         of_pipelines = {"--microbatches": self.microbatches, "--virtual-stages": self.virtual_stages}
         if self.pipeline is None:
@@ -270,6 +286,7 @@ class Request:
             "--fresh-grads": self.fresh_grads,
             "--step-in-backward": self.step_in_backward,
             "--keep": self.keep,
+            "--offload": self.offload,
             "--backward-order": self.backward_order != "any",
             "--verify": self.verify,
             "--compare": self.compare,

@@ -383,8 +383,10 @@ class StageMeasurer:
         weighed = self._known[kind].weighed
         whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind))
         ways = worth_choosing(whole, list(map(Way, weighed.ways, others)))
-        if self._movable is not None and (nbytes := self._movable.of(kind)):
-            ways = (*ways, Way(ELSEWHERE.name, whole, nbytes))
+        if self._movable is not None:
+            # What goes with the output cannot leave as well. Where a stage hands its input on, more is counted as that.
+            nbytes = min(self._movable.of(kind), whole.saved_bytes - whole.output_released_bytes)
+            ways = (*ways, Way(ELSEWHERE.name, whole, nbytes)) if nbytes > 0 else ways
         return whole, ways
 
     def _runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:

@@ -82,6 +82,32 @@ def reserve(offload: Offload, budget: Budget, sequence: Sequence) -> None:
         offload.tier.reserve(nbytes)
 
 
+def prepare_for_file(offload: Offload | None, budget: Budget, sequence: Sequence) -> None:
+    """Have room for what a plan from a file moves. ValueError where nobody has said where to, OffloadError if full.
+
+    A warning says so where the plan moves nothing, although it might.
+    """
+    if sequence.moves is None:
+        if offload is not None:
+            _log.warning("the plan from the file moves nothing, so offload=%r has nothing to do", offload.name)
+        return
+    if offload is None:
+        raise ValueError(
+            f"the plan moves activations (it was made with offload={budget.link_name!r}); give offload= here as well, "
+            "for where they go"
+        )
+    reserve(offload, budget, sequence)
+
+
+def refuse_compiled(offload: Offload | None) -> None:
+    """ValueError where stages are to be compiled, and plans may move what they save."""
+    if offload is not None:
+        raise ValueError(
+            "offload= has a plan move what stages save, and torch.compile has Inductor decide what that is; leave "
+            "one of them out"
+        )
+
+
 def tell_of_several_forwards(budget: Budget) -> None:
     """A warning if forwards were noticed that are in flight at once: their plan moves nothing."""
     if budget.link is not None and budget.forwards > 1:

@@ -70,6 +70,7 @@ from rotor_profiling import UnknownOptimizerError
 from rotor_py.compiled.options import without_cuda_graphs
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
+from rotor_py.plan.offloading import prepare_for_file, refuse_compiled
 from rotor_py.plan.out_of_memory.guarded_budget import guarded
 from rotor_py.plan.plan_maker import PlanMaker
 from rotor_py.plan.planned_forwards import PlannedForwards
@@ -169,11 +170,13 @@ class Planner:
     def adopt(self, file: Plan) -> None:
         """Event 8: follow a plan from a file.
 
-        PlanMismatchError if it was made for another model, `compile=` or `keep=`.
+        PlanMismatchError if it was made for another model, `compile=` or `keep=`; ValueError if it moves activations,
+        and nobody has said where.
         """
         file.refuse_other(model=model_fingerprint(self.model.core))
         file.refuse_other_steps(self.model.stepping())
         file.refuse_fewer_bits(self.settings.keep)
+        prepare_for_file(self.model.offload, file.costs.budget, file.sequence)
         if (config := config_beside(file.compiled, self.settings.inductor)) != self.settings.inductor:
             self.settings.inductor = config
             self._maker.begin_anew()
@@ -190,8 +193,10 @@ class Planner:
     def compile_by(self, compiler: torch._TorchCompileInductorWrapper) -> None:
         """Event 12: plan anew with compiled stages, by this backend of a `torch.compile` around the model.
 
-        ValueError if it asks for CUDA graphs. A warning says so where stages cannot be compiled.
+        ValueError if it asks for CUDA graphs, or where plans may move activations. A warning says so where stages
+        cannot be compiled.
         """
+        refuse_compiled(self.model.offload)
         self._asked_to_compile = True
         if self.plans.in_use is not None and self.plans.in_use.file is not None:
             _log.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import logging
 import os
 import signal
@@ -284,3 +285,88 @@ def test_a_sharded_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_limit_that_nothing_keeps_is_refused_with_the_least(tmp_path: Path) -> None:
     with pytest.raises(InfeasibleError, match="needs at least"):
         planned(chain(), 300_000, tmp_path)
+
+
+def test_a_plan_from_a_file_moves_what_it_moved_before(tmp_path: Path) -> None:
+    limit = limit_between(chain(), 0.3)
+    first = planned(chain(), limit, tmp_path)
+    file = tmp_path / "plan.json"
+    first.save_plan(file)
+    (tmp_path / "other").mkdir()
+    loaded = Checkpointable(chain(), plan=file, fresh_grads=True, offload=f"file:{tmp_path / 'other'}")
+    assert loaded.sequence == first.sequence
+    assert loaded.sequence is not None
+    assert loaded.sequence.moves is not None
+    assert loaded.report().peak_bytes == first.report().peak_bytes
+    assert loaded.report().overhead == first.report().overhead
+    loaded.save_plan(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == file.read_text()
+    assert peak_of(loaded) <= limit
+    assert loaded._planner.model.offload.tier.moved_bytes > 0
+    assert same(trained(loaded), trained(chain()))
+    with pytest.raises(
+        ValueError, match=r"the plan moves activations \(it was made with offload='file:.*; give offload="
+    ):
+        Checkpointable(chain(), plan=file, fresh_grads=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"wait_out": [[1, 0], [2, 0]]}, "has to happen once"),
+        ({"wait_out": []}, "copy back of stage"),
+        ({"fetch": [[99, 1]]}, "a position below"),
+        ({"out_bytes_per_second": -1.0}, "above zero"),
+        ({"to": 3}, "what is moved to another tier is"),
+    ],
+)
+def test_a_plan_file_whose_moves_are_none_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    planned(chain(), limit_between(chain(), 0.3), tmp_path).save_plan(file)
+    data = json.loads(file.read_text())
+    data["moves"] |= change
+    file.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=words) as refused:
+        Checkpointable(chain(), plan=file, offload=f"file:{tmp_path}")
+    assert "save it again" in str(refused.value)
+
+
+def test_a_plan_file_that_moves_nothing_says_so_to_whoever_wants_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "plan.json"
+    planned(chain(), limit_between(chain(), 0.3), None).save_plan(file)
+    Checkpointable(chain(), plan=file, fresh_grads=True, offload=f"file:{tmp_path}")
+    assert "the plan from the file moves nothing" in caplog.text
+
+
+def test_torch_compile_around_the_model_is_refused(tmp_path: Path) -> None:
+    model = planned(chain(), 10**9, tmp_path)
+    with pytest.raises(ValueError, match=r"torch\.compile has Inductor decide"):
+        model._planner.compile_by(None)  # type: ignore[arg-type] # refused before it is looked at
+
+
+def test_mixed_precision_and_steps_in_the_backward_go_together_with_moves(tmp_path: Path) -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model(tokens()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain, inner = chain(), chain()
+    expected = run(plain, torch.optim.AdamW(plain.parameters(), foreach=False))
+    optimizer = torch.optim.AdamW(inner.parameters(), foreach=False)
+    model = Checkpointable(
+        inner, mem_limit=10**9, loss=loss_of, offload=f"file:{tmp_path}", step_in_backward=optimizer, cache=False
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        model.measure(tokens())
+    assert model.budget is not None
+    least, most = model.budget.least_bytes(), model.report().store_all_bytes
+    model.compute_sequence(int(least + 0.3 * (most - least)))
+    assert same(run(model, optimizer), expected)
+    assert model._planner.model.offload.tier.moved_bytes > 0

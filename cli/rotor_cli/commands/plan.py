@@ -16,6 +16,7 @@ from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, verify
 from rotor_py.measure.device import limit_bytes
+from rotor_py.offload.offload import checked_name
 from rotor_py.plan.stepping.refusals import refuse_optimizer
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.report.batch_choice import BatchChoice
@@ -110,6 +111,7 @@ def _step(network: Checkpointable, found: ModelFile, request: Request) -> Traini
 def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
     if request.step_in_backward:
         _refuse_optimizer(found.optimizer)
+    refuse_offload(request)
     network = Checkpointable(
         found.model,
         mem_limit=limit,
@@ -124,9 +126,19 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
         compile=request.compile,
         step_in_backward=found.optimizer if request.step_in_backward else None,
         keep=request.keep,
+        offload=request.offload,
     )
     network.measure(found.sample)
     return network
+
+
+def refuse_offload(request: Request) -> None:
+    """Failure for a tier that there is not, or not here."""
+    if request.offload is not None:
+        try:
+            checked_name(request.offload)
+        except ValueError as error:
+            raise usage(f"--offload: {error}") from error
 
 
 def _refuse_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
@@ -163,6 +175,7 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
             ),
             *(("compile=True",) if request.compile else ()),
             *((f'keep="{request.keep}"',) if request.keep else ()),
+            *((f"offload={request.offload!r}",) if request.offload else ()),
         ),
         limited=request.limited,
         compiled=network.compiled,

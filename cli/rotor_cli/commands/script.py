@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from rotor_cli.commands.plan import facts_of
+from rotor_cli.commands.plan import facts_of, refuse_offload
 from rotor_cli.errors import INFEASIBLE, MODEL_RAISED, USAGE, Failure, raised_by_script, usage
 from rotor_cli.facts import Facts, Taken
 from rotor_cli.loading.model_file import ModelFile, what_is_missing
@@ -65,6 +65,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
             known.failure = failure
             raise _Ended from None
 
+    refuse_offload(request)
     first = FirstTrainingStep(
         stepping,
         request.mem_limit,
@@ -75,6 +76,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
             "progress": False if request.quiet else None,
             "cache": not request.no_cache,
             "compile": request.compile,
+            "offload": request.offload,
         },
     )
     with main_module(request.model, request.script_arguments or ()) as module:

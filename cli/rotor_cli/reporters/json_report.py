@@ -40,6 +40,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "sequences": [str(each) for each in facts.sequence.of_forwards(facts.budget.forwards)],
             **({"compiled": list(facts.compiled)} if facts.compiled else {}),
             **({"fewer_bits": fewer} if (fewer := _fewer_bits(facts)) else {}),
+            **({} if facts.budget.link is None else {"moved_bytes": facts.budget.moved_bytes(facts.sequence)}),
         },
         "stages": _stages(facts),
     }

@@ -67,8 +67,12 @@ def usage(facts: Facts, saved_plan: str | None) -> Table:
 
 def usage_lines(facts: Facts, saved_plan: str | None) -> str:
     """Three lines of Python: the plan in the user's own program, from the file `saved_plan` if there is one."""
-    argument = f"mem_limit={typed(facts.mem_limit, facts.peak_bytes)}"
-    argument = f'plan="{saved_plan}"' if saved_plan else ", ".join([argument, *facts.arguments])
+    argument, others = f"mem_limit={typed(facts.mem_limit, facts.peak_bytes)}", facts.arguments
+    if saved_plan:  # where things go is said anew, for each machine
+        moves = facts.sequence.moves is not None
+        others = tuple(each for each in others if moves and each.startswith("offload="))
+        argument = f'plan="{saved_plan}"'
+    argument = ", ".join([argument, *others])
     step = "loss(model(batch)).backward()"
     if (chosen := facts.batches) is not None:
         steps = chosen.accumulation_steps
@@ -77,6 +81,7 @@ def usage_lines(facts: Facts, saved_plan: str | None) -> str:
     if (taken := facts.taken) is not None:
         limit = typed(facts.mem_limit, facts.peak_bytes).strip('"')
         command = ["rotor-plan", taken.script, "--mem-limit", limit.replace("_", ""), "--run"]
+        command += ["--offload", facts.budget.link_name] if facts.budget.link is not None else []
         lines += f"\n# or as it is: {shlex.join([*command, *(('--', *taken.arguments) if taken.arguments else ())])}"
     return lines
 

@@ -50,6 +50,8 @@ class PlanCosts:
         if (lean := _lean(self.measurement)) is not None:  # so that earlier versions read the file
             found["lean"] = _renamed(lean)
             del found["ways"]
+        else:
+            found["ways"] = [[_way_data(way) for way in ways] for ways in found["ways"]]
         found["freed_gradients"] = self.budget.freed_gradients
         for name in [name for name in _STEPPED if not found[name]]:
             del found[name]  # so that earlier versions read the file
@@ -96,6 +98,11 @@ def _lean(measurement: Measurement) -> list[dict[str, Any] | None] | None:
     ):
         return None
     return [asdict(ways[0].cost) if ways else None for ways in measurement.ways]
+
+
+def _way_data(way: dict[str, Any]) -> dict[str, Any]:
+    """A way as files have it: with `moved_bytes` only where it moves any."""
+    return {name: value for name, value in way.items() if name != "moved_bytes" or value}
 
 
 def _renamed(value: Any) -> Any:
@@ -171,8 +178,10 @@ def _record(kind: Callable[..., T]) -> Callable[[str, Any], T]:
 
 def _way(name: str, value: Any) -> Way:
     match value:
-        case {"name": str(way), "cost": dict(cost), **rest} if way and not rest:
-            return Way(way, _record(StageCost)(name, cost))
+        case {"name": str(way), "cost": dict(cost), **rest} if way and rest.keys() <= {"moved_bytes"}:
+            found = Way(way, _record(StageCost)(name, cost), _size("moved_bytes", rest.get("moved_bytes", 0)))
+            if found.moved_bytes <= found.cost.saved_bytes:
+                return found
     raise ValueError(f"{name} has {reprlib.repr(value)}; it has to have a name and a cost")
 
 

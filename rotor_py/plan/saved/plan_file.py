@@ -17,6 +17,8 @@ What a field means:
     predicted_for          the device that costs were predicted for, where nothing was measured (since schema 8)
     step_in_backward       the optimizer that steps parameters in the backward, their bytes, and what its largest step
                            needs, where there is one (since schema 8)
+    moves                  what is moved to another tier of memory, and when (`moves_data`), where `offload=` was given
+                           (since schema 9)
     costs                  all that was measured, in seconds and bytes (`plan_costs`); with the names of the ways to
                            store a stage, where it has other ways than in part (since schema 9)
     digest                 SHA-256 of everything else, which shows damage; it is no protection against forgery
@@ -39,6 +41,7 @@ from rotor_py.errors import PlanMismatchError, shortened
 from rotor_py.execute.program import program
 from rotor_py.measure.cut import JOINT
 from rotor_py.plan.saved.compiled_stages import CompiledStages
+from rotor_py.plan.saved.moves_data import moves_data, with_moves
 from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.stage.graph_effects import GraphEffects
 from rotor_solver import Sequence
@@ -47,7 +50,8 @@ SCHEMA = 9
 _READABLE = 5, 6, 7, 8, 9
 """A file is of schema 5 unless the forwards in flight follow different sequences, or have to go backward in one order:
 then it is of schema 6. One that says what is compiled is of schema 7; one that was predicted, or whose backward steps
-parameters, of schema 8; one whose stages have several ways to be stored, of schema 9. Earlier versions would take these
+parameters, of schema 8; one whose stages have several ways to be stored, or which was made with
+another tier of memory, of schema 9. Earlier versions would take these
 for something else."""
 _LARGEST_FILE = 16 * 2**20
 """A plan has some thousand bytes for each hundred stages; nobody's file is read into memory to find that out."""
@@ -61,7 +65,17 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     compiled, steps, predicted_for = (fields.pop(name) for name in ("compiled", "step_in_backward", "predicted_for"))
     newest = steps is not None or predicted_for is not None
     measured = costs.as_data()
-    schema = 9 if "ways" in measured else 8 if newest else 7 if compiled is not None else 5 if plain else 6
+    schema = (
+        9
+        if "ways" in measured or costs.budget.link is not None
+        else 8
+        if newest
+        else 7
+        if compiled is not None
+        else 5
+        if plain
+        else 6
+    )
     data = {"schema": schema, "torch": torch.__version__, **fields}
     data |= {"traits": [asdict(traits) for traits in fields["traits"]], "sequence": str(sequence)}
     data |= {"solver": _solver_data(sequence), "costs": measured}
@@ -73,6 +87,8 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
         data["predicted_for"] = predicted_for
     if steps is not None:
         data["step_in_backward"] = steps
+    if (moves := moves_data(costs.budget, sequence)) is not None:
+        data["moves"] = moves
     data["digest"] = _digest(data)
     Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
@@ -128,6 +144,8 @@ def _checked(data: dict[str, Any]) -> dict[str, Any]:
     beside = _beside(data.get("beside", []), data["solver"])
     sequence = replace(_sequence(data["sequence"], data["solver"]), beside=beside)
     costs = PlanCosts.from_data(data["costs"], names, fresh_gradients=data["fresh_grads"])
+    budget, sequence = with_moves(data.get("moves"), costs.budget, sequence)
+    costs = replace(costs, budget=budget)
     traits = _traits(data["traits"])
     _names([data["prefix"]])
     if not all(isinstance(answer, bool) for answer in data["answers"]):

@@ -1,0 +1,75 @@
+"""`rotor-plan --offload`: what is said of plans that move activations, and what excludes them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rotor_py.offload.bandwidth import Bandwidth
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+    def forward(self, value):
+        return self.block(value)
+
+model = nn.Sequential(*[Inner() for _ in range(5)])
+sample = torch.randn(256, 64)
+
+def loss(output):
+    return output.square().mean()
+"""
+
+
+@pytest.fixture(autouse=True)
+def fast_link(monkeypatch):
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e13, 1e13))
+
+
+def test_a_plan_that_moves_is_shown_verified_and_loaded(plan, model_file, tmp_path):
+    file, folder = model_file(MODEL), tmp_path / "away"
+    folder.mkdir()
+    loose = json.loads(plan(file, "--mem-limit", "1GB", "--fresh-grads", "--json", "-").stdout)
+    limit = (loose["min_bytes"] + loose["store_all"]["peak_bytes"]) // 2
+    options = ("--mem-limit", limit, "--fresh-grads", "--offload", f"file:{folder}")
+    result = plan(file, *options, "--verify", "--save", tmp_path / "plan.json", "--json", tmp_path / "facts.json")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "of activations are moved to" in text
+    assert "stored elsewhere" in text
+    assert f"offload='file:{folder}'" in "".join(result.stdout.split())
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["plan"]["moved_bytes"] > 0
+    assert facts["verify"]["max_grad_difference"] == 0
+    assert 0.98 * facts["plan"]["peak_bytes"] <= facts["verify"]["measured_peak_bytes"] <= limit
+    assert json.loads((tmp_path / "plan.json").read_text())["moves"]["to"] == f"file:{folder}"
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--offload", "tape"], "it can be 'host'"),
+        (["--offload", "host"], "there is no such device here"),
+        (["--offload", "file:/not/there"], "no file can be made in /not/there"),
+        (["--offload", "file:/tmp", "--forwards-in-flight", 2], "several forwards share the way"),
+        (["--offload", "file:/tmp", "--compile"], "Inductor decide"),
+        (["--offload", "file:/tmp", "--batch", "max"], "looks at steps that move nothing"),
+        (["--offload", "file:/tmp", "--pipeline", 2], "--offload is about one"),
+        (["--offload", "file:/tmp", "--device", "h100"], "--offload measures how fast"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_in_a_sentence(plan, model_file, options, message):
+    result = plan(model_file(MODEL), "--mem-limit", "1GB", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
