@@ -92,7 +92,8 @@ def facts_of(
     if request.limited:
         with watched(shown.doing("solving")):
             facts = _plan(facts, network, limit, request)
-        if place is not None:
+        if place is not None and place.predicted_for is not None:
+            shown.doing("following")(0, 0, "a step by the plan")
             with explained(found.file), place.measuring():
                 facts = _reserve(facts, network, found, request, place)
     if request.plan_file is not None:
