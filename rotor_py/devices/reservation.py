@@ -11,7 +11,7 @@ from rotor_py.devices.device import Device
 from rotor_py.devices.requests import DeviceFullError, Event
 from rotor_py.units import format_bytes, limit_text
 
-_SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_SETTING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True)

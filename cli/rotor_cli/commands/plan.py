@@ -125,6 +125,11 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
         compile=request.compile,
         step_in_backward=found.optimizer if request.step_in_backward else None,
     )
+    if request.limited and request.overhead is None:
+        try:
+            network.refuse_what_cannot_fit(found.sample)
+        except InfeasibleError as error:
+            raise Failure(str(error), INFEASIBLE) from error
     network.measure(found.sample)
     return network
 
