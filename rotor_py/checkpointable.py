@@ -207,6 +207,8 @@ class Checkpointable(Transparent):
                 raise ValueError(f"a plan is given, and {settings.by_hand}; give one of them")
             self._planner.adopt(plan if isinstance(plan, Plan) else Plan.load(plan))
         elif custom_input is not None:
+            if mem_limit is not None:
+                self.refuse_what_cannot_fit(custom_input)
             self.measure(custom_input)
             if mem_limit is not None or settings.by_hand is not None:
                 self.compute_sequence()
@@ -236,6 +238,16 @@ class Checkpointable(Transparent):
         if compiler is None:
             raise ValueError("stages are compiled by Inductor alone; leave backend= out")
         self._planner.compile_by(compiler)
+
+    def refuse_what_cannot_fit(self, custom_input: Any) -> None:
+        """InfeasibleError, within seconds and before anything is run, for a step that cannot be inside the limit.
+
+        That is one whose parameters, gradients, optimizer state and batch alone are above it, whatever is recomputed.
+        The error has their bytes, and as `min_bytes` a bound: what stages keep comes to that. The first training step
+        asks for it by itself; so does a `Checkpointable` that is made with an input and a limit.
+        """
+        with planning, in_training(self):
+            self._planner.refuse_what_cannot_fit(*arguments_of(custom_input, self.model))
 
     def measure(self, custom_input: Any) -> None:
         """Measure every stage on `custom_input`: a tensor, a tuple of positional or a dict of keyword arguments.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rotor_py.devices.blocks import LARGE_SEGMENT
 from rotor_py.devices.caching_allocator import replay
@@ -11,7 +11,7 @@ from rotor_py.devices.device import Device
 from rotor_py.devices.requests import DeviceFullError, Event
 from rotor_py.units import format_bytes, limit_text
 
-_SETTING = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_SETTING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class Reservation:
         plain, expandable = (_reserved(events, usable, expandable=each) for each in (False, True))
         gives_back = plain <= usable < replay(events).reserved_bytes
         return cls(device.name, usable, plain, expandable, gives_back)
+
+    def at_least(self, size: int) -> Reservation:
+        """The same, where tensors take so many bytes in another order than that of the requests."""
+        reserved, expandable = max(self.reserved_bytes, size), max(self.expandable_bytes, size)
+        return replace(self, reserved_bytes=reserved, expandable_bytes=expandable)
 
     @property
     def missing_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
@@ -46,6 +46,30 @@ class FixedMemory:
         return ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size)
 
 
+def known_memory(
+    model: nn.Module,
+    sample: object,
+    device: torch.device,
+    *,
+    fresh_gradients: bool,
+    optimizer: OptimizerCost | None,
+    stepped: SteppedParameters = NONE_STEPPED,
+) -> FixedMemory:
+    """What is known of the fixed part of a step of `model` on `sample` before anything is measured, the batch with it.
+
+    `optimizer` is None where nothing is known about it. Gradients of parameters that are `stepped` in the backward are
+    not fixed.
+    """
+    sizes = storages(_on(device, model.parameters()))
+    return FixedMemory(
+        parameters=sum(sizes.values()),
+        buffers=storage_bytes(_on(device, model.buffers()), owned_elsewhere=sizes),  # some are views of parameters
+        gradients=kept_gradient_bytes(model, device, fresh=fresh_gradients, stepped=stepped),
+        optimizer=optimizer.state_bytes if optimizer else 0,
+        batch=storage_bytes(_on(device, tensors_in(sample))),
+    )
+
+
 def count_fixed_memory(
     model: nn.Module,
     sample: object,
@@ -63,21 +87,15 @@ def count_fixed_memory(
     `buckets` says that `communication` is on the device already, as DistributedDataParallel's buckets are. Gradients of
     parameters that are `stepped` in the backward are not fixed.
     """
-    parameters = list(model.parameters())
-    sizes = storages(_on(device, parameters))
-    buffers = storage_bytes(_on(device, model.buffers()), owned_elsewhere=sizes)  # some are views of parameters
-    batch = storage_bytes(_on(device, tensors_in(sample)))
-    accounted = sum(sizes.values()) + buffers + batch + (communication if buckets else 0)
-    return FixedMemory(
-        parameters=sum(sizes.values()),
-        buffers=buffers,
-        gradients=kept_gradient_bytes(model, device, fresh=fresh_gradients, stepped=stepped),
-        optimizer=optimizer.state_bytes if optimizer else 0,
+    known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
+    accounted = known.parameters + known.buffers + known.batch + (communication if buckets else 0)
+    return replace(
+        known,
         communication=communication,
-        batch=batch if measurement.prefix else 0,
+        batch=known.batch if measurement.prefix else 0,
         other=measurement.loss.kept_bytes
         + measurement.returned_bytes
-        + _unaccounted(device, parameters, accounted, optimizer),
+        + _unaccounted(device, list(model.parameters()), accounted, optimizer),
     )
 
 

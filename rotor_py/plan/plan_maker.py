@@ -12,6 +12,7 @@ from torch import nn
 
 from rotor_profiling.instruments import prediction
 from rotor_profiling.step_watch import give_way
+from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import planning
@@ -113,6 +114,18 @@ class PlanMaker:
             plan.turn_to(fastest_stored(plan.ways))
         self.plans.take_up(guarded(plan) if self.settings.replans else plan, spec.model)
 
+    def refuse_what_cannot_fit(self, spec: StepSpec, value: Any) -> None:
+        """InfeasibleError, before anything is run, if parameters, state and batch alone are above the limit.
+
+        One of several processes only warns: others may go on, and wait for it when they measure.
+        """
+        error = self.model.refusal_before_measuring(value, self.model.device_of(spec.input), noticed_cost(self))
+        if error is None:
+            return
+        if self.model.alone or alone_in_a_prediction():
+            raise error
+        _log.warning("%s", error)
+
     def _rooms(self, device: torch.device) -> Rooms | None:
         """What steps leave for a graph that is compiled whole. None for a strategy by hand, which is about stages."""
         if self.settings.by_hand is not None:
@@ -191,6 +204,7 @@ class PlanMaker:
             if plan.spec is not None and spec.answers not in (None, plan.spec.answers):
                 why = "planning for batches that are masked otherwise (with or without padding)"
             _log.warning("%s: the input is %s", why, describe(spec.input))
+        self.refuse_what_cannot_fit(spec, value)
         self.measure(spec, value)
 
     def plan_for_kept_gradients(self, value: Any) -> None:

@@ -138,6 +138,11 @@ class Planner:
             value = self._maker.blank.input_of(args, kwargs)
             self._maker.measure(self.model.step_on(value), value)
 
+    def refuse_what_cannot_fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """InfeasibleError if a step on these arguments is above the limit by what is known before measuring."""
+        value = self._maker.blank.input_of(args, kwargs)
+        self._maker.refuse_what_cannot_fit(self.model.step_on(value), value)
+
     def solve(
         self, limit: float | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
     ) -> Sequence:

@@ -23,6 +23,7 @@ from rotor_py.distributed.processes import (
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.distributed.whole_parameters import is_sharded, keeps_gradients
 from rotor_py.errors import UnsupportedModelError
+from rotor_py.measure.before_measuring import refusal_before_measuring
 from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.fixed_memory import trained_bytes
@@ -33,6 +34,7 @@ from rotor_py.plan.inputs.input_spec import TensorSpec, spec_of
 from rotor_py.plan.offloading import link_to
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
+from rotor_solver import InfeasibleError
 
 
 class TrainedModel:
@@ -141,6 +143,28 @@ class TrainedModel:
             budget = replace(budget, link=link_to(self.offload, device), link_name=self.offload.name)
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
         return budget.with_backward_order(self.settings.backward_order or "any")
+
+    def refusal_before_measuring(
+        self, sample: Any, device: torch.device, noticed: OptimizerCost | None
+    ) -> InfeasibleError | None:
+        """The error for a step on `sample` whose parameters, state and batch alone are above the limit, or None.
+
+        `noticed` is what optimizers cost that nobody named. ValueError for a limit that is none.
+        """
+        settings = self.settings
+        if settings.by_hand is not None and settings.mem_limit is None:
+            return None
+        given, stepped = settings.optimizer, self.stepped()
+        with at_rest(self.core):
+            return refusal_before_measuring(
+                self.core,
+                sample,
+                device,
+                self.limit_bytes(device),
+                fresh_gradients=settings.fresh_grads,
+                optimizer=noticed if given is None else self.optimizer_cost(given),
+                stepped=stepped,
+            )
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:
         """The budget for as many forwards in flight, if they are more than it has room for already."""

@@ -59,8 +59,9 @@ def estimate(
             By default, each layer of a list of like layers is gathered by itself, and the rest together.
         precision: the dtype in which parameters are gathered by default, and layers run.
 
-    InfeasibleError, with the least limit as `min_bytes`, if no plan fits the device; UnsupportedModelError for a model
-    that cannot be planned, or whose forward depends on values; ValueError for a device that is not in the table.
+    InfeasibleError, with the least limit as `min_bytes`, if no plan fits the device, or with a bound where that is
+    clear before measuring; UnsupportedModelError for a model that cannot be planned, or whose forward depends on
+    values; ValueError for a device that is not in the table.
     """
     devices = find_devices(device) if isinstance(device, str) else device
     devices = Devices(devices) if isinstance(devices, Device) else devices
@@ -86,6 +87,7 @@ def estimate(
                 fresh_grads=fresh_grads,
                 cache=False,
             )
+            network.refuse_what_cannot_fit(value)
             network.measure(value)
             step = TrainingStep(network, value, loss, made, fresh_grads=fresh_grads)
             elsewhere.follow(step)

@@ -42,8 +42,12 @@ def find_reservation(step: TrainingStep, devices: Devices, *, keep_limit: bool) 
 
 
 def reservation(step: TrainingStep, devices: Devices) -> Reservation:
-    """What is reserved for `step`."""
-    return Reservation.of(followed_by_plan(step, devices.each).events, devices.each)
+    """What is reserved for `step`: no less than the peak of the plan, which is that of the worst order of backwards."""
+    budget, sequence = step.network.budget, step.network.sequence
+    assert budget is not None
+    assert sequence is not None
+    found = Reservation.of(followed_by_plan(step, devices.each).events, devices.each)
+    return found.at_least(budget.peak_bytes(sequence))
 
 
 def followed_by_plan(step: TrainingStep, device: Device) -> FollowedStep:
@@ -53,8 +57,8 @@ def followed_by_plan(step: TrainingStep, device: Device) -> FollowedStep:
     """
     followed = FollowedStep(device)
     with step.leaving_nothing():
-        # The first forward by a plan differs from those that follow: the model is captured in it, for example.
-        step.without_optimizer()()
+        step()  # the first by a plan differs from those that follow: the model is captured in it, for example
+    with step.leaving_nothing():
         followed.hold_workspace()
         followed.hold(step.present())
         with gathering_apart(followed), followed:

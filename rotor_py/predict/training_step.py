@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,10 +56,6 @@ class TrainingStep:
         if self.fresh_grads:
             network.zero_grad()
         begins("end")
-
-    def without_optimizer(self) -> TrainingStep:
-        """The same without what it leaves: gradients, and an optimizer's state."""
-        return replace(self, optimizer=None, fresh_grads=True)
 
     def present(self) -> list[torch.Tensor]:
         """What is there before the first one is taken."""

@@ -27,6 +27,8 @@ def check_slots(slots: Any) -> None:
 class InfeasibleError(ValueError, RuntimeError):
     """No plan of the algorithm fits in `mem_limit` bytes; `min_bytes` is the least limit for which it has one.
 
+    Of a step that is refused before it is measured, `min_bytes` is what it holds in any case: it needs more.
+
     A RuntimeError as well, as an out-of-memory error of torch is: what retries with smaller batches looks for these.
 
     `stage` is the number of the stage whose own backward needs the most memory; None where no single one is to blame.

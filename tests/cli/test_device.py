@@ -201,7 +201,7 @@ def test_a_model_that_reads_values_is_refused(plan, model_file) -> None:
 
 
 def test_a_limit_that_is_too_small_says_the_least_one(plan, model_file) -> None:
-    result = plan(model_file(LABELS), "--device", "h100", "--mem-limit", "1MB")
+    result = plan(model_file(LABELS), "--device", "h100", "--mem-limit", "20MB")
     assert result.exit_code == 3
     assert "a training step needs at least" in result.stderr
 

@@ -93,7 +93,8 @@ def facts_of(
     if request.limited:
         with watched(shown.doing("solving")):
             facts = _plan(facts, network, limit, request)
-        if place is not None:
+        if place is not None and place.predicted_for is not None:
+            shown.doing("following")(0, 0, "a step by the plan")
             with explained(found.file), place.measuring():
                 facts = _reserve(facts, network, found, request, place)
     if request.plan_file is not None:
@@ -128,6 +129,11 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
         keep=request.keep,
         offload=request.offload,
     )
+    if request.limited and request.overhead is None:
+        try:
+            network.refuse_what_cannot_fit(found.sample)
+        except InfeasibleError as error:
+            raise Failure(str(error), INFEASIBLE) from error
     network.measure(found.sample)
     return network
 

@@ -1,0 +1,55 @@
+"""What cannot fit, said before anything is run: what a step holds whatever the plan is may be more than the limit.
+
+People come here because the step does not fit. Measuring a large model takes a while, and runs out of memory itself
+where parameters and optimizer state alone are too much. These are known without it, to the byte.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rotor_profiling import OptimizerCost
+from rotor_py.measure.fixed_memory import FixedMemory, known_memory, trained_bytes
+from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
+from rotor_py.units import format_bytes
+from rotor_solver import InfeasibleError
+
+
+def refusal_before_measuring(
+    model: nn.Module,
+    sample: object,
+    device: torch.device,
+    mem_limit: int,
+    *,
+    fresh_gradients: bool,
+    optimizer: OptimizerCost | None,
+    stepped: SteppedParameters = NONE_STEPPED,
+) -> InfeasibleError | None:
+    """The error for a step of `model` on `sample` that `mem_limit` bytes cannot hold; None if they may.
+
+    It is certain, since what stages keep is not counted. For the same reason its `min_bytes` are a bound.
+    """
+    known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
+    # Where gradients are freed between steps, all of them are there when the optimizer steps. The batch may be gone.
+    fresh = trained_bytes(model, device, stepped) if fresh_gradients else 0
+    stepping = known.total - known.batch + fresh
+    least = max(known.total, stepping)
+    if least <= mem_limit:
+        return None
+    beside = f", and {format_bytes(fresh)} gradients when the optimizer steps" if stepping > known.total else ""
+    needs = ""
+    if known.gradients and known.total - known.gradients <= mem_limit:
+        needs = " If gradients are freed between steps, say so: fresh_grads=True (--fresh-grads)."
+    message = (
+        f"before measuring: a training step needs at least {format_bytes(least)} ({least} bytes), for "
+        f"{known.in_words()}{beside}; the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so it would run out "
+        f"of memory, whatever is recomputed.{needs} Try {_remedies(known, least - mem_limit)}."
+    )
+    return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit)
+
+
+def _remedies(known: FixedMemory, missing: int) -> str:
+    batch = "a smaller batch, " if known.batch > missing else ""
+    state = "an optimizer with less state, " if known.optimizer else ""
+    return f"{batch}{state}parameters in bfloat16, fully_shard over several devices, or a larger limit"

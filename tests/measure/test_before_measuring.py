@@ -1,0 +1,163 @@
+"""What cannot fit is said before anything is run, and nothing that fits is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rotor_py import Checkpointable, InfeasibleError, estimate
+from rotor_py.predict.world import world_of
+from tests.cli.conftest import model_file, plan  # noqa: F401  # fixtures
+
+WIDTH = 128
+
+
+class Unused(nn.Linear):
+    """Nothing may run it."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a stage was run")
+
+
+def unused() -> nn.Module:
+    return nn.Sequential(*(Unused(WIDTH, WIDTH) for _ in range(4)))
+
+
+PARAMETERS = 4 * (WIDTH * WIDTH + WIDTH) * 4
+BATCH = 16 * WIDTH * 4
+
+
+@pytest.mark.parametrize(
+    ("fresh", "parts", "least"),
+    [
+        (False, ("264 kB parameters", "264 kB gradients", "528 kB optimizer state", "8.19 kB batch"), BATCH),
+        (True, ("264 kB parameters", "528 kB optimizer state", "264 kB gradients when the optimizer steps"), 0),
+    ],
+)
+def test_the_first_step_is_refused_before_a_stage_is_run(fresh: bool, parts: tuple[str, ...], least: int) -> None:
+    model = unused()
+    optimizer = torch.optim.AdamW(model.parameters())
+    network = Checkpointable(model, mem_limit="700kB", optimizer=optimizer, fresh_grads=fresh, cache=False)
+    with pytest.raises(InfeasibleError, match="before measuring") as caught:
+        network(torch.randn(16, WIDTH))
+    least += 4 * PARAMETERS + 8 * 4  # and a count of steps for each of eight parameters
+    assert caught.value.min_bytes == least
+    assert caught.value.mem_limit == 700_000
+    assert all(part in str(caught.value) for part in (*parts, f"({least} bytes)", "700 kB", "out of memory"))
+    assert network.budget is None
+
+
+def test_so_is_a_model_that_is_made_with_its_input_and_its_limit() -> None:
+    with pytest.raises(InfeasibleError, match="before measuring"):
+        Checkpointable(unused(), torch.randn(16, WIDTH), mem_limit="100kB")
+
+
+UNUSED = """
+import torch
+from torch import nn
+
+class Unused(nn.Linear):
+    def forward(self, value):
+        raise AssertionError("a stage was run")
+
+model = nn.Sequential(*(Unused(512, 512) for _ in range(40)))
+sample = torch.randn(4, 512)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--device", "h100")], ids=["here", "there"])
+def test_the_command_ends_with_3(plan: Any, model_file: Any, options: tuple[str, ...]) -> None:  # noqa: F811  # fixtures
+    result = plan(model_file(UNUSED), "--mem-limit", "40MB", *options)
+    assert result.exit_code == 3, result.stderr
+    assert result.stderr.startswith("rotor-plan: before measuring: a training step needs at least 84.1 MB")
+    assert "42.0 MB parameters, 42.0 MB gradients" in result.stderr
+
+
+def test_a_model_that_is_larger_than_the_device_is_refused_without_a_limit() -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(*(Unused(2**17, 2**17, dtype=torch.bfloat16) for _ in range(3)))  # 103 GB
+
+    with pytest.raises(InfeasibleError, match=r"before measuring: .* for 103 GB parameters"):
+        estimate(made, torch.empty(8, 2**17, dtype=torch.bfloat16, device="meta"), "h100", fresh_grads=True)
+
+
+def test_of_several_devices_each_holds_its_part() -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    batch = torch.randn(4, WIDTH)
+    with pytest.raises(InfeasibleError, match=r"before measuring: .* for 133 kB parameters, 133 kB gradients"):
+        estimate(made, batch, "h100:2", loss=torch.mean, mem_limit="200kB")
+    assert estimate(made, batch, "h100:8", loss=torch.mean, mem_limit="34.2MB").fits  # 33.6 MB are for cuBLAS
+
+
+def test_one_of_several_processes_goes_on_and_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    """Others may measure, and wait for it."""
+    with world_of(2), caplog.at_level(logging.WARNING, "rotor_py"):
+        network = Checkpointable(unused(), mem_limit="100kB", process_group=dist.group.WORLD)
+        network.refuse_what_cannot_fit(torch.randn(16, WIDTH))
+    assert any("before measuring" in each.message for each in caplog.records)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(500, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 500, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        value = self.words(tokens)
+        for layer in self.layers:
+            value = self.norm(layer(value)).relu()
+        return self.head(value)  # type: ignore[no-any-return]  # a tensor
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    model[0].requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "wide": (lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))), lambda: torch.randn(2, 256)),
+    "frozen": (frozen, lambda: torch.randn(64, 64)),
+    "captured": (Shared, lambda: torch.zeros(4, dtype=torch.long)),
+}
+STEPS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "fresh": {"fresh_grads": True},
+    "stepped": {"step_in_backward": True, "fresh_grads": True},
+    "two forwards": {"forwards_in_flight": 2},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", STEPS)
+def test_nothing_is_refused_that_a_plan_fits(name: str, how: str) -> None:
+    make, sample = MODELS[name]
+    model, value, options = make(), sample(), dict(STEPS[how])
+    optimizer = torch.optim.Adam(each for each in model.parameters() if each.requires_grad)
+    if options.pop("step_in_backward", False):
+        options["step_in_backward"] = optimizer
+    else:
+        options["optimizer"] = optimizer
+    network = Checkpointable(model, loss=torch.mean, cache=False, **options)
+    network.measure(value)
+    assert network.budget is not None
+    least = network.budget.least_bytes()
+    network.mem_limit = least
+    network.refuse_what_cannot_fit(value)
+    network.compute_sequence()
+    network.mem_limit = 1
+    with pytest.raises(InfeasibleError) as caught:
+        network.refuse_what_cannot_fit(value)
+    assert least / 3 < caught.value.min_bytes <= least
