@@ -119,9 +119,12 @@ def measure(case: Case) -> list[dict[str, Any]]:
 
 def planned(chain: Chain, limit: int) -> MovingPlan | None:
     try:
-        return solve_moving(chain, limit, LINK)
+        plan = solve_moving(chain, limit, LINK)
     except InfeasibleError:
         return None
+    for link in (LINK, Link(10e9, 10e9), Link(400e9, 400e9)):  # the limit holds, however fast the link is
+        assert simulate_moves(chain, plan.sequence, plan.moves, link).peak <= limit
+    return plan
 
 
 def table(rows: list[dict[str, Any]]) -> str:
