@@ -2,9 +2,9 @@
 Offloading for Training DNNs", NeurIPS 2021.
 
 It goes along the chain once, and at every stage both through the forward and, backwards in time, through the backward:
-seen so, a copy back is a copy out. The state is what stays (`kept`), and the bytes that have yet to leave: `out`
-after the forwards so far, `back` from the end of the step. While a stage computes, the link takes its part of them;
-where memory is short, everything waits for the link. Bytes leave one by one here, not tensor by tensor: no timetable of
+seen so, a copy back is a copy out. The state is what stays (`kept`), and the bytes that have yet to leave: `out` after
+the forwards so far, `back` seen from the end of the step. While a stage computes, the link takes its part of them.
+Where memory is short, everything waits for the link. Bytes leave one by one here, not tensor by tensor: no timetable of
 copies does better with the same stages moved. A segment that is computed again does so with `back` as it is when the
 segment is over. Checkpoints are not moved.
 """

@@ -26,6 +26,7 @@ def a_limit(data: st.DataObject, chain: Chain, sequence: Sequence) -> int:
     return most
 
 
+@settings(deadline=None)
 @given(st.data(), moving_chains(4), LINKS, LINKS)
 def test_the_limit_holds_at_any_speed(data: st.DataObject, chain: Chain, planned: Link, real: Link) -> None:
     sequence = data.draw(st.sampled_from(list(all_sequences(chain))[:50]))

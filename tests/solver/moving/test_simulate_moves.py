@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from rotor_solver import Chain, Option, Sequence, Stage, recompute_all, simulate, store_all
 from rotor_solver.moving import Link, Moves, simulate_moves
@@ -21,6 +21,7 @@ def moves(out: dict[int, tuple[int, ...]], back: dict[int, tuple[int, ...]], ope
     return Moves(tuple(out.get(place, ()) for place in places), tuple(back.get(place, ()) for place in places))
 
 
+@settings(deadline=None)
 @given(moving_chains(), LINKS)
 def test_where_nothing_moves_it_is_the_simulator(chain: Chain, link: Link) -> None:
     for sequence in (store_all(chain), recompute_all(chain)):
@@ -29,6 +30,7 @@ def test_where_nothing_moves_it_is_the_simulator(chain: Chain, link: Link) -> No
         assert moved.waiting == moved.moved == 0
 
 
+@settings(deadline=None)
 @given(moving_chains())
 def test_bytes_that_may_move_and_do_not_are_saved(chain: Chain) -> None:
     def kept(option: Option) -> Option:
