@@ -60,7 +60,7 @@ class PlannedForwards:
         if self._stepper is not None and self._stepper.before_forward(in_flight=bool(self._forwards.in_flight())):
             self._forget_plans()
         self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
-        if spec.model.has_gradients and not self._forwards.in_flight():  # else some may be of this step
+        if not self._forwards.in_flight():  # else some may be of this step
             self._gradients.notice(self._maker.in_use, partial(self._maker.plan_for_kept_gradients, value))
         try:
             return self._run_planned(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -30,9 +30,6 @@ class ModelState:
     """whether it is trained, its dtype and device"""
     autocast: tuple[torch.dtype | None, ...]
     """its dtype on the CPU and on CUDA; None where it is off"""
-    # Beside the plan.
-    has_gradients: bool = field(compare=False)
-    """whether a trained parameter has a gradient already"""
 
     @property
     def devices(self) -> frozenset[torch.device]:
@@ -59,26 +56,35 @@ class ModelState:
 
     @classmethod
     def _of(cls, model: nn.Module) -> ModelState:
-        # This runs in every step: with few loops of Python, and not by `modules()` and `parameters()`, which take
-        # longer, since they leave out what comes twice.
-        modules, modes = [model], []
-        parameters: list[nn.Parameter] = []
-        for module in modules:  # grows as it goes
-            modes.append(module.training)
-            if children := module._modules:
-                modules += [child for child in children.values() if child is not None]
-            if owned := module._parameters:
-                parameters += [parameter for parameter in owned.values() if parameter is not None]
+        modules, parameters = _within(model)
         return cls(
             modules=tuple(map(id, modules)),
-            modes=tuple(modes),
+            modes=tuple([module.training for module in modules]),
             parameters=tuple(map(id, parameters)),
             kinds=tuple(map(_KIND, parameters)),
             autocast=tuple(
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
             ),
-            has_gradients=any(p.requires_grad and p.grad is not None for p in parameters),
         )
+
+
+def has_gradients(model: nn.Module) -> bool:
+    """Whether a trained parameter has a gradient already."""
+    with at_rest(model):
+        return any(each.requires_grad and each.grad is not None for each in _within(model)[1])
+
+
+def _within(model: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """The modules and the parameters of a model; what is there twice comes twice."""
+    # Every step comes here. `modules()` and `parameters()` take longer, since they leave out what comes twice.
+    modules: list[nn.Module] = [model]
+    parameters: list[nn.Parameter] = []
+    for module in modules:  # grows as it goes
+        if children := module._modules:
+            modules += [child for child in children.values() if child is not None]
+        if owned := module._parameters:
+            parameters += [parameter for parameter in owned.values() if parameter is not None]
+    return modules, parameters
 
 
 @dataclass(frozen=True, slots=True)
