@@ -19,7 +19,18 @@ from rotor_py.report.sweep import Sweep
 from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_py.stage.keepers.rounded_stages import rounded_stages
 from rotor_py.units import format_bytes, format_seconds
-from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
+from rotor_solver import (
+    Chain,
+    ForwardCheck,
+    ForwardEnable,
+    ForwardNograd,
+    Loss,
+    Moment,
+    Sequence,
+    moments,
+    store_all,
+)
+from rotor_solver.moving import simulate_moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +148,12 @@ class ReportFacts:
     def shown(self) -> Sequence:
         """The sequence that is drawn, and told stage by stage: of several forwards in flight, the one with the peak."""
         return self.budget.busiest(self.sequence)[0]
+
+    def moments(self) -> tuple[Moment, ...]:
+        """The operations of what is shown one after the other, with what is in memory after each."""
+        link, moves = self.budget.link, self.shown.moves
+        begins = None if link is None or moves is None else simulate_moves(self.chain, self.shown, moves, link).begin
+        return moments(self.chain, self.shown, begins)
 
     def by_forwards(self) -> dict[str, Sequence]:
         """The sequences that forwards in flight follow, by what they are called: `forward 1`, `forwards 2 to 4`."""
