@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch.fx.node import map_aggregate
@@ -75,6 +75,7 @@ class PartialSaving:
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
         self._kept: dict[int, _Kept] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
+        self._saved: dict[int, list[ref[_Saved]]] = {}
         self._hooks: Any = None
 
     def __enter__(self) -> PartialSaving:
@@ -87,6 +88,7 @@ class PartialSaving:
         hooks.__exit__(*error)
         # Nothing is saved from here on. Each dropped value has what it is made from; the rest is not to be held.
         self._storages.clear()
+        self._saved.clear()
         self._kept.clear()
 
     def keep(self, number: int, value: Any) -> None:
@@ -100,9 +102,20 @@ class PartialSaving:
         # address from being used again by another storage.
         storage = value.untyped_storage()
         self._storages[storage._cdata] = StorageWeakRef(storage), number, value.dtype
+        # Some operators save what they make, before they return it.
+        for each in self._saved.pop(storage._cdata, ()):
+            saved = each()
+            if saved is not None and isinstance(saved.content, _Kept):
+                saved.content = self._instead_of(saved.content.value)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
         """What autograd is to save in the place of `tensor`."""
+        saved = _Saved(self._instead_of(tensor))
+        if isinstance(saved.content, _Kept):
+            self._saved.setdefault(tensor.untyped_storage()._cdata, []).append(ref(saved))
+        return saved
+
+    def _instead_of(self, tensor: torch.Tensor) -> _Kept | _Part:
         found = self._storages.get(tensor.untyped_storage()._cdata)
         # A view in another dtype is kept: the parts of a value that is made again are all of the value's own dtype.
         if found is None or found[2] != tensor.dtype:
@@ -115,16 +128,16 @@ class PartialSaving:
         return _Part(handle, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
-def _unpack(saved: Any) -> torch.Tensor:
-    if isinstance(saved, _Kept):
-        found: torch.Tensor = saved.unchanged()
+def _unpack(saved: _Saved) -> torch.Tensor:
+    part = saved.content
+    if isinstance(part, _Kept):
+        found: torch.Tensor = part.unchanged()
         return found
     if torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph=True cannot go through a stage that makes tensors again in the backward; raise the memory "
             "limit until nothing is recomputed, or train this loss without Checkpointable"
         )
-    part: _Part = saved
     return part.handle.value().as_strided(part.size, part.stride, part.offset)
 
 
@@ -201,6 +214,15 @@ class _Dropped:
             for read in {*calls[number].reads, number}:
                 if last.get(read, number) == number:
                     del values[read]
+
+
+class _Saved:
+    """What autograd holds of a tensor that it has saved."""
+
+    __slots__ = ("__weakref__", "content")
+
+    def __init__(self, content: _Kept | _Part) -> None:
+        self.content = content
 
 
 @dataclass(frozen=True, slots=True)
