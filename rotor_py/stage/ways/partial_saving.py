@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch.fx.node import map_aggregate
@@ -78,6 +78,7 @@ class PartialSaving:
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
         self._kept: dict[int, Saved | _Constant] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
+        self._saved: dict[int, list[_Early]] = {}
         self._hooks: Any = None
 
     def __enter__(self) -> PartialSaving:
@@ -90,6 +91,7 @@ class PartialSaving:
         hooks.__exit__(*error)
         # Nothing is saved from here on. Each dropped value has what it is made from; the rest is not to be held.
         self._storages.clear()
+        self._saved.clear()
         self._kept.clear()
 
     def keep(self, number: int, value: Any) -> None:
@@ -102,30 +104,43 @@ class PartialSaving:
         # address from being used again by another storage.
         storage = value.untyped_storage()
         self._storages[storage._cdata] = StorageWeakRef(storage), number, value.dtype
+        # Some operators save what they make, before they return it.
+        for each in self._saved.pop(storage._cdata, ()):
+            saved = each.saved()
+            if saved is not None and each.dtype == value.dtype:
+                saved.content = self._part(number, each.view)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
         """What autograd is to save in the place of `tensor`."""
-        found = self._storages.get(tensor.untyped_storage()._cdata)
+        storage, view = tensor.untyped_storage(), _View.of(tensor)
+        found = self._storages.get(storage._cdata)
         # A view in another dtype is kept: the parts of a value that is made again are all of the value's own dtype.
-        if found is None or found[2] != tensor.dtype:
-            return self._save(tensor)
-        _, number, _ = found
+        if found is not None and found[2] == tensor.dtype:
+            return _Saved(self._part(found[1], view))
+        saved = _Saved(self._save(tensor))
+        if found is None:
+            early = _Early(ref(saved), view, tensor.dtype, StorageWeakRef(storage))
+            self._saved.setdefault(storage._cdata, []).append(early)
+        return saved
+
+    def _part(self, number: int, view: _View) -> _Part:
         handle = self.dropped.get(number)
         if handle is None:
             kept = {each: self._kept[each] for each in self.recipe.needs[number]}
             handle = self.dropped[number] = _Dropped(self, number, kept)
-        return _Part(handle, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _Part(handle, view)
 
 
-def _unpack(saved: Saved | _Part) -> torch.Tensor:
-    if not isinstance(saved, _Part):
-        return saved.tensor()
+def _unpack(saved: _Saved) -> torch.Tensor:
+    part = saved.content
+    if not isinstance(part, _Part):
+        return part.tensor()
     if torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph=True cannot go through a stage that makes tensors again in the backward; raise the memory "
             "limit until nothing is recomputed, or train this loss without Checkpointable"
         )
-    return saved.handle.value().as_strided(saved.size, saved.stride, saved.offset)
+    return part.handle.value().as_strided(part.view.size, part.view.stride, part.view.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +210,42 @@ class _Dropped:
                     del values[read]
 
 
+class _Saved:
+    """What autograd holds of a tensor that it has saved."""
+
+    __slots__ = ("__weakref__", "content")
+
+    def __init__(self, content: Saved | _Part) -> None:
+        self.content = content
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Which elements of a storage a tensor has."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _View:
+        return cls(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A view of a dropped value."""
 
     handle: _Dropped
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    view: _View
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """A tensor that was saved before anybody said whether its memory is dropped."""
+
+    saved: ref[_Saved]
+    view: _View
+    dtype: torch.dtype
+    memory: StorageWeakRef
+    """It keeps the address from being used again: by a keeper, a tensor is saved without its memory."""

@@ -17,7 +17,7 @@ from torch import fx
 
 from rotor_py.capture.graph.graph_nodes import overwrites, tensors_of
 from rotor_py.capture.graph.parts.min_cut import Cut, least_cut, memory_read
-from rotor_py.capture.graph.parts.prices import FLOPS_FOR_A_BYTE, is_cheap, kind_of
+from rotor_py.capture.graph.parts.prices import is_cheap, kind_of, price_of
 from rotor_py.capture.graph.parts.saved_part import SavedPart
 from rotor_py.capture.graph.parts.saved_values import SavedValues, find_saved_values
 from rotor_py.capture.graph.sizes import Sizes
@@ -110,10 +110,12 @@ class _Choice:
         own = [node for node, root in values.roots.items() if root is node]
         self._cheap = {node: 0 for node in own if is_cheap(node)}
         self._prices = {
-            node: values.flops.get(node, 0) + FLOPS_FOR_A_BYTE * _size(node, sizes)
+            node: price_of(node, values.flops.get(node, 0), sizes)
             for node in own
             if is_cheap(node) or kind_of(node) is not None
         }
+
+        self._first = self._part(least_cut(values, keeping, self._cheap))
 
     def named(self) -> dict[str, _Part]:
         """The parts to offer, by name."""
@@ -122,38 +124,51 @@ class _Choice:
         last = _Part(Cut(frozenset(), frozenset()), whole, 0)
         for part in self._hull(whole):
             if last.nbytes - part.nbytes >= _WORTHWHILE * whole and len(found) < _MOST:
-                found[_name(part.cut.again - last.cut.again, found)] = part
+                found[self._name(part, last, found)] = part
                 last = part
         return found
 
+    def _name(self, part: _Part, before: _Part, taken: Mapping[str, object]) -> str:
+        """By what it makes again in addition to the part before it."""
+        kinds = {kind_of(node) for node in part.cut.again - before.cut.again} - {None}
+        most = next((kind for kind in ("products", "convolutions", "attention") if kind in kinds), None)
+        if most is None and part.cut == self._first.cut:
+            return IN_PART
+        name = f"{IN_PART}, {most or 'arithmetic'} again"
+        return next(each for each in (name, *(f"{name} {number}" for number in range(2, 9))) if each not in taken)
+
     def _hull(self, whole: int) -> Iterable[_Part]:
-        first = self._part(least_cut(self._values, self._keeping, self._cheap))
+        nothing_again = _Part(Cut(frozenset(), frozenset()), whole, 0)
+        first = self._first
+        cheap = {node: price for node, price in self._prices.items() if node in self._cheap}
+        yield from self._between(nothing_again, first, cheap, depth=1)
         yield first
         if not any(kind_of(node) is not None for node in self._prices):
             return
         # The fewest bytes, and of equally few, the least price.
-        least = self._part(self._least(1 + sum(self._prices.values()), 1))
+        least = self._part(self._least(1 + sum(self._prices.values()), 1, self._prices))
         if first.nbytes - least.nbytes < _WORTHWHILE * whole:
             return
         before, run_again = first, self._price_of_all()
-        for part in (*self._between(first, least), least):
+        for part in (*self._between(first, least, self._prices, depth=2), least):
             if part.beats_mixture(before, 0, run_again):
                 yield part
                 before = part
 
-    def _between(self, first: _Part, last: _Part, depth: int = 2) -> list[_Part]:
-        """The parts of the hull between two, which keep less from one to the next; at most three by default."""
+    def _between(self, first: _Part, last: _Part, prices: Mapping[fx.Node, int], depth: int) -> list[_Part]:
+        """The parts of the hull between two, which keep less from one to the next; at most one for a depth of one."""
         bytes_apart, price_apart = first.nbytes - last.nbytes, last.price - first.price
         if depth == 0 or bytes_apart <= 0 or price_apart <= 0:
             return []
-        part = self._part(self._least(price_apart, bytes_apart))
+        part = self._part(self._least(price_apart, bytes_apart, prices))
         if not part.beats_mixture(first, last.nbytes, last.price):
             return []
-        return [*self._between(first, part, depth - 1), part, *self._between(part, last, depth - 1)]
+        before, after = (self._between(*ends, prices, depth - 1) for ends in ((first, part), (part, last)))
+        return [*before, part, *after]
 
-    def _least(self, for_bytes: int, for_prices: int) -> Cut:
+    def _least(self, for_bytes: int, for_prices: int, prices: Mapping[fx.Node, int]) -> Cut:
         keeping = {node: for_bytes * nbytes for node, nbytes in self._keeping.items()}
-        return least_cut(self._values, keeping, {node: for_prices * price for node, price in self._prices.items()})
+        return least_cut(self._values, keeping, {node: for_prices * price for node, price in prices.items()})
 
     def _part(self, cut: Cut) -> _Part:
         # What is made again for nobody is behind no cut.
@@ -168,16 +183,6 @@ class _Choice:
                 seen.add(node)
                 pending.extend(memory_read(node, self._values.roots))
         return sum(self._prices.get(node, 0) for node in seen)
-
-
-def _name(again: Iterable[fx.Node], taken: Mapping[str, object]) -> str:
-    """The name of the part that makes these values again, in addition to those of the parts before it."""
-    kinds = {kind_of(node) for node in again} - {None}
-    if not kinds:
-        return IN_PART
-    most = next(kind for kind in ("products", "convolutions", "attention") if kind in kinds)
-    name = f"{IN_PART}, {most} again"
-    return next(each for each in (name, *(f"{name} {number}" for number in range(2, 9))) if each not in taken)
 
 
 def _writes(node: fx.Node) -> bool:

@@ -18,9 +18,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from rotor_profiling.storage import layout_of
 from rotor_py.capture.graph.graph_nodes import is_random, tensors_of
+from rotor_py.capture.graph.sizes import Sizes
 
-FLOPS_FOR_A_BYTE = 20
+_FOR_A_BYTE = 20
 """Between a processor's core, with about 5, and a GPU in half precision, with about 300. A guess."""
+_FOR_A_FUNCTION = 500
+"""For each number of which exp, tanh or the like is computed: about a nanosecond of a processor's core. A guess."""
 # fmt: off
 _OPERATORS = (
     "add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide", "truediv", "neg", "negative", "pow",
@@ -33,6 +36,11 @@ _LAYERS = (
     "silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "softplus", "mish", "hardswish",
     "hardsigmoid", "hardtanh", "tanh", "sigmoid", "logsigmoid", "softsign", "softmax", "log_softmax", "layer_norm",
     "rms_norm", "group_norm", "glu", "normalize",
+)
+_SIMPLE = (
+    "add", "sub", "rsub", "mul", "multiply", "neg", "negative", "square", "abs", "where", "clamp", "clamp_min",
+    "clamp_max", "maximum", "minimum", "cat", "concat", "stack", "relu", "clone", "contiguous", "masked_fill", "to",
+    "type_as", "float", "half", "bfloat16", "div", "divide", "true_divide", "truediv",
 )
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
 _CONVOLUTIONS = tuple(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
@@ -79,6 +87,19 @@ def _makes_one(node: fx.Node) -> bool:
 def _drops_out(node: fx.Node) -> bool:
     # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, …)
     return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0) != 0.0)
+
+
+_ARITHMETIC: set[Any] = _named(_SIMPLE, torch, operator, F)
+
+
+def price_of(node: fx.Node, flops: int, sizes: Sizes) -> int:
+    """What it takes to run a node again that takes so many floating point operations; see above."""
+    written = max(map(sizes.bytes_of, tensors_of(node)), default=0)
+    read = sum(max(map(sizes.bytes_of, tensors_of(each)), default=0) for each in node.all_input_nodes)
+    found = flops + _FOR_A_BYTE * (read + written)
+    if kind_of(node) is None and node.target not in _ARITHMETIC:
+        found += _FOR_A_FUNCTION * (written // max(1, tensors_of(node)[0].element_size()))
+    return found
 
 
 class FlopCount(TorchDispatchMode):

@@ -44,15 +44,20 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues:
     maker: dict[int, fx.Node] = {}
     roots: dict[fx.Node, fx.Node] = {}
     saved: set[fx.Node] = set()
+    unknown: dict[int, torch.Tensor] = {}
+    """what operators saved of memory that no node has returned yet: their own outputs, or what only they know"""
     in_graph: set[fx.Node] = set()
     flops: dict[fx.Node, int] = {}
     values: dict[fx.Node, Any] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         # By memory, not by tensor: what is saved is often a view of what a node returned.
-        node = maker.get(local(tensor).untyped_storage()._cdata)
+        memory = local(tensor).untyped_storage()._cdata
+        node = maker.get(memory)
         if node is not None:
             saved.add(node)
+        else:
+            unknown[memory] = tensor  # alive, so that its storage's number is not used twice
         return tensor
 
     with (
@@ -71,7 +76,10 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues:
             for tensor in _tensors(values[node]):
                 if tensor.requires_grad:
                     in_graph.add(node)
-                roots[node] = maker.setdefault(local(tensor).untyped_storage()._cdata, node)
+                memory = local(tensor).untyped_storage()._cdata
+                roots[node] = maker.setdefault(memory, node)
+                if unknown.pop(memory, None) is not None:
+                    saved.add(node)
     return SavedValues(saved, roots, in_graph, flops)
 
 
