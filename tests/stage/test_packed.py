@@ -105,22 +105,22 @@ def test_a_mask_that_stops_being_one_after_the_sample_is_left() -> None:
 def saved_bytes(run: Any, leaf: torch.Tensor, packed: bool) -> tuple[int, torch.Tensor]:
     """Bytes that are saved beside the leaf, and its gradient."""
     torch.manual_seed(0)
-    held: list[torch.Tensor] = []
+    saved: list[Any] = []
 
     def noted(tensor: torch.Tensor) -> Any:
-        saved = keeping.save(tensor) if packed else SavedAsItIs(tensor)
-        kept = getattr(getattr(saved, "_storage", None), "kept", None)
-        parts = [tensor.detach()] if kept is None else [getattr(kept, name) for name in kept.__slots__]
-        held.extend(part for part in parts if isinstance(part, torch.Tensor))
-        return saved
+        saved.append(keeping.save(tensor) if packed else SavedAsItIs(tensor))
+        return saved[-1]
 
     with (
         Keeping(Packed(), [leaf]) as keeping,
-        torch.autograd.graph.saved_tensors_hooks(noted, lambda saved: saved.tensor()),
+        torch.autograd.graph.saved_tensors_hooks(noted, lambda each: each.tensor()),
     ):
         output = run(leaf)
+    kept = [getattr(getattr(each, "_storage", None), "kept", each) for each in saved]
+    parts = [getattr(each, name) for each in kept for name in each.__slots__]
+    held = storage_bytes([part for part in parts if isinstance(part, torch.Tensor)], storages([leaf]))
     (gradient,) = torch.autograd.grad(output.sin().sum(), leaf)
-    return storage_bytes(held, storages([leaf])), gradient
+    return held, gradient
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,19 @@
 #  3. Not what is too small to be worth a call, nor what is no plain strided memory: subclasses such as DTensor, sparse
 #     and lazily conjugated tensors. A second view of a storage in another dtype is saved as it is: what comes
 #     back may not be the same bits.
-#  4. A storage that was written to between two saves is another one: autograd saved its former content. What is
-#     kept is the content of the time of the save, so nothing that is written later can harm it. What is saved
-#     as it is can be harmed, and is checked when it is asked for: where there are hooks, autograd does not check.
-#  5. Nothing here refers to the graph: an output that is saved with its history would hold its own node.
-#  6. What comes back is held by whoever reads it. Nodes that read it at the same time share it, and nobody
+#  4. Autograd may save a tensor before it is whole: RReLU saves its noise, and then draws it. So a tensor is saved as
+#     it is at first, and goes to its form when the next node saves something, or the run is over. If it was written to
+#     in between, it stays as it is.
+#  5. Two views are one memory only if writes to one of them count as writes to the other. An RNN cell writes to parts
+#     of a storage that know nothing of each other, and saves each of them when it is written.
+#  6. What is saved as it is, is checked when it is asked for: where there are hooks, autograd does not check whether it
+#     was written to. What has gone to its form can no longer be harmed.
+#  7. Nothing here refers to the graph: an output that is saved with its history would hold its own node.
+#  8. What comes back is held by whoever reads it. Nodes that read it at the same time share it, and nobody
 #     holds it for one that may come later.
-#  7. Of saved-tensor hooks that are inside each other, autograd calls the innermost alone. A stage that is stored in
+#  9. Of saved-tensor hooks that are inside each other, autograd calls the innermost alone. A stage that is stored in
 #     part has hooks of its own, so these ask for what is around them (`saving_now`).
-#  8. Autograd attaches the history to what comes back. So `create_graph=True` works, as precisely as the form does.
+# 10. Autograd attaches the history to what comes back. So `create_graph=True` works, as precisely as the form does.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet, ref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -86,8 +90,11 @@ class Keeping:
         # By address. The weak references keep addresses from being used again by other storages.
         self._untouched = {ref.cdata: ref for ref in map(_reference, filter(_is_plain, untouched))}
         self._references: dict[int, StorageWeakRef] = {}
-        self._storages: WeakValueDictionary[tuple[int, int], _KeptStorage] = WeakValueDictionary()
-        self._left: set[tuple[int, int]] = set()
+        # Weak: what autograd has let go of is kept for nobody.
+        self._storages: dict[tuple[int, int], WeakSet[_KeptStorage]] = {}
+        self._fresh: list[ref[_KeptStorage]] = []
+        self._node = 0
+        """of the node that has saved what is fresh, by its number"""
         self._hooks: Any = None
         self._outside: Any = None
 
@@ -101,13 +108,19 @@ class Keeping:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
         _innermost.reset(self._outside)
+        if error[0] is None:
+            self._give_fresh()
         self._untouched.clear()
         self._references.clear()
         self._storages.clear()
-        self._left.clear()
+        self._fresh.clear()
 
     def save(self, tensor: torch.Tensor) -> Saved:
         """What autograd is to save in the place of `tensor`."""
+        node = torch._C._autograd._get_sequence_nr()
+        if node != self._node:
+            self._give_fresh()
+            self._node = node
         kept = self._storage_of(tensor) if _is_plain(tensor) else None
         if kept is None or kept.dtype != tensor.dtype:
             return SavedAsItIs(tensor)
@@ -116,24 +129,34 @@ class Keeping:
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
         """Save `tensors` as they are, the output of the run, whatever of them has been kept: they stay in memory."""
         for tensor in filter(_is_plain, tensors):
-            found = self._storages.get((tensor.untyped_storage()._cdata, tensor._version))
+            found = self._known(tensor)
             if found is not None and found.dtype == tensor.dtype:
                 found.kept = SavedAsItIs(tensor)
+                self._fresh = [each for each in self._fresh if each() is not found]
 
     def _storage_of(self, tensor: torch.Tensor) -> _KeptStorage | None:
         """What is kept of the storage behind `tensor`; None if it is saved as it is."""
         storage = tensor.untyped_storage()
-        key = storage._cdata, tensor._version
-        found = self._storages.get(key)
-        if found is not None or key in self._left or key[0] in self._untouched or storage.nbytes() < self._least_bytes:
+        found = self._known(tensor)
+        if found is not None or storage._cdata in self._untouched or storage.nbytes() < self._least_bytes:
             return found
-        self._references.setdefault(key[0], StorageWeakRef(storage))
-        kept = self.form.keep(_memory(tensor))
-        if kept is None:
-            self._left.add(key)
-            return None
-        found = self._storages[key] = _KeptStorage(kept, tensor.dtype)
+        self._references.setdefault(storage._cdata, StorageWeakRef(storage))
+        found = _KeptStorage(tensor)
+        self._storages.setdefault((storage._cdata, tensor._version), WeakSet()).add(found)
+        self._fresh.append(ref(found))
         return found
+
+    def _known(self, tensor: torch.Tensor) -> _KeptStorage | None:
+        known = self._storages.get((tensor.untyped_storage()._cdata, tensor._version), ())
+        return next((each for each in known if each.counts_writes_to(tensor)), None)
+
+    def _give_fresh(self) -> None:
+        """Give to the form what was saved by a node that has run (Rule 4)."""
+        fresh, self._fresh = self._fresh, []
+        for found in filter(None, (each() for each in fresh)):
+            saved = found.kept
+            if isinstance(saved, SavedAsItIs) and not saved.overwritten:
+                found.kept = self.form.keep(_memory(saved.tensor())) or saved
 
 
 _innermost: ContextVar[Keeping | None] = ContextVar("innermost", default=None)
@@ -151,11 +174,16 @@ class SavedAsItIs:
     __slots__ = ("_tensor", "_writes")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # Rule 5
+        self._tensor = tensor.detach()  # Rule 7
         self._writes = tensor._version
 
+    @property
+    def overwritten(self) -> bool:
+        """Whether it was written to since it was saved."""
+        return self._tensor._version != self._writes
+
     def tensor(self) -> torch.Tensor:
-        if self._tensor._version != self._writes:
+        if self.overwritten:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self._tensor.shape)} that is needed for the backward has been modified by "
                 "an in-place operation since the forward; change it after the backward"
@@ -166,12 +194,24 @@ class SavedAsItIs:
 class _KeptStorage:
     """What is kept of one storage. All that autograd saves of it shares this object; with the last of them it goes."""
 
-    __slots__ = ("__weakref__", "_given", "dtype", "kept")
+    __slots__ = ("__weakref__", "_given", "_writes", "dtype", "kept")
 
-    def __init__(self, kept: Kept, dtype: torch.dtype) -> None:
-        self.kept = kept
-        self.dtype = dtype
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.kept: Kept = SavedAsItIs(tensor)
+        self.dtype = tensor.dtype
+        self._writes = tensor.detach()
+        """without memory: it is there for the count of writes, which it shares with the tensor"""
+        self._writes.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._given: StorageWeakRef | None = None
+
+    def counts_writes_to(self, tensor: torch.Tensor) -> bool:
+        """Whether a write to `tensor`, a view of the storage, counts as one to what is kept, and the reverse (Rule 5).
+
+        Both have been written to equally often.
+        """
+        with torch.autograd._unsafe_preserve_version_counter(tensor):  # type: ignore[attr-defined]  # not in its list
+            torch.autograd.graph.increment_version(tensor)
+            return self._writes._version == tensor._version
 
     def tensor(self) -> torch.Tensor:
         """All elements of the storage, flat."""
@@ -182,7 +222,7 @@ class _KeptStorage:
         return made
 
     def _still_held(self) -> torch.Tensor | None:
-        """What was given to somebody who still holds it (Rule 6)."""
+        """What was given to somebody who still holds it (Rule 8)."""
         # By storage: a node holds views of what was given, and the tensor that they were made of is gone.
         if self._given is None or self._given.expired():
             return None

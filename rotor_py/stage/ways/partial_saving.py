@@ -76,7 +76,7 @@ class PartialSaving:
         self.autocast = autocast_now(devices)
         # Weak: when autograd has let go of all that it saved of a value, nobody will ask for it.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
-        self._kept: dict[int, Saved | _Constant] = {}
+        self._kept: dict[int, _Kept] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
         self._saved: dict[int, list[_Early]] = {}
         self._hooks: Any = None
@@ -96,7 +96,7 @@ class PartialSaving:
 
     def keep(self, number: int, value: Any) -> None:
         """Value `number` is there, and is kept."""
-        self._kept[number] = self._save(value) if isinstance(value, torch.Tensor) else _Constant(value)
+        self._kept[number] = _Kept(self._save(value).tensor if isinstance(value, torch.Tensor) else lambda: value)
 
     def drop(self, number: int, value: torch.Tensor) -> None:
         """Value `number` is there, and is not to be saved."""
@@ -144,14 +144,10 @@ def _unpack(saved: _Saved) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Constant:
-    """A value that is no tensor."""
+class _Kept:
+    """A value that is kept, and how to get it as it was."""
 
-    value: Any
-
-
-def _value_of(kept: Saved | _Constant) -> Any:
-    return kept.value if isinstance(kept, _Constant) else kept.tensor()
+    unchanged: Callable[[], Any]
 
 
 class _Dropped:
@@ -162,7 +158,7 @@ class _Dropped:
 
     __slots__ = ("__weakref__", "kept", "made", "number", "run")
 
-    def __init__(self, run: PartialSaving, number: int, kept: dict[int, Saved | _Constant]) -> None:
+    def __init__(self, run: PartialSaving, number: int, kept: dict[int, _Kept]) -> None:
         self.run = run
         self.number = number
         self.kept = kept
@@ -188,7 +184,7 @@ class _Dropped:
                 continue
             shared = self.run.dropped.get(number)
             if number in self.kept:
-                there[number] = _value_of(self.kept[number])
+                there[number] = self.kept[number].unchanged()
             elif shared is not None and shared.made is not None:
                 there[number] = shared.made
             else:
