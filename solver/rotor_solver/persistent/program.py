@@ -74,12 +74,13 @@ BRIEF = Effort(close=0.01, pairs=2e7, nbytes=2**27)
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """The program of this module, with memory divided into at least `slots`.
+    """The program of this module, with memory divided into at least `slots`, and no more than `effort`.
 
     Raises ValueError if `slots` is not at least one.
     """
 
     slots: int = 500
+    effort: Effort = THOROUGH
 
     name = "persistent"
 
@@ -94,7 +95,7 @@ class Persistent:
         stored = store_all(chain)
         if simulate(chain, stored).peak <= mem_limit:
             return Sequence(stored, self.name, stored.lower_bound)
-        best = solved(chain, mem_limit, self.slots, THOROUGH)
+        best = solved(chain, mem_limit, self.slots, self.effort)
         assert best.sequence is not None
         assert simulate(chain, best.sequence).peak <= mem_limit
         # A bound above the time of a real sequence could only be rounding.

@@ -34,7 +34,7 @@ def _moving(draw: st.DrawFn, stage: Stage) -> Stage:
 
 @st.composite
 def tiny_chains(draw: st.DrawFn, max_stages: int = 3) -> Chain:
-    """Chains whose every stage keeps something large, which may be moved, and little else; one of them for naive twins."""
+    """Chains whose every stage keeps something large, which may be moved, and little else: for naive twins."""
     stages = []
     for _ in range(draw(st.integers(1, max_stages))):
         activation, forward, backward = draw(st.integers(0, 3)), draw(TIMES), draw(TIMES)

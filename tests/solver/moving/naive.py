@@ -32,7 +32,7 @@ def all_sequences(chain: Chain) -> Iterator[Sequence]:
 
 
 def exhaustive_moving_optimum(chain: Chain, limit: int, link: Link) -> float:
-    """The least seconds of all sequences, moving all subsets of what may move, at all times; infinite if nothing fits."""
+    """The least seconds of all sequences with all timetables of all that may move; infinite if nothing fits."""
     best = math.inf
     for sequence in all_sequences(chain):
         steps = moments(chain, sequence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from rotor_solver import Chain, Option, Sequence, Stage, recompute_all, simulate, store_all
 from rotor_solver.moving import Link, Moves, simulate_moves
@@ -21,6 +21,7 @@ def moves(out: dict[int, tuple[int, ...]], back: dict[int, tuple[int, ...]], ope
     return Moves(tuple(out.get(place, ()) for place in places), tuple(back.get(place, ()) for place in places))
 
 
+@settings(deadline=None)
 @given(moving_chains(), LINKS)
 def test_where_nothing_moves_it_is_the_simulator(chain: Chain, link: Link) -> None:
     for sequence in (store_all(chain), recompute_all(chain)):
@@ -29,6 +30,7 @@ def test_where_nothing_moves_it_is_the_simulator(chain: Chain, link: Link) -> No
         assert moved.waiting == moved.moved == 0
 
 
+@settings(deadline=None)
 @given(moving_chains())
 def test_bytes_that_may_move_and_do_not_are_saved(chain: Chain) -> None:
     def kept(option: Option) -> Option:
@@ -46,7 +48,9 @@ def test_copies_of_one_direction_queue_and_those_of_the_other_do_not() -> None:
     # Out: 0 from 1 to 5 s, 1 from 5 to 9 s; the loss waits for it, and is over at 10. Back: each takes a second.
     found = simulate_moves(CHAIN, sequence, moves({2: (0,), 3: (1,)}, {4: (1, 0)}), Link(2.0, 8.0))
     assert found.begin == (0.0, 1.0, 5.0, 9.0, 10.0, 12.0, 14.0)
-    assert found.makespan == 16.0 and found.waiting == 3.0 + 3.0 and found.moved == 16
+    assert found.makespan == 16.0
+    assert found.waiting == 3.0 + 3.0
+    assert found.moved == 16
     # a_0 1; ā_1 10; while ā_2 is made, 8 of ā_1 are on their way; then both are out; then back, beside δ_3 and δ_2.
     assert found.during == (11, 21, 1 + 2 + 10 + 10, 1 + 2 + 2 + 10 + 1, 1 + 10 + 10 + 10 + 2, 1 + 10 + 10 + 2, 13)
 

@@ -1,0 +1,160 @@
+"""What moving activations to the host would gain on an H100: simulated, on chains with predicted costs.
+
+    python benchmarks/moving.py                 # prints the table; needs transformers
+    python benchmarks/moving.py --write         # also into docs/offload.md and benchmarks/results/
+    python benchmarks/moving.py "Llama-3 8B"    # only models whose names begin so
+
+Chains are those of `rotor_py.estimate`: bytes are exact, seconds are predicted. The limit is a part of what storing
+everything takes, of activations, their gradients and scratch; parameters and their gradients are not in it. Every
+stage may keep all, be stored in part, move half or all of what it keeps beside its output, or run again.
+
+The link is 16 lanes of PCI Express 5: 64 GB/s each way on the data sheet, 55.6 GB/s measured one way
+(https://developer.nvidia.com/blog/?p=115566), 51 GB/s both ways at once
+(https://github.com/NVIDIA/nvbandwidth/issues/53). Planned with: 50 GB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from report import ROOT, write
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
+
+from rotor_py import estimate, models
+from rotor_solver import Chain, InfeasibleError, Option, Stage, simulate, store_all
+from rotor_solver.moving import Link, MovingPlan, simulate_moves, solve_moving
+from rotor_solver.stage import LARGEST_SIZE
+
+GB = 10**9
+LINK = Link(50e9, 50e9)
+TIMES_LESS = (2, 3, 4, 6)
+PARTS = (0.5, 1.0)
+"""What a stage may move of all that it keeps beside its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    make: Callable[[], nn.Module]
+    sample: Any
+
+
+def llama(width: int, inside: int, layers: int) -> nn.Module:
+    """Without the head: for vocabularies of 128,256 words, trainers compute the loss in pieces."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=width,
+        intermediate_size=inside,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=65536,
+    )
+    return LlamaModel(config).to(torch.bfloat16)
+
+
+def gpt2_large() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_embd=1280, n_layer=36, n_head=20)).to(torch.bfloat16)
+
+
+def words(batch: int, length: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.zeros(batch, length, dtype=torch.long)}
+
+
+CASES = (
+    Case("Llama-3 8B, 1 × 32768 words", lambda: llama(4096, 14336, 32), words(1, 32768)),
+    Case("Llama-3 8B, 2 × 4096 words", lambda: llama(4096, 14336, 32), words(2, 4096)),
+    Case("Llama-3 1B, 2 × 4096 words", lambda: llama(2048, 8192, 16), words(2, 4096)),
+    Case("GPT-2 large, 8 × 1024 words", gpt2_large, words(8, 1024)),
+    Case("ResNet-50, 128 images", models.resnet50, torch.empty(128, 3, 224, 224)),
+)
+
+
+def with_moves(stage: Stage) -> Stage:
+    """A stage each of whose options may also move what it keeps beside the output."""
+    options = list(stage.options)
+    for option in stage.options:
+        for part in PARTS:
+            moved = int(part * (option.saved - stage.activation))
+            if moved > 0:
+                options.append(replace(option, saved=option.saved - moved, moved=moved))
+    return replace(stage, options=tuple(options))
+
+
+def stored(stage: Stage, options: tuple[Option, ...]) -> Stage:
+    """A stage that is never run a second time."""
+    return replace(stage, options=options, nograd_temp=LARGEST_SIZE // 4)
+
+
+def measure(case: Case) -> list[dict[str, Any]]:
+    with warnings.catch_warnings(action="ignore"):
+        chain = estimate(case.make, case.sample, "h100").chain
+    everything = simulate(chain, store_all(chain))
+    moving = replace(chain, stages=tuple(map(with_moves, chain)))
+    first = (replace(stage, options=stage.options[:1]) for stage in chain)
+    alone = replace(chain, stages=tuple(stored(stage, with_moves(stage).options) for stage in first))
+    rows = []
+    for times in TIMES_LESS:
+        limit = everything.peak // times
+        row: dict[str, Any] = {"model": case.name, "stages": len(chain), "stored_bytes": everything.peak}
+        row |= {"times_less": times, "stored_seconds": everything.makespan}
+        for name, each in (("recomputed", chain), ("moved", alone), ("both", moving)):
+            start = time.perf_counter()
+            plan = planned(each, limit)
+            row[name] = None if plan is None else plan.seconds / everything.makespan - 1
+            if plan is not None and name == "both":
+                seconds = time.perf_counter() - start
+                row |= {"gap": plan.gap, "planning_seconds": seconds}
+                row["moved_bytes"] = simulate_moves(each, plan.sequence, plan.moves, LINK).moved
+        rows.append(row)
+    return rows
+
+
+def planned(chain: Chain, limit: int) -> MovingPlan | None:
+    try:
+        plan = solve_moving(chain, limit, LINK)
+    except InfeasibleError:
+        return None
+    for link in (LINK, Link(10e9, 10e9), Link(400e9, 400e9)):  # the limit holds, however fast the link is
+        assert simulate_moves(chain, plan.sequence, plan.moves, link).peak <= limit
+    return plan
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model | stored | times less | recomputed alone | moved alone | both | gap | moved out | planned in |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        ways = " | ".join("–" if row[each] is None else f"{row[each]:+.1%}" for each in ("recomputed", "moved", "both"))
+        rest = "– | – | –"
+        if row["both"] is not None:
+            rest = f"{row['gap']:.1%} | {row['moved_bytes'] / GB:.1f} GB | {row['planning_seconds']:.1f} s"
+        stored = f"{row['stored_bytes'] / GB:.1f} GB"
+        lines.append(f"| {row['model']} | {stored} | {row['times_less']} | {ways} | {rest} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for case in CASES:
+        if not options.names or case.name.startswith(tuple(options.names)):
+            rows += measure(case)
+            print("\n".join(table(rows[-len(TIMES_LESS) :]).splitlines()[2:]), flush=True)
+    if options.write:
+        write("moving", table(rows), rows, torch.device("cpu"), ROOT / "docs" / "offload.md", how="Simulated")
+
+
+if __name__ == "__main__":
+    main()
