@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rotor_solver.chain import Chain
-from rotor_solver.moving import Link, Moves, simulate_moves
 from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Operation
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
@@ -34,25 +33,24 @@ class Moment:
     gradients: int
 
 
-def moments(chain: Chain, sequence: Sequence, link: Link | None = None) -> tuple[Moment, ...]:
+def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
     """The operations of `sequence` one after the other. ValueError, as from `simulate`, if `sequence` is not valid.
 
-    What it moves is in memory until an operation waits for it, and again from the one before which it is fetched. With
-    a `link`, operations begin when the copies that they wait for are over.
+    What it moves is in memory until an operation waits for it, and again from the one before which it is fetched.
+    Copies take no time here (see `moving.timed_moments`).
     """
     simulate(chain, sequence)  # for its errors, which name the operation
-    moves = Moves.none(len(sequence)) if sequence.moves is None else sequence.moves
-    begins = None if link is None else simulate_moves(chain, sequence, moves, link).begin
     machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
     ran: set[int] = set()
     left = 0
     found = []
     for position, operation in enumerate(sequence):
-        for stage in moves.wait_out[position]:
-            machine.move_out(stage)
-        for stage in moves.fetch[position]:
-            machine.move_in(stage)
-        before = machine.seconds
+        if sequence.moves is not None:
+            for stage in sequence.moves.wait_out[position]:
+                machine.move_out(stage)
+            for stage in sequence.moves.fetch[position]:
+                machine.move_in(stage)
+        begin = machine.seconds
         during = machine.run(operation, skip_output=position in skipped)
         if position in reads:
             machine.release_input(reads[position])
@@ -70,8 +68,8 @@ def moments(chain: Chain, sequence: Sequence, link: Link | None = None) -> tuple
         found.append(
             Moment(
                 operation=operation,
-                begin=before if begins is None else begins[position],
-                seconds=machine.seconds - before,
+                begin=begin,
+                seconds=machine.seconds - begin,
                 again=again,
                 during=during,
                 after=machine.held,
