@@ -22,6 +22,7 @@ from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.errors import OffloadError
 from rotor_py.offload.bandwidth import Bandwidth
 from rotor_solver import InfeasibleError
+from rotor_solver.moving import timed_moments
 from tests.execute.test_moving import settle
 
 CPU = torch.device("cpu")
@@ -172,7 +173,10 @@ def test_the_report_says_what_is_moved_where(tmp_path: Path) -> None:
     text = str(model.report())
     assert "stored elsewhere" in text
     assert "of activations are moved to" in text
-    model.report().to_html(tmp_path / "page.html")
+    report = model.report()
+    in_pictures = timed_moments(report.chain, report.shown, report.budget.link)
+    assert max(each.during for each in in_pictures) + report.budget.beside_chain(report.shown) == report.peak_bytes
+    report.to_html(tmp_path / "page.html")
     assert "stored elsewhere" in (tmp_path / "page.html").read_text()
 
 
