@@ -17,10 +17,10 @@ class Event:
 
 @dataclass
 class Stream:
-    work: list[Callable[[], None] | Event] = field(default_factory=list)
+    work: list[Callable[[], object] | Event] = field(default_factory=list)
     done: int = 0
 
-    def give(self, kernel: Callable[[], None]) -> None:
+    def give(self, kernel: Callable[[], object]) -> None:
         self.work.append(kernel)
 
     def record_event(self) -> Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -44,14 +45,14 @@ def memory(storage: torch.UntypedStorage) -> torch.Tensor:
 def written(device: Device, value: int) -> torch.UntypedStorage:
     """Memory into which a kernel of the training stream writes `value`."""
     made = torch.zeros(NBYTES, dtype=torch.uint8)
-    device.training.give(lambda: made.fill_(value) and None)
+    device.training.give(partial(made.fill_, value))
     return made.untyped_storage()
 
 
 def spoiled(device: Device, *storages: torch.UntypedStorage) -> None:
     """The allocator gives the memory to somebody else, whose kernel writes to it."""
     for storage in storages:
-        device.training.give(lambda storage=storage: memory(storage).fill_(99) and None)
+        device.training.give(partial(memory(storage).fill_, 99))
 
 
 def read(device: Device, storage: torch.UntypedStorage, into: list[int]) -> None:
@@ -106,7 +107,7 @@ def test_memory_that_nobody_wants_any_more_harms_nobody(device: Device, order: t
     del moved
     assert tier.held_bytes == 0
     for each in taken:  # the next owner writes, and reads what it has written
-        device.training.give(lambda each=each: memory(each).fill_(7) and None)
+        device.training.give(partial(memory(each).fill_, 7))
     another = MovedToHost(tier, written(device, 5))  # in the same buffer
     another.wait_out()
     read(device, another.storage(), found)
@@ -132,6 +133,7 @@ def test_memory_of_the_cpu_is_refused(device: Device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_gets_its_bytes_back_and_its_memory_meanwhile() -> None:
     tier, device = HostTier(), torch.device("cuda", torch.cuda.current_device())
     for value in range(5):
