@@ -62,13 +62,15 @@ class CopyingThread:
         self._name = name
         self._queue: SimpleQueue[Copy | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
 
     def start(self, copy: Copy) -> None:
         """Have a copy done. RuntimeError where the interpreter makes no more threads."""
-        if self._thread is None:
-            # The thread refers to the queue alone: it keeps nobody alive who could end it.
-            self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
-            self._thread.start()
+        with self._starting:
+            if self._thread is None:
+                # The thread refers to the queue alone: it keeps nobody alive who could end it.
+                self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
+                self._thread.start()
         self._queue.put(copy)
 
     def end(self) -> None:

@@ -34,10 +34,7 @@ class LeavingMemory:
 
     def can_leave(self) -> list[Piece]:
         """What is still there, was not written to, and is held by autograd alone. For when the run is over."""
-        found = [piece for piece in self.pieces() if piece.is_alone]
-        # The same storage with two contents: the second has overwritten the first, whose backward is to say so.
-        places = [piece.place for piece in found]
-        return [piece for piece, place in zip(found, places, strict=True) if places.count(place) == 1]
+        return [piece for piece in self.pieces() if piece.is_alone]
 
     def pieces(self) -> list[Piece]:
         """All that autograd still has."""
@@ -84,12 +81,6 @@ class Piece:
         # Our own: the tensor, the one that it is a view of, and the object by which Python asks.
         own = 3 if memory._is_view() else 2
         return bool(torch._C._storage_Use_Count(memory.untyped_storage()._cdata) == own)
-
-    @property
-    def place(self) -> int:
-        """A number for the storage in memory."""
-        assert self._memory is not None
-        return int(self._memory.untyped_storage()._cdata)
 
     def leave(self, tier: Tier) -> None:
         assert self._memory is not None

@@ -25,12 +25,9 @@ from rotor_solver import (
     ForwardEnable,
     ForwardNograd,
     Loss,
-    Moment,
     Sequence,
-    moments,
     store_all,
 )
-from rotor_solver.moving import simulate_moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +145,6 @@ class ReportFacts:
     def shown(self) -> Sequence:
         """The sequence that is drawn, and told stage by stage: of several forwards in flight, the one with the peak."""
         return self.budget.busiest(self.sequence)[0]
-
-    def moments(self) -> tuple[Moment, ...]:
-        """The operations of what is shown one after the other, with what is in memory after each."""
-        link, moves = self.budget.link, self.shown.moves
-        begins = None if link is None or moves is None else simulate_moves(self.chain, self.shown, moves, link).begin
-        return moments(self.chain, self.shown, begins)
 
     def by_forwards(self) -> dict[str, Sequence]:
         """The sequences that forwards in flight follow, by what they are called: `forward 1`, `forwards 2 to 4`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from rotor_solver.chain import Chain
@@ -34,25 +33,24 @@ class Moment:
     gradients: int
 
 
-def moments(chain: Chain, sequence: Sequence, begins: Several[float] | None = None) -> tuple[Moment, ...]:
+def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
     """The operations of `sequence` one after the other. ValueError, as from `simulate`, if `sequence` is not valid.
 
     What it moves is in memory until an operation waits for it, and again from the one before which it is fetched.
-    `begins` are the seconds at which operations begin, where they wait for copies; else each follows the one before.
+    Copies take no time here (see `moving.timed_moments`).
     """
     simulate(chain, sequence)  # for its errors, which name the operation
-    moves = sequence.moves
     machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
     ran: set[int] = set()
     left = 0
     found = []
     for position, operation in enumerate(sequence):
-        if moves is not None:
-            for stage in moves.wait_out[position]:
+        if sequence.moves is not None:
+            for stage in sequence.moves.wait_out[position]:
                 machine.move_out(stage)
-            for stage in moves.fetch[position]:
+            for stage in sequence.moves.fetch[position]:
                 machine.move_in(stage)
-        before = machine.seconds
+        begin = machine.seconds
         during = machine.run(operation, skip_output=position in skipped)
         if position in reads:
             machine.release_input(reads[position])
@@ -70,8 +68,8 @@ def moments(chain: Chain, sequence: Sequence, begins: Several[float] | None = No
         found.append(
             Moment(
                 operation=operation,
-                begin=before if begins is None else begins[position],
-                seconds=machine.seconds - before,
+                begin=begin,
+                seconds=machine.seconds - begin,
                 again=again,
                 during=during,
                 after=machine.held,

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,7 @@ def test_views_of_one_storage_are_moved_once(tier: FileTier) -> None:
     assert same(gradients_of(layers, lambda value: forward(layers, moving, tier, value)), expected)
     inside = 4 * BATCH * WIDTH
     # The two halves lie in one storage of twice the size; the sine is of its own.
-    assert tier.moved_bytes == 2 * (2 * inside + inside)
+    assert tier.moved_bytes == 2 * inside + inside
 
 
 def test_what_is_overwritten_after_it_was_saved_is_refused_as_in_plain_training(tier: FileTier) -> None:
@@ -224,11 +225,20 @@ def test_what_is_overwritten_after_it_was_saved_is_refused_as_in_plain_training(
             inside = value.exp()  # saved
             return inside.add_(1).sin()
 
-    layers: list[Any] = [Overwrites(), Overwrites()]
+    layers: list[Any] = [Overwrites(), nn.Tanh()]
     moving = with_moves(Sequence.parse("Fe_0, Fe_1, L, B_1, B_0"), moves_of(5, {1: [0]}, {4: [0]}))
     for run in (lambda value: plain(layers, value), lambda value: forward(layers, moving, tier, value)):
         with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
             run(batch()).sum().backward()
+
+
+def settle(tier: FileTier) -> None:
+    """Nothing stays in the tier, once the copies that an error has left under way are over."""
+    for _ in range(10_000):
+        if not tier.held_bytes:
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"{tier.held_bytes} bytes are left in the tier")
 
 
 def test_a_copy_that_fails_ends_the_step_and_the_next_one_is_right(
@@ -248,7 +258,7 @@ def test_a_copy_that_fails_ends_the_step_and_the_next_one_is_right(
                 forward(layers, sequence, tier, batch()).sum().backward()
         for layer in layers:
             layer.zero_grad()
-        assert tier.held_bytes == 0
+        settle(tier)
         assert same(gradients_of(layers, lambda value: forward(layers, sequence, tier, value)), expected)
 
 

@@ -22,6 +22,8 @@ from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.errors import OffloadError
 from rotor_py.offload.bandwidth import Bandwidth
 from rotor_solver import InfeasibleError
+from rotor_solver.moving import timed_moments
+from tests.execute.test_moving import settle
 
 CPU = torch.device("cpu")
 WIDTH, TOKENS, BATCH = 64, 64, 4
@@ -171,7 +173,10 @@ def test_the_report_says_what_is_moved_where(tmp_path: Path) -> None:
     text = str(model.report())
     assert "stored elsewhere" in text
     assert "of activations are moved to" in text
-    model.report().to_html(tmp_path / "page.html")
+    report = model.report()
+    in_pictures = timed_moments(report.chain, report.shown, report.budget.link)
+    assert max(each.during for each in in_pictures) + report.budget.beside_chain(report.shown) == report.peak_bytes
+    report.to_html(tmp_path / "page.html")
     assert "stored elsewhere" in (tmp_path / "page.html").read_text()
 
 
@@ -223,8 +228,7 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_nothing(tmp_path: Path, monkeypat
             loss_of(model(tokens())).backward()
     go.set()
     gc.collect()
-    while tier.held_bytes:
-        pass
+    settle(tier)
     model.zero_grad()
     assert same(trained(model), trained(plain))
     assert list(tmp_path.iterdir()) == []
@@ -242,7 +246,7 @@ def test_a_disk_that_fails_ends_the_step_with_a_sentence(tmp_path: Path, monkeyp
             with pytest.raises(OffloadError, match="No space left on device; free room there, name another folder"):
                 loss_of(model(tokens())).backward()
         model.zero_grad()
-        assert model._planner.model.offload.tier.held_bytes == 0
+        settle(model._planner.model.offload.tier)
     assert same(trained(model), trained(plain))
 
 

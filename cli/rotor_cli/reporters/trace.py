@@ -11,6 +11,7 @@ from rotor_py.report.wording import label
 from rotor_py.trials.operations import TimedOperation
 from rotor_py.trials.verification import Verification
 from rotor_solver import Backward, Loss
+from rotor_solver.moving import timed_moments
 
 Event = dict[str, Any]
 
@@ -56,7 +57,7 @@ def _predicted(facts: Facts) -> Iterator[Event]:
     beside, start = facts.budget.beside_chain(facts.sequence), facts.before_chain_seconds
     if start:
         yield _complete("before the chain", PREDICTED, FORWARD, 0.0, start, {})
-    found = facts.moments()
+    found = timed_moments(facts.chain, facts.shown, facts.budget.link)
     for moment in found:
         during, after = beside + moment.during, beside + moment.after
         ran = TimedOperation(moment.operation, moment.again, start + moment.begin, moment.seconds, during, after)

@@ -12,6 +12,7 @@ from rotor_py.report.optimizer_step import OptimizerStep, optimizer_step
 from rotor_py.report.wording import sentence
 from rotor_py.units import format_bytes
 from rotor_solver import Moment
+from rotor_solver.moving import timed_moments
 
 HEIGHT, LEFT, TOP, RIGHT = 280, 64, 12, 8
 _NARROW, _WIDE = 9, 40
@@ -50,7 +51,7 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
     Without the topmost layer, a column adds up to the simulated memory after its operation; with it, to the memory
     while the operation runs.
     """
-    found, step_after = facts.moments(), optimizer_step(facts)
+    found, step_after = timed_moments(facts.chain, facts.shown, facts.budget.link), optimizer_step(facts)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
     sentences = [sentence(moment, names, beside) for moment in found]
     top = beside + max(moment.during for moment in found)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rotor_py.report.facts import ReportFacts
 from rotor_py.report.wording import kind, sentence
 from rotor_solver import Backward, Loss, Moment
+from rotor_solver.moving import timed_moments
 
 ROW, LEFT, TOP, RIGHT = 14, 64, 20, 8
 _CELL, _LABEL = 18, 24
@@ -54,7 +55,7 @@ class SchedulePicture:
 
 def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SchedulePicture:
     """In `room` pixels: every operation of the plan, and from when to when each stage keeps something."""
-    found = facts.moments()
+    found = timed_moments(facts.chain, facts.shown, facts.budget.link)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
     length = len(facts.chain)
     cell = min(_CELL, (room - LEFT - RIGHT) / (length + 1))

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.storage import tensors_in
 from rotor_py.offload.leaving_memory import LEAST_BYTES, LeavingMemory
 from rotor_py.stage.keepers.keeper import Keeping
 from rotor_py.stage.runner import StageRunner
@@ -16,12 +15,11 @@ from rotor_py.stage.runner import StageRunner
 def run_leaving(runner: StageRunner, value: Any) -> tuple[Any, LeavingMemory]:
     """Run a stage in the graph around it; returns its output, and what it saved that could leave memory.
 
-    What goes into the stage and what comes out of it stays, as do its parameters: others read it as well.
+    What goes into the stage stays, as do its parameters; and so does what comes out, as long as anybody holds it.
     """
     leaving = LeavingMemory()
-    with Keeping(leaving, _in_memory_anyway(runner, value), least_bytes=LEAST_BYTES) as keeping:
+    with Keeping(leaving, _in_memory_anyway(runner, value), least_bytes=LEAST_BYTES):
         output = runner.forward(value)
-        keeping.spare(tensors_in(output))
     return output, leaving
 
 

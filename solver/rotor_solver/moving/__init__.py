@@ -8,5 +8,15 @@ from rotor_solver.moving.moves import Moves
 from rotor_solver.moving.plan_moves import plan_moves
 from rotor_solver.moving.simulate_moves import MovesSimulation, simulate_moves
 from rotor_solver.moving.solve_moving import MovingPlan, solve_moving
+from rotor_solver.moving.timed_moments import timed_moments
 
-__all__ = ["Link", "Moves", "MovesSimulation", "MovingPlan", "plan_moves", "simulate_moves", "solve_moving"]
+__all__ = [
+    "Link",
+    "Moves",
+    "MovesSimulation",
+    "MovingPlan",
+    "plan_moves",
+    "simulate_moves",
+    "solve_moving",
+    "timed_moments",
+]

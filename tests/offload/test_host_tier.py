@@ -1,0 +1,150 @@
+"""The tier of pinned memory: no order that the streams' waits allow changes a byte."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+
+from rotor_py.errors import OffloadError
+from rotor_py.offload.host_tier import HostTier, MovedToHost
+from rotor_py.offload.pinned_buffers import PinnedBuffers
+from tests.offload.streams import Device
+
+NBYTES = 4096
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Memory of the CPU that is used as if kernels and copies ran in streams."""
+    found, copy = Device(), torch.Tensor.copy_
+
+    def later(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        assert non_blocking
+        found.current.give(lambda: copy(self, source))  # type: ignore[arg-type, return-value] # nobody reads it
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "copy_", later)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: found.current)
+    monkeypatch.setattr(torch.cuda, "stream", found.inside)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(HostTier, "streams", lambda *_: (found.out, found.back))
+    monkeypatch.setattr(PinnedBuffers, "_pinned", lambda self, size: torch.zeros(size, dtype=torch.uint8))
+    return found
+
+
+def memory(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def written(device: Device, value: int) -> torch.UntypedStorage:
+    """Memory into which a kernel of the training stream writes `value`."""
+    made = torch.zeros(NBYTES, dtype=torch.uint8)
+    device.training.give(partial(made.fill_, value))
+    return made.untyped_storage()
+
+
+def spoiled(device: Device, *storages: torch.UntypedStorage) -> None:
+    """The allocator gives the memory to somebody else, whose kernel writes to it."""
+    for storage in storages:
+        device.training.give(partial(memory(storage).fill_, 99))
+
+
+def read(device: Device, storage: torch.UntypedStorage, into: list[int]) -> None:
+    device.training.give(lambda: into.append(int(memory(storage).unique().item())))
+
+
+ORDERS = list(permutations(("training", "out", "back")))
+
+
+def run(device: Device, order: tuple[str, ...]) -> None:
+    for name in order:
+        getattr(device, name).run()
+    for name in order:
+        getattr(device, name).run()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_bytes_come_back_in_whatever_order_streams_run(device: Device, order: tuple[str, ...]) -> None:
+    tier, found = HostTier(), list[int]()
+    for value in (1, 2, 3):  # the second and third in buffers that were used before
+        storages = [written(device, value), written(device, 10 * value)]
+        moved = [MovedToHost(tier, storage) for storage in storages]
+        for each in moved:
+            each.wait_out()
+        spoiled(device, *storages)
+        for each in reversed(moved):
+            each.fetch()
+        for each in moved:
+            back = each.storage()
+            read(device, back, found)
+            spoiled(device, back)  # let go of when it was read
+        del moved, each
+        if value == 2:
+            run(device, order)
+    run(device, order)
+    assert found == [1, 10, 2, 20, 3, 30]
+    assert tier.held_bytes == 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("after", ["leaving", "away", "fetched"])
+def test_memory_that_nobody_wants_any_more_harms_nobody(device: Device, order: tuple[str, ...], after: str) -> None:
+    tier, found = HostTier(), list[int]()
+    storage = written(device, 1)
+    moved: Any = MovedToHost(tier, storage)
+    taken = [storage]
+    if after != "leaving":
+        moved.wait_out()
+    if after == "fetched":
+        moved.fetch()
+        taken.append(moved._storage)
+    del moved
+    assert tier.held_bytes == 0
+    for each in taken:  # the next owner writes, and reads what it has written
+        device.training.give(partial(memory(each).fill_, 7))
+    another = MovedToHost(tier, written(device, 5))  # in the same buffer
+    another.wait_out()
+    read(device, another.storage(), found)
+    for each in taken:
+        read(device, each, found)
+    run(device, order)
+    assert found == [5, *[7 for _ in taken]]
+
+
+def test_memory_that_has_not_left_stays(device: Device) -> None:
+    tier = HostTier()
+    storage = written(device, 1)
+    moved = MovedToHost(tier, storage)
+    moved.fetch()
+    moved.wait_out()
+    assert moved.storage().data_ptr() == storage.data_ptr()
+    assert tier.held_bytes == 0
+
+
+def test_memory_of_the_cpu_is_refused(device: Device) -> None:
+    with pytest.raises(OffloadError, match="only memory of CUDA devices goes to the host, and this is on cpu"):
+        HostTier().move_out(torch.empty(4).untyped_storage())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gets_its_bytes_back_and_its_memory_meanwhile() -> None:
+    tier, device = HostTier(), torch.device("cuda", torch.cuda.current_device())
+    for value in range(5):
+        tensor = torch.randn(4 * 2**20, device=device) + value
+        expected, before = tensor.clone(), torch.cuda.memory_allocated(device)
+        moved = tier.move_out(tensor.untyped_storage())
+        del tensor
+        moved.wait_out()
+        assert before - torch.cuda.memory_allocated(device) >= 4 * 4 * 2**20
+        torch.full((4 * 2**20,), -1.0, device=device)  # in the same memory
+        moved.fetch()
+        assert torch.equal(torch.empty(0, device=device).set_(moved.storage()), expected)  # type: ignore[call-overload] # untyped
+        del moved
+    assert tier.held_bytes == 0
