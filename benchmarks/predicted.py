@@ -22,6 +22,7 @@ from rotor_profiling import measured_peak, tensors_in
 from rotor_profiling.instruments import using
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, models, store_all
+from rotor_py.devices.cpu_scratch import cpu_scratch_bytes
 from rotor_py.predict.without_memory import WithoutMemory
 
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ def row(name: str, case: Any) -> dict[str, Any]:
     sample = inputs.get("value", inputs)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     without_memory = WithoutMemory(mode)
-    with using(PredictedDevice("cpu", 10**12, lambda *call: 1e-6)), mode:
+    with using(PredictedDevice("cpu", 10**12, lambda *call: 1e-6, cpu_scratch_bytes)), mode:
         predicted = network(without_memory.model(model), without_memory.value(sample), loss)
     real = network(model, sample, loss)
     pairs = list(zip(real.inspection_values.stages, predicted.inspection_values.stages, strict=True))

@@ -1,0 +1,89 @@
+"""What the CPU's convolutions allocate inside, beside what a memory meter sees around single calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rotor_profiling import memory_meter, tensors_in
+from rotor_py.devices.cpu_scratch import cpu_scratch_bytes
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="the rules were found on vectors of 16 numbers"
+)
+
+
+def call(
+    images: tuple[int, ...], out: int, kernel: int, *, groups: int = 1, stride: int = 1, dilation: int = 1,
+    last: bool = False, transposed: bool = False, backward: bool = False,
+) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
+    """An operator and its arguments."""
+    value, dims = torch.randn(images), len(images) - 2
+    pair = (out // groups, images[1]) if not transposed else (images[1], out)
+    weight = torch.randn(*((pair[0] * groups, pair[1] // groups) if not transposed else pair), *[kernel] * dims)
+    if last:
+        value = value.contiguous(memory_format=torch.channels_last)
+    padding = 0 if transposed or stride == kernel else dilation * (kernel // 2)
+    how = ([stride] * dims, [padding] * dims, [dilation] * dims, transposed, [0] * dims, groups)
+    result = aten.convolution(value, weight, torch.randn(out), *how)
+    if not backward:
+        return aten.convolution.default, (value, weight, torch.randn(out), *how)
+    return aten.convolution_backward.default, (
+        torch.randn_like(result),
+        value,
+        weight,
+        [out],
+        *how,
+        [images[1] > 3, True, True],
+    )
+
+
+def measured(func: Any, args: tuple[Any, ...]) -> int:
+    func(*args)  # libraries allocate at the first call what they keep
+    with memory_meter(CPU) as meter:
+        out = func(*args)
+    return meter.phases[""].peak - sum(each.untyped_storage().nbytes() for each in tensors_in(out))
+
+
+DEPTHWISE = [
+    {"images": (2, 64, 16, 16), "out": 64, "kernel": kernel, "groups": 64, "last": last, "backward": backward}
+    for kernel in (3, 7)
+    for last in (True, False)
+    for backward in (True, False)
+    if last or kernel == 3 or not backward  # a product of matrices: a little that depends on blocks of its own
+]
+OTHERS = [
+    {"images": (2, 24, 16, 16), "out": 24, "kernel": 5, "groups": 24, "last": True, "backward": True},
+    {"images": (2, 64, 16, 16), "out": 64, "kernel": 3, "groups": 64, "dilation": 2, "last": True, "backward": True},
+    {"images": (2, 64, 16, 16), "out": 64, "kernel": 7, "groups": 64, "stride": 2, "last": True, "backward": True},
+    {"images": (8, 32, 16, 16), "out": 32, "kernel": 3},
+    {"images": (8, 40, 16, 16), "out": 72, "kernel": 3, "backward": True},
+    {"images": (8, 3, 32, 32), "out": 16, "kernel": 7, "stride": 2, "backward": True},
+    {"images": (8, 48, 8, 8), "out": 96, "kernel": 2, "stride": 2, "last": True, "backward": True},
+    {"images": (8, 32, 16, 16), "out": 32, "kernel": 1, "backward": True},
+    {"images": (4, 64, 400), "out": 64, "kernel": 3},
+    {"images": (4, 64, 16, 16), "out": 32, "kernel": 2, "stride": 2, "transposed": True, "backward": True},
+]
+
+
+@pytest.mark.parametrize("given", [*DEPTHWISE, *OTHERS], ids=str)
+def test_a_call_takes_what_the_rules_say(given: dict[str, Any]) -> None:
+    func, args = call(**given)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in args]
+        predicted = cpu_scratch_bytes(func, fake, {}, func(*fake))
+    assert predicted == pytest.approx(measured(func, args), rel=0.03, abs=4096)
+
+
+def test_what_is_no_convolution_of_32_bits_takes_nothing_that_is_known_of() -> None:
+    one = torch.ones(2, 3)
+    assert cpu_scratch_bytes(aten.add.Tensor, (one, one), {}, one) == 0
+    func, args = call((2, 8, 8, 8), 8, 3)
+    half = tuple(each.bfloat16() if isinstance(each, torch.Tensor) else each for each in args)
+    assert cpu_scratch_bytes(func, half, {}, half[0]) == 0
