@@ -38,7 +38,7 @@ def test_the_bound_is_below_every_step_and_the_plan_near_the_best(
     assert plan.seconds <= best * 1.25 + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), tiny_chains(5), LINKS)
 def test_pofo_s_recurrence_is_no_better_than_the_bound(data: st.DataObject, chain: Chain, link: Link) -> None:
     limit = a_limit(data, chain)
@@ -47,7 +47,7 @@ def test_pofo_s_recurrence_is_no_better_than_the_bound(data: st.DataObject, chai
     assert plan.seconds <= pofo * 1.25 + 1e-9, "POFO's bytes leave one by one, ours tensor by tensor"
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), moving_chains(4), LINKS, LINKS)
 def test_what_was_planned_is_what_happens_inside_the_limit(
     data: st.DataObject, chain: Chain, link: Link, real: Link
@@ -63,7 +63,7 @@ def test_what_was_planned_is_what_happens_inside_the_limit(
         assert simulate_moves(chain, plan.sequence, plan.moves, other).peak <= limit
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), moving_chains(4), LINKS)
 def test_it_is_no_slower_than_moving_nothing(data: st.DataObject, chain: Chain, link: Link) -> None:
     limit = data.draw(st.integers(min_bytes(chain), simulate(chain, store_all(chain)).peak))
@@ -74,7 +74,7 @@ def test_it_is_no_slower_than_moving_nothing(data: st.DataObject, chain: Chain, 
     assert not slow.moves.stages
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), moving_chains(4), st.sampled_from((0.0, 0.5, 2.0)))
 def test_priced_chains_are_solved_as_their_recurrence_says(data: st.DataObject, chain: Chain, price: float) -> None:
     """Options that cannot be used after the loss are nothing that chains have elsewhere."""
@@ -88,7 +88,7 @@ def test_priced_chains_are_solved_as_their_recurrence_says(data: st.DataObject, 
     assert simulate(chain, found).makespan <= best * 1.006
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(moving_chains(3), LINKS)
 def test_limits_below_the_least_are_refused_with_it(chain: Chain, link: Link) -> None:
     least = min_bytes(priced(chain, 0.0))
