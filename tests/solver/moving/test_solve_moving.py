@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, Option, Persistent, Stage, min_bytes, simulate, solve, store_all
 from rotor_solver.moving import Link, simulate_moves, solve_moving
-from rotor_solver.moving.bound import Line, lowest_point
+from rotor_solver.moving.bound import Line, Priced, lower_bound, lowest_point
 from rotor_solver.moving.priced import priced
 from tests.solver.moving.chains import LINKS, moving_chains, tiny_chains
 from tests.solver.moving.naive import exhaustive_moving_optimum
@@ -36,6 +36,19 @@ def test_the_bound_is_below_every_step_and_the_plan_near_the_best(
     assert plan.lower_bound <= best * (1 + 1e-9)
     assert best <= plan.seconds * (1 + 1e-9)
     assert plan.seconds <= best * 1.25 + 1e-9
+    # The bound that a plan shows is never above its own seconds. This one might be.
+    prices = [part * link.seconds_per_byte for part in (0.0, 0.1, 0.3, 0.6, 1.0)]
+    found = [Priced(price, naive_optimum(priced(chain, price), limit)) for price in prices]
+    assert lower_bound(chain, link, found)[1] <= best * (1 + 1e-9)
+
+
+def test_the_bound_is_met_where_copies_out_take_longer_than_the_forward() -> None:
+    """The first stage moves 8 bytes, in 8 s; meanwhile the second computes for 4 s. Then its backward, for 4 s."""
+    moving = Stage(0, (Option(0.0, 0.0, 0, moved=8),), nograd_temp=100)
+    chain = Chain((moving, Stage(0, (Option(4.0, 4.0, 2),), nograd_time=0.0)), 0, loss_temp=10)
+    link = Link(1.0, 64.0)
+    assert exhaustive_moving_optimum(chain, 12, link) == solve_moving(chain, 12, link).seconds == 12.0
+    assert lower_bound(chain, link, [Priced(1.0, 16.0), Priced(0.5, 12.0)])[1] == pytest.approx(12.0)
 
 
 @settings(max_examples=40, deadline=None)
