@@ -6,6 +6,7 @@ graph returns may come out of the last stage, out of the context, or straight fr
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,8 +155,11 @@ class CapturedGraph:
     def leave(self, made: Sequence[Any], values: dict[fx.Node, Any]) -> list[Any]:
         """The graph's outputs, from what the last stage returned and the values that `enter` returned."""
         assert self._facts is not None
-        values = {**values, **dict(zip(self._leaving, made, strict=True))}
-        return [values[each] if isinstance(each, fx.Node) else each for each in self._facts.outputs]
+        left = dict(zip(self._leaving, made, strict=True))
+        return [
+            (left if each in left else values)[each] if isinstance(each, fx.Node) else each
+            for each in self._facts.outputs
+        ]
 
     def run_unplanned(self, arguments: tuple[Any, ...]) -> list[Any]:
         """Run the whole graph as Dynamo captured it, and return its outputs.
@@ -197,9 +201,9 @@ class CapturedGraph:
         A model's tensors may be replaced between steps: `module.weight = nn.Parameter(…)`, or `load_state_dict` with
         `assign=True`. Dynamo passes the graph what the model has now.
         """
-        other = {id(old): values[node] for node, old in self._owned.items() if values[node] is not old}
-        if not other:
+        if all(map(operator.is_, map(values.__getitem__, self._owned), self._owned.values())):
             return
+        other = {id(old): values[node] for node, old in self._owned.items() if values[node] is not old}
         roots = [module for _, module in self.layers] + ([self._context] if self._context is not None else [])
         for module in (each for root in roots for each in root.modules()):
             for table in (module._parameters, module._buffers):

@@ -21,7 +21,7 @@ def run_through(runners: Sequence[StageRunner]) -> Callable[[list[Any]], tuple[A
     if is_watched():
         return None
     parts = [(part, runner.name) for runner in runners for part in offers_of(runner.function).parts]
-    run = parts[0][0].run_through([part for part, _ in parts[1:]])
+    run = parts[0][0].run_through([part for part, _ in parts[1:]]) if parts else None
     if run is None:
         return None
     first, last = parts[0][0], parts[-1][0]

@@ -8,12 +8,17 @@ import weakref
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from rotor_py import Checkpointable
 from rotor_py.capture.graph.graph_stage import GraphStage
+from rotor_py.execute.whole_runs import run_through
+from rotor_py.plan.inputs.input_spec import equal_at_sight, spec_of
+from rotor_py.plan.steps.step_plans import StepPlans
+from rotor_py.plan.steps.step_spec import StepSpec
 from rotor_py.stage.activity import watched
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
@@ -85,6 +90,13 @@ def test_stages_that_are_stored_run_as_one_and_as_in_plain_training(case: Any, s
     assert peak <= planned.budget.peak_bytes(planned.sequence)
     if share == 1:
         assert called == []
+
+
+def test_layers_that_do_nothing_are_run_too() -> None:
+    network = Checkpointable(nn.Sequential(nn.Sequential(), nn.Sequential(), nn.Linear(4, 4)), mem_limit="1GB")
+    runners = [StageRunner(nn.Sequential(), "nothing"), StageRunner(nn.Sequential(), "nothing")]
+    assert run_through(runners) is None
+    network(torch.randn(2, 4)).sum().backward()
 
 
 def test_another_tensor_in_the_place_of_a_parameter_is_used() -> None:
@@ -176,6 +188,46 @@ def test_a_copy_of_a_stage_does_not_take_along_the_stages_that_follow() -> None:
     planned(**inputs)
     stage = next(stage for stage in planned.functions if isinstance(stage, GraphStage) and stage._runs)
     assert copy.deepcopy(stage)._runs == {}
+
+
+def test_only_steps_that_are_equal_in_all_are_equal_at_sight() -> None:
+    def spec(value: Any, **others: Any) -> Any:
+        return spec_of(((value, 2, [None, "a"]), {"mask": torch.ones(3), **others}))
+
+    known = spec(torch.ones(4, 5))
+    assert equal_at_sight(known, spec(torch.zeros(4, 5)))
+    for other in (
+        spec(torch.ones(4, 6)),
+        spec(torch.ones(4, 5, dtype=torch.float64)),
+        spec(torch.ones(4, 5, requires_grad=True)),
+        spec(torch.ones(4, 5), mask=torch.ones(3, 1)),
+        spec(torch.ones(4, 5), more=1),
+        spec_of(((torch.ones(4, 5), True, [None, "a"]), {"mask": torch.ones(3)})),
+        spec_of(((torch.ones(4, 5), 2, (None, "a")), {"mask": torch.ones(3)})),
+    ):
+        assert not equal_at_sight(known, other)
+    array = spec_of((np.ones(3),))  # whose elements would be compared
+    assert not equal_at_sight(array, spec_of((np.ones(3),)))
+
+
+def test_a_step_like_the_last_one_looks_for_no_other_plan(monkeypatch: Any) -> None:
+    planned, _, inputs = planned_tower(mem_limit="1GB")
+    planned(**inputs)
+    looked: list[StepSpec] = []
+    turn_to = StepPlans.turn_to
+
+    def noted(self: StepPlans, spec: StepSpec, *others: Any) -> bool:
+        looked.append(spec)
+        return turn_to(self, spec, *others)
+
+    monkeypatch.setattr(StepPlans, "turn_to", noted)
+    planned(**inputs)
+    assert not looked
+    planned(ids=inputs["ids"][:8])  # the plan serves it, but that takes a second look
+    assert len(looked) == 1
+    planned.model.blocks[0].eval()
+    planned(**inputs)
+    assert len(looked) == 2
 
 
 def test_a_step_leaves_nothing_behind_in_the_context_of_the_thread() -> None:

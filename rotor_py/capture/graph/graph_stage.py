@@ -30,6 +30,9 @@ from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_py.stage.ways.partial_saving import PartialSaving
 
+_MOST_RUNS = 16
+"""Runs that a stage remembers. A guess, far above the sequences that a model follows in turn."""
+
 
 class GraphStage(nn.Module, StageOffers, HasKind):
     """A piece of a graph, run node by node.
@@ -115,6 +118,8 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         if self._marked is not None or len(stages) < len(following):
             return None
         if stages not in self._runs:
+            if len(self._runs) == _MOST_RUNS:
+                self._runs.clear()
             self._runs[stages] = WholeRun([(each.body, each.reads) for each in (self, *stages)])
         return self._runs[stages]
 

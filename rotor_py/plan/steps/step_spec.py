@@ -12,7 +12,7 @@ from torch import nn
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.plan.inputs.input_spec import equal_at_sight, gradients_of, same_kind
 
-_KIND = attrgetter("requires_grad", "dtype", "device")
+_TRAINED, _DTYPE, _DEVICE = map(attrgetter, ("requires_grad", "dtype", "device"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +26,23 @@ class ModelState:
     """whether it is in training mode"""
     parameters: tuple[int, ...]
     """the id of every parameter"""
-    kinds: tuple[tuple[bool, torch.dtype, torch.device], ...]
-    """whether it is trained, its dtype and device"""
+    trained: tuple[bool, ...]
+    """whether it is, each of them"""
+    dtypes: tuple[torch.dtype, ...]
+    places: tuple[torch.device, ...]
+    """the device of each"""
     autocast: tuple[torch.dtype | None, ...]
     """its dtype on the CPU and on CUDA; None where it is off"""
 
     @property
     def devices(self) -> frozenset[torch.device]:
         """Those of the parameters."""
-        return frozenset([device for _, _, device in self.kinds])
+        return frozenset(self.places)
 
     @property
     def trains(self) -> bool:
         """Whether any parameter is trained."""
-        return any(trained for trained, _, _ in self.kinds)
+        return True in self.trained
 
     def same_layers(self, other: ModelState) -> bool:
         """Whether layers and parameters are the same objects, whatever their modes."""
@@ -47,7 +50,8 @@ class ModelState:
 
     def looks_like(self, other: ModelState) -> bool:
         """Whether modes, dtypes and what is trained are the same, in a copy of the layers too."""
-        return self.modes == other.modes and self.kinds == other.kinds
+        mine, theirs = ((each.modes, each.trained, each.dtypes, each.places) for each in (self, other))
+        return mine == theirs
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
@@ -61,7 +65,10 @@ class ModelState:
             modules=tuple(map(id, modules)),
             modes=tuple([module.training for module in modules]),
             parameters=tuple(map(id, parameters)),
-            kinds=tuple(map(_KIND, parameters)),
+            # Not a tuple for each parameter: Python's garbage collection would come more often.
+            trained=tuple(map(_TRAINED, parameters)),
+            dtypes=tuple(map(_DTYPE, parameters)),
+            places=tuple(map(_DEVICE, parameters)),
             autocast=tuple(
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
             ),
