@@ -364,8 +364,8 @@ class StageMeasurer:
             weighed, runs = kept
             self._times.settle(kind, runs)
             return weighed
-        _, function = self._stages[number]
-        with isolated(function, self._device), torch.enable_grad():
+        name, function = self._stages[number]
+        with During("measuring", name), isolated(function, self._device), torch.enable_grad():
             paying = self._runner(number).paying(leaves_of(value))
         offered = offered_everywhere(paying, self._group, self._device)
         whole, *others = measure_ways(self._stored(number, offered), value, place)
