@@ -101,7 +101,7 @@ def test_priced_chains_are_solved_as_their_recurrence_says(data: st.DataObject, 
     assert simulate(chain, found).makespan <= best * 1.006
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(moving_chains(3), LINKS)
 def test_limits_below_the_least_are_refused_with_it(chain: Chain, link: Link) -> None:
     least = min_bytes(priced(chain, 0.0))
