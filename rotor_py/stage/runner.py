@@ -96,7 +96,7 @@ class StageRunner:
 
     def paying(self, value: Any) -> tuple[str, ...]:
         """Those of `offered` that are worth measuring on `value`; the stage may be run to find that out."""
-        run = self._run_of(None)
+        run = partial(_run_to_its_end, self._run_of(None))
         return self._ways_with([each for each in self._suiting if each.pays(run, self.function, value)])
 
     @property
