@@ -13,7 +13,7 @@ import torch
 from rotor_py.errors import OffloadError
 from rotor_py.offload.host_tier import HostTier, MovedToHost
 from rotor_py.offload.pinned_buffers import PinnedBuffers
-from tests.offload.streams import Device
+from tests.offload.streams import Device, Stream
 
 NBYTES = 4096
 
@@ -21,13 +21,20 @@ NBYTES = 4096
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Memory of the CPU that is used as if kernels and copies ran in streams."""
-    found, copy = Device(), torch.Tensor.copy_
+    found, copy, empty = Device(), torch.Tensor.copy_, torch.empty
 
     def later(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         assert non_blocking
         found.current.give(lambda: copy(self, source))  # type: ignore[arg-type, return-value] # nobody reads it
         return self
 
+    def used_before(*size: int, **options: Any) -> torch.Tensor:
+        made = empty(*size, **options)
+        if made.numel():
+            found.current.give(partial(made.fill_, 99))  # the last kernel of whoever had the memory before
+        return made
+
+    monkeypatch.setattr(torch, "empty", used_before)
     monkeypatch.setattr(torch.Tensor, "copy_", later)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: found.current)
@@ -45,18 +52,18 @@ def memory(storage: torch.UntypedStorage) -> torch.Tensor:
 def written(device: Device, value: int) -> torch.UntypedStorage:
     """Memory into which a kernel of the training stream writes `value`."""
     made = torch.zeros(NBYTES, dtype=torch.uint8)
-    device.training.give(partial(made.fill_, value))
+    device.current.give(partial(made.fill_, value))
     return made.untyped_storage()
 
 
 def spoiled(device: Device, *storages: torch.UntypedStorage) -> None:
     """The allocator gives the memory to somebody else, whose kernel writes to it."""
     for storage in storages:
-        device.training.give(partial(memory(storage).fill_, 99))
+        device.current.give(partial(memory(storage).fill_, 99))
 
 
 def read(device: Device, storage: torch.UntypedStorage, into: list[int]) -> None:
-    device.training.give(lambda: into.append(int(memory(storage).unique().item())))
+    device.current.give(lambda: into.append(int(memory(storage).unique().item())))
 
 
 ORDERS = list(permutations(("training", "out", "back")))
@@ -107,7 +114,7 @@ def test_memory_that_nobody_wants_any_more_harms_nobody(device: Device, order: t
     del moved
     assert tier.held_bytes == 0
     for each in taken:  # the next owner writes, and reads what it has written
-        device.training.give(partial(memory(each).fill_, 7))
+        device.current.give(partial(memory(each).fill_, 7))
     another = MovedToHost(tier, written(device, 5))  # in the same buffer
     another.wait_out()
     read(device, another.storage(), found)
@@ -115,6 +122,27 @@ def test_memory_that_nobody_wants_any_more_harms_nobody(device: Device, order: t
         read(device, each, found)
     run(device, order)
     assert found == [5, *[7 for _ in taken]]
+
+
+@pytest.mark.parametrize("first", range(6))
+def test_each_of_many_training_streams_finds_the_right_bytes(device: Device, first: int) -> None:
+    tier, found = HostTier(), list[int]()
+    forward, backward, reader, later = (Stream() for _ in range(4))
+    with device.inside(forward):
+        moved = MovedToHost(tier, written(device, 1))
+        moved.wait_out()
+    with device.inside(backward):
+        moved.fetch()
+    with device.inside(reader):
+        read(device, moved.storage(), found)
+    with device.inside(later):
+        another = MovedToHost(tier, written(device, 5))  # in the same buffer
+    assert tier.held_bytes > 0
+    streams = [forward, backward, reader, later, device.out, device.back]
+    for stream in [*streams[first:], *streams[:first]]:
+        stream.run()
+    assert found == [1]
+    del another
 
 
 def test_memory_that_has_not_left_stays(device: Device) -> None:
