@@ -13,6 +13,7 @@ from rotor_py.by_hand.levels import LEVELS
 from rotor_py.measure.budget import Budget
 from rotor_py.report.facts import ReportFacts
 from rotor_py.trials.measured import measured
+from rotor_py.trials.one_way import one_way_each
 from rotor_py.trials.verification import Verification
 from rotor_solver import (
     Algorithm,
@@ -85,7 +86,9 @@ def compare_at_limit(
     if limit is None:
         raise ValueError("the plan has no limit at which strategies could be compared; plan with mem_limit=")
     others = []
-    for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
+    known = strategies(model, facts.measurement.names, slots)
+    known |= one_way_each(facts.measurement, slots, facts.budget.link)
+    for name, algorithm in _told(known, progress):
         sequence = at_limit(facts.budget, algorithm, limit)
         others.append(_compared(facts, limit, name, sequence))
     # Those that fit are told apart by their time; of the others, by how much memory they are away from fitting.
