@@ -7,8 +7,11 @@ from collections.abc import Iterable
 from rotor_py.batch.largest import Largest
 from rotor_py.batch.measured_batches import MeasuredBatches
 from rotor_py.batch.search import Rate
+from rotor_py.distributed.processes import several_processes
 from rotor_py.measure.device import available_bytes
 
+_SEVERAL = 3
+"""Steps of which the least peak counts, where peaks may come out too large. A guess."""
 _TURNS = 3
 """Times that every batch has its turn. A guess."""
 
@@ -23,9 +26,14 @@ def step_peak(batches: MeasuredBatches, batch: int) -> int | None:
     assert network.budget is not None
     if batches.agreed(network.budget.peak_bytes(sequence) - available_bytes(network.device)) > 0:
         return None
-    with batches.stepping(batch) as step, step.taken(network) as peak:
-        pass
-    return int(batches.agreed(peak))
+    # On the CPU, the profiler misses a free if a thread of the backend is the last to let go of what was sent: what is
+    # found is never less than the peak, and the least of several is closest.
+    times = _SEVERAL if network.device.type == "cpu" and several_processes() else 1
+    peaks = []
+    for _ in range(times):
+        with batches.stepping(batch) as step, step.taken(network) as peak:
+            peaks.append(peak)
+    return int(batches.agreed(min(peaks)))
 
 
 def seconds_in_turns(batches: MeasuredBatches, among: Iterable[int]) -> dict[int, float]:

@@ -103,6 +103,6 @@ def test_the_table_is_shown_below_the_plan(plan, model_file, store_all_bytes):
 
 
 def test_where_no_plan_fits_there_is_nothing_to_compare(plan, model_file):
-    result = plan(model_file(), "--mem-limit", "50kB", "--compare")
+    result = plan(model_file(), "--mem-limit", "140kB", "--compare")
     assert result.exit_code == 3
     assert "a limit of" in result.stderr

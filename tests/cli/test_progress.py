@@ -268,7 +268,7 @@ def test_a_piped_stderr_gets_nothing_even_where_colours_are_forced(model_file, c
 def test_a_failure_is_on_a_line_of_its_own_after_the_progress(terminal: Terminal, run, model_file) -> None:
     terminal.on()
     with pytest.raises(Exception, match="a limit of"):
-        run(model_file(SLOW, "slow.py"), "--mem-limit", "2kB")
+        run(model_file(SLOW, "slow.py"), "--mem-limit", "19kB")
     assert "measuring" in terminal.text
     assert terminal.read().endswith("\x1b[2K")
 

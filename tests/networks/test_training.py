@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -66,9 +67,10 @@ def assert_trains_the_same(name: str, sequence: Sequence) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_ends_of_the_scale_and_limits_between_them(name: str) -> None:
     planned, *_ = measured(name)
-    chain = planned.build_chain()
-    least = between(planned, 0.0)
     assert planned.budget is not None
+    # Whole stages alone: whoever replays a sequence by hand has no names of other ways.
+    chain = replace(planned.inspection_values, ways=()).chain(fresh_gradients=True)
+    least = between(planned, 0.0)
     sequences = {store_all(chain)}
     if len(chain) < 30:
         sequences.add(recompute_all(chain))

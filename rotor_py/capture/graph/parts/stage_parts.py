@@ -45,6 +45,10 @@ class StageParts:
         self._graphs: dict[tuple[str, bool], fx.GraphModule] = {}
         self._example: StageParts | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the graphs, which have no attributes of their own and cannot be copied; a copy makes its own."""
+        return {**self.__dict__, "_graphs": {}}
+
     def follow(self, other: StageParts) -> None:
         """Have the parts that `other` has, the same stage for other sizes: a plan that was made for it names them.
 
