@@ -18,10 +18,11 @@ from rotor_py import Checkpointable
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.certified.possible_times import ends_of, possible_times
-from rotor_py.measure.certified.regret import good_enough, most_regret
+from rotor_py.measure.certified.regret import most_regret
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Measurement, Way
 from rotor_py.measure.walks.stage_times import FEWEST_RUNS
+from rotor_py.plan.sources import enough_times
 from rotor_solver import ForwardCheck, ForwardEnable, ForwardNograd, Persistent, Sequence, simulate, store_all
 from rotor_solver.simulate import skipped_outputs
 from tests.solver.naive import naive_optimum
@@ -130,7 +131,7 @@ def test_without_any_doubt_the_bound_is_the_gap_of_the_solver_and_where_nothing_
     times = possible_times(found, [ends_of([run] * 3, (), 0.0) for run in runs])
     for limit in range(budget.least_bytes(), budget.peak_bytes(store_all(budget.chain)) + 1):
         assert most_regret(times, budget, limit, Persistent()) < 1e-9
-    assert good_enough(times, budget, budget.least_bytes() - 1, Persistent())
+    assert most_regret(times, budget, budget.least_bytes() - 1, Persistent()) == 0
 
 
 def layers() -> nn.Module:
@@ -217,7 +218,6 @@ def test_without_a_limit_times_are_good_for_any_plan(monkeypatch: pytest.MonkeyP
 def test_a_captured_graph_is_timed_until_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the loss, which is measured after the stages."""
     asked: list[int] = []
-    from rotor_py.measure.certified import regret
 
     class Residual(nn.Module):
         def __init__(self) -> None:
@@ -235,7 +235,7 @@ def test_a_captured_graph_is_timed_until_that_is_enough(monkeypatch: pytest.Monk
         asked.append(times.found.loss.kept_bytes)
         return most(times, budget, *arguments)
 
-    monkeypatch.setattr(regret, "most_regret", noting)
+    monkeypatch.setattr(enough_times, "most_regret", noting)
     runs, time_ways, numbers = [0], stage_measurer.time_ways, count()
 
     def varying(runners: Any, *arguments: Any) -> Any:

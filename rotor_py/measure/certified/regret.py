@@ -38,23 +38,18 @@ GOOD_ENOUGH = 0.02
 def most_regret(times: PossibleTimes, budget: Budget, mem_limit: int, algorithm: Persistent) -> float:
     """By how much the plan for the times that were found can be slower than the best one, as a part of its time.
 
-    `budget` is that of `times.found`, for one forward at a time, and nothing moves. Infinite if that is not known.
-    InfeasibleError if no plan fits into `mem_limit` bytes.
+    `budget` is that of `times.found`, for one forward at a time, and nothing moves. Infinite if that is not known, and
+    zero if no plan fits into `mem_limit` bytes: then times do not matter.
     """
-    sequence = budget.solve(mem_limit, algorithm)
+    try:
+        sequence = budget.solve(mem_limit, algorithm)
+    except InfeasibleError:
+        return 0.0
     bound = _with(budget, times.least).solve(mem_limit, algorithm).lower_bound
     seconds = budget.makespan(sequence)
     if bound is None or not seconds:
         return float("inf")
     return max(0.0, simulate(_with(budget, times.most).chain, sequence).makespan - bound) / seconds
-
-
-def good_enough(times: PossibleTimes, budget: Budget, mem_limit: int, algorithm: Persistent) -> bool:
-    """Whether to time any further would save too little. Where no plan fits, times do not matter."""
-    try:
-        return most_regret(times, budget, mem_limit, algorithm) <= GOOD_ENOUGH
-    except InfeasibleError:
-        return True
 
 
 def _with(budget: Budget, measurement: Measurement) -> Budget:

@@ -10,7 +10,7 @@ import torch
 from rotor_profiling import OptimizerCost
 from rotor_profiling.timing import together
 from rotor_py.measure.certified.possible_times import PossibleTimes
-from rotor_py.measure.certified.regret import good_enough
+from rotor_py.measure.certified.regret import GOOD_ENOUGH, most_regret
 from rotor_py.plan.sources.source import Enough
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import Persistent
@@ -36,10 +36,16 @@ def enough_for_limit(
     if together() or not model.alone:
         return None
 
+    hopeless = False
+
     def enough(times: PossibleTimes, sample: Any) -> bool:
-        if len(times.found.stages) > _MOST_STAGES:
+        nonlocal hopeless
+        if hopeless or len(times.found.stages) > _MOST_STAGES:
             return False
         budget = model.with_communication(model.budget(times.found, sample, device, noticed()))
-        return good_enough(times, budget, model.limit_bytes(device), Persistent(slots=settings.mem_slots))
+        regret = most_regret(times, budget, model.limit_bytes(device), Persistent(slots=settings.mem_slots))
+        # Intervals get shorter with the root of the number of runs, which are never four times as many.
+        hopeless = regret > 2 * GOOD_ENOUGH
+        return regret <= GOOD_ENOUGH
 
     return enough
