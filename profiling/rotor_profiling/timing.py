@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import sqrt
 from typing import Protocol
 
 import torch
@@ -70,6 +71,11 @@ def spread(samples: list[float]) -> float:
     """How far the middle half of the `samples` reaches, as a part of their median; 0 for a single one."""
     middle = _quantile(samples, 0.5)
     return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / middle if middle else 0.0
+
+
+def error_of(samples: list[float]) -> float:
+    """How well their middle is known: how far the middle half is apart, less the more of them there are."""
+    return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / sqrt(len(samples))
 
 
 def together() -> bool:

@@ -31,7 +31,9 @@ from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.shard_groups import Sharding, sharding_of
 from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import UnsupportedModelError
+from rotor_py.measure.certified.possible_times import PossibleTimes
 from rotor_py.measure.cut import cut_layers
+from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_py.measure.stages import unmeasured_loss
 from rotor_py.units import format_bytes
@@ -54,11 +56,13 @@ def measure_graphs(
     loss: Callable[[Any], torch.Tensor] | None,
     compiler: StageCompiler | None = None,
     room: RoomOf | None = None,
+    enough: Callable[[PossibleTimes, tuple[Any, ...]], bool] | None = None,
     **options: Any,
 ) -> MeasuredGraphs:
     """Capture and measure all graphs of a model, and the loss; `options` are those of `measure.stages.measure`.
 
     With a `compiler`, the main graph is measured compiled, too; `room` says what there is for it, once it is measured.
+    Stages are timed until that is `enough` for the whole step, which has the values that are shared as well.
 
     The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
     if operators outside all graphs keep more than a hundredth of what the graphs keep, and UnusableLossError if the
@@ -76,7 +80,9 @@ def measure_graphs(
             if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
-            measured, outputs = _measure_graph(graph, arguments, device, sharding, **options)
+            measured, outputs = _measure_graph(
+                graph, arguments, device, sharding, briefly=enough is not None, **options
+            )
         found.graphs.append(measured)
         return outputs
 
@@ -99,6 +105,10 @@ def measure_graphs(
         if loss is not None:
             with operators():
                 found.measure_loss(loss, device)
+        if enough is not None:
+            with operators():
+                _time_further(found, enough)
+            state.restore()
         if compiler is not None:
             main = found.main
             # Where stages wait for other processes, all of them would have to find alike what fits.
@@ -144,6 +154,22 @@ def _measure_graph(
     returned = tuple(map(weakref.ref, tensors_in(made)))
     context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, loss_temp_bytes)
     return MeasuredGraph(graph, cut, stages, context, loss, value, returned), graph.leave(made, values)
+
+
+def _time_further(found: MeasuredGraphs, enough: Callable[[PossibleTimes, tuple[Any, ...]], bool]) -> None:
+    """Time the stages of the main graph until that is enough, by what the whole step may cost.
+
+    The other graphs run unplanned: their stages are timed as often as it takes for any plan.
+    """
+    main = found.main
+
+    def as_step(measurement: Measurement) -> Measurement:
+        return whole_step(found, replace(measurement, prefix=main.context))
+
+    for each in found.graphs:
+        if each is not main:
+            each.stages.time_further(lambda times: False, each.loss)
+    main.stages.time_further(lambda times: enough(times.each(as_step), main.shared), main.loss)
 
 
 def _refuse_much_outside(model: nn.Module, outside: SavedOutside, captured_bytes: int) -> None:

@@ -10,7 +10,7 @@ the whole step does not fit. So the chain is walked through several times, alway
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +43,7 @@ from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cache.kept_kinds import KeptKinds
 from rotor_py.measure.cache.measurement_cache import measurement_cache
+from rotor_py.measure.certified.possible_times import PossibleTimes, ends_of, possible_times
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement, Way
 from rotor_py.measure.prefix import run_prefix
@@ -73,6 +74,7 @@ class StageMeasurer:
     are added to the time of a run without a graph. The backward steps the parameters in `stepped`. Stages may be stored
     by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group` measure
     the same stages together. With `cache`, kinds of stages that an earlier run has measured are not measured again.
+    Measured `briefly`, stages are timed no more often than they have to be, until somebody calls `time_further`.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class StageMeasurer:
         stepped: SteppedParameters = NONE_STEPPED,
         keepers: Sequence[Keeper] = (),
         elsewhere: bool = False,
+        briefly: bool = False,
     ) -> None:
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
@@ -109,6 +112,7 @@ class StageMeasurer:
         self._known: dict[Hashable, _Found] = {}
         self._movable = MovableBytes(device) if elsewhere else None
         self._times = StageTimes(node_seconds)
+        self._briefly = briefly
         self._kept = KeptKinds(
             measurement_cache(device, fresh_gradients, preserve_rng_state, tuple(keeper.name for keeper in keepers))
             if cache and not cut.sharding
@@ -179,12 +183,33 @@ class StageMeasurer:
         del value
         if progress is not None:
             progress(len(self._stages), len(self._stages), "again, for their times")
+        self._time_until(lambda: False, only_fewest=self._briefly)
+
+    def time_further(self, enough: Callable[[PossibleTimes], bool], loss: LossCost) -> None:
+        """Time stages that were measured `briefly` until times are good, or `enough` by what a step may cost.
+
+        It is asked before every walk. `loss` is what the loss costs.
+        """
+        self._time_until(lambda: enough(self._possible_times(loss)))
+
+    def _time_until(self, enough: Callable[[], bool], *, only_fewest: bool = False) -> None:
+        """Walk and time the stages while any are wanted, and it is not `enough`; keep what was found."""
         timed = set()
-        while wanted := self._wanted():
+        while (wanted := self._wanted(only_fewest=only_fewest)) and not enough():
             self._time_stages(wanted)
             timed |= {self._kinds[number] for number in wanted}
+        short = {self._kinds[number] for number in self._times.wanted(self._kinds)} if timed else set()
         for kind in timed:
-            self._kept.keep_measured(kind, self._known[kind].weighed, self._times.runs_of(kind))
+            runs = self._times.runs_of(kind)
+            self._kept.keep_measured(kind, self._known[kind].weighed, runs, enough=kind not in short)
+
+    def _possible_times(self, loss: LossCost) -> PossibleTimes:
+        """What was measured, and what it would be with times at the ends of their intervals."""
+        ends = {
+            kind: ends_of(self._times.runs_of(kind), self._known[kind].weighed.ways, self._times.node_seconds)
+            for kind in set(self._kinds)
+        }
+        return possible_times(self.measurement(loss), [ends[kind] for kind in self._kinds])
 
     def measurement(self, loss: LossCost) -> Measurement:
         """What was measured, and what the loss costs."""
@@ -292,9 +317,9 @@ class StageMeasurer:
             self._carried.pass_on(carried, value, number + 1, [*self._owned, *beside])
         return value
 
-    def _wanted(self) -> set[int]:
+    def _wanted(self, *, only_fewest: bool) -> set[int]:
         """The stages to time in the next walk; where some wait for other processes, those that any of these wants."""
-        wanted = self._times.wanted(self._kinds)
+        wanted = self._times.wanted(self._kinds, only_fewest=only_fewest)
         return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._group, self._device)}
 
     def _time_stages(self, wanted: set[int]) -> None:
@@ -361,8 +386,8 @@ class StageMeasurer:
     def _weigh(self, number: int, value: Any, place: Place, kind: Hashable) -> Weighed:
         """The bytes of a stage, measured here or in an earlier run."""
         if (kept := self._kept.measured(kind)) is not None:
-            weighed, runs = kept
-            self._times.settle(kind, runs)
+            weighed, runs, enough = kept
+            self._times.settle(kind, runs, enough=enough)
             return weighed
         name, function = self._stages[number]
         with During("measuring", name), isolated(function, self._device), torch.enable_grad():

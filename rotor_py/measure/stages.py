@@ -14,6 +14,7 @@ from rotor_profiling import (
     measure_loss,
 )
 from rotor_profiling.storage import allocated
+from rotor_py.measure.certified.possible_times import PossibleTimes
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stage_measurer import StageMeasurer
@@ -38,9 +39,12 @@ def measure(
     loss: Callable[[Any], torch.Tensor] | None = None,
     loss_temp_bytes: int = 0,
     progress: Progress | None = None,
+    enough: Callable[[PossibleTimes], bool] | None = None,
     **options: Any,
 ) -> Measurement:
     """Measure every stage of `cut` on the input `value`, and the loss; `options` are those of `StageMeasurer`.
+
+    Stages are timed until that is good enough for all plans, or `enough` for the one that is wanted.
 
     Without a `loss`, the loss counts as taking no time, and `loss_temp_bytes` of memory. `progress` is called with the
     number of stages done, the number of all, and the name of the one that comes next.
@@ -48,7 +52,7 @@ def measure(
     Raises UnusableLossError if the loss cannot be trained with, and ValueError for a kind of device whose memory cannot
     be measured. What a stage raises passes through, with a note that names the stage.
     """
-    stages = StageMeasurer(cut, value, device, **options)
+    stages = StageMeasurer(cut, value, device, briefly=enough is not None, **options)
     output = stages.walk(progress)
     cost = unmeasured_loss(device, loss_temp_bytes)
     layouts: Layouts = ()
@@ -57,6 +61,8 @@ def measure(
         layouts = loss_layouts(loss, output, device)
     del output
     stages.settle_layouts(layouts)
+    if enough is not None:
+        stages.time_further(enough, cost)
     return stages.measurement(cost)
 
 

@@ -25,6 +25,7 @@ from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.room import StepRoom
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import agree, make_room_for_optimizer
+from rotor_py.plan.sources.enough_times import enough_for_limit
 from rotor_py.plan.sources.source import Measuring, Rooms
 from rotor_py.plan.sources.source_of import source_of
 from rotor_py.plan.stepping.refusals import refuse_several_processes
@@ -84,8 +85,11 @@ class PlanMaker:
         """Whether a step plan was made for an input at least as large as `value`."""
         return lambda plan: self.blank.covers(plan.input_spec, value)
 
-    def measure(self, spec: StepSpec, value: Any) -> None:
-        """Event 1: cut the model into stages and measure them. UnsupportedModelError if it cannot be cut."""
+    def measure(self, spec: StepSpec, value: Any, *, to_train: bool = False) -> None:
+        """Event 1: cut the model into stages and measure them. UnsupportedModelError if it cannot be cut.
+
+        What is measured `to_train` has to be good enough for the limit that is set, and for no other plan.
+        """
         # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
         if self.settings.step_in_backward is not None:
             refuse_several_processes(self.model)
@@ -97,7 +101,8 @@ class PlanMaker:
             _tell_of_a_profiler()
         with planning, torch.enable_grad(), telling(self.settings, type(self.model.core).__name__) as progress:
             rooms = None if self.settings.inductor is None else self._rooms(device)
-            measured = source.measure(value, Measuring(device, self.settings, progress, rooms))
+            enough = enough_for_limit(self.model, device, lambda: noticed_cost(self)) if to_train else None
+            measured = source.measure(value, Measuring(device, self.settings, progress, rooms, enough))
         budget = self.model.budget(measured.plain.measurement, measured.sample, device, noticed_cost(self))
         # Capturing may have changed the model: buffers and modules that its first forward makes.
         spec = replace(spec, model=ModelState.of(self.model.core), answers=source.answers)
@@ -205,7 +210,7 @@ class PlanMaker:
                 why = "planning for batches that are masked otherwise (with or without padding)"
             _log.warning("%s: the input is %s", why, describe(spec.input))
         self.refuse_what_cannot_fit(spec, value)
-        self.measure(spec, value)
+        self.measure(spec, value, to_train=True)
 
     def plan_for_kept_gradients(self, value: Any) -> None:
         """Measure and solve for gradients that are kept between steps; InfeasibleError if no plan has room for them."""
@@ -213,7 +218,7 @@ class PlanMaker:
         self.plans.keep_only_in_use()
         spec = replace(self.model.step_on(value), answers=self.in_use.source.answers)
         with self.plans.kept_on_error():
-            self.measure(spec, value)
+            self.measure(spec, value, to_train=True)
             agree(self.in_use, self.model)
 
     def revive(self, plan: StepPlan) -> None:

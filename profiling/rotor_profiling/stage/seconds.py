@@ -12,7 +12,7 @@ import torch
 from rotor_profiling.stage.gradients import Layouts, gradients_at, gradients_for, leaves_of
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.storage import tensors_in, wait_for
-from rotor_profiling.timing import Stopwatch, lower_quartile, spread
+from rotor_profiling.timing import Stopwatch, error_of, lower_quartile, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,24 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
         longer_backward = max(0.0, median(run.ways[number][1] - run.ways[0][1] for run in runs))
         found.append(StageSeconds(nograd, forward + longer_forward, backward + longer_backward, skipped))
     return found
+
+
+def errors_of(runs: Sequence[StageRun]) -> list[StageSeconds]:
+    """How many seconds `estimate` may be wrong by, in each way: as far as the middle half of the runs is apart.
+
+    Of forward and backward, it is how much longer other ways take than the first: theirs is wrong by as much as its.
+    """
+    skipped = error_of([run.ways[0][0] - run.again for run in runs])
+    nograd = error_of([run.nograd for run in runs]) + skipped  # of which it has a part, if a graph takes longer
+    return [
+        StageSeconds(
+            nograd,
+            error_of([run.ways[number][0] - run.ways[0][0] for run in runs]),
+            error_of([run.ways[number][1] - run.ways[0][1] for run in runs]),
+            skipped,
+        )
+        for number in range(len(runs[0].ways))
+    ]
 
 
 def spread_of(runs: Sequence[StageRun]) -> float:

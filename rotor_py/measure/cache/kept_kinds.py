@@ -27,22 +27,23 @@ class KeptKinds:
         if cache is not None:
             cache.make_room()
 
-    def measured(self, kind: Hashable) -> tuple[Weighed, Runs] | None:
-        """What the other walks of an earlier run have found: bytes and seconds."""
+    def measured(self, kind: Hashable) -> tuple[Weighed, Runs, bool] | None:
+        """What the other walks of an earlier run have found: bytes and seconds, and whether it was timed `enough`."""
         data = self._find("measured", kind)
         try:
-            return None if data is None else (_weighed(data), tuple(map(_run, data["runs"])))
+            return None if data is None else (_weighed(data), tuple(map(_run, data["runs"])), data.get("enough", True))
         except _UNREADABLE:
             return None
 
-    def keep_measured(self, kind: Hashable, found: Weighed, runs: Runs) -> None:
-        """Keep what the other walks have found."""
+    def keep_measured(self, kind: Hashable, found: Weighed, runs: Runs, *, enough: bool = True) -> None:
+        """Keep what the other walks have found. It was not timed `enough` if that is for one plan alone."""
         data = {
             "bytes": [asdict(way) for way in found.bytes],
             "ways": list(found.ways),
             "decided_bytes": found.decided_bytes,
             "moving": sorted(found.moving),
             "runs": [asdict(run) for run in runs],
+            "enough": enough,
         }
         self._keep("measured", kind, data)
 

@@ -42,11 +42,15 @@ class StageTimes:
         if exact:
             self._settled.add(kind)
 
-    def settle(self, kind: Hashable, runs: Sequence[StageRun]) -> None:
-        """Stages of this `kind` were timed earlier, by these `runs`, and not once more if the machine was quiet."""
+    def settle(self, kind: Hashable, runs: Sequence[StageRun], *, enough: bool = True) -> None:
+        """Stages of this `kind` were timed earlier, by these `runs`, and not once more if the machine was quiet.
+
+        If they were not `enough` for all plans, they are timed further where it takes more.
+        """
         if _error(runs) <= TOO_FAR:
             self._runs[kind] = list(runs)
-            self._settled.add(kind)
+            if enough:
+                self._settled.add(kind)
 
     def runs_of(self, kind: Hashable) -> Sequence[StageRun]:
         """The runs of stages of a `kind`."""
@@ -57,11 +61,19 @@ class StageTimes:
         found = estimate(self._runs[kind])
         return [replace(way, nograd_seconds=way.nograd_seconds + self._node_seconds) for way in found]
 
-    def wanted(self, kinds: Sequence[Hashable]) -> set[int]:
-        """Which stages of a chain to time in the next walk, by position; `kinds` has that of each stage."""
+    @property
+    def node_seconds(self) -> float:
+        """What is added to the time of a run without a graph."""
+        return self._node_seconds
+
+    def wanted(self, kinds: Sequence[Hashable], *, only_fewest: bool = False) -> set[int]:
+        """Which stages of a chain to time in the next walk, by position; `kinds` has that of each stage.
+
+        With `only_fewest`, those that have not been timed as often as any stage is.
+        """
         few = {kind for kind in kinds if len(self._runs.get(kind, ())) < FEWEST_RUNS} - self._settled
         # Processes have to run equally often, but their clocks differ: then no clock decides.
-        if not few and not together():
+        if not few and not only_fewest and not together():
             few = self._uncertain(kinds)
         found: set[int] = set()
         for kind in few:

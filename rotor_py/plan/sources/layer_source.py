@@ -43,9 +43,16 @@ class LayerSource:
         return covers(planned, value)
 
     def measure(self, value: Any, how: Measuring) -> Measured:
+        enough = how.enough
         with operators():
             found = cut(self._model, value, how.device)
-            measurement = measure(found, value, how.device, **measuring_options(self._model, how))
+            measurement = measure(
+                found,
+                value,
+                how.device,
+                enough=enough and (lambda times: enough(times, value)),
+                **measuring_options(self._model, how),
+            )
         return Measured([MeasuredCut(found, measurement)], value)
 
     def follow(self, cut: Cut) -> None:

@@ -1,0 +1,79 @@
+"""A measurement with the times of its stages at the ends of their intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from rotor_profiling import StageCost
+from rotor_profiling.stage.seconds import StageRun, StageSeconds, errors_of, estimate
+from rotor_py.measure.measurement import Measurement, Way
+
+
+@dataclass(frozen=True, slots=True)
+class PossibleTimes:
+    """A measurement, and what it would be if all that plans differ in took as little or as long as it may.
+
+    Plans differ in the runs without a graph, in how much longer other ways to store a stage take, and in outputs that
+    are skipped. Forward and backward of a stage that is stored whole are in each plan once. In `least` and `most`,
+    they are therefore the same: only the rest says which plan is best.
+    """
+
+    found: Measurement
+    least: Measurement
+    most: Measurement
+
+    def each(self, change: Callable[[Measurement], Measurement]) -> PossibleTimes:
+        """The same after a `change` of all three, which leaves the times of stages."""
+        return PossibleTimes(change(self.found), change(self.least), change(self.most))
+
+
+Ends = tuple[Mapping[str, StageSeconds], Mapping[str, StageSeconds]]
+"""The least and the most seconds of a stage by the name of the way to store it, "" for whole."""
+
+
+def ends_of(runs: Sequence[StageRun], ways: Sequence[str], node_seconds: float) -> Ends:
+    """The ends of the intervals of a stage's times, of which these `runs` are known, in each of its `ways`.
+
+    `node_seconds` are added to a run without a graph.
+    """
+    found, errors = estimate(runs), errors_of(runs)
+    names = ("", *ways)
+    whole, wrong = found[0], errors[0]
+    # A chain refuses to skip more than a forward takes. What both ends have more of makes no difference.
+    forward = max(whole.forward_seconds, whole.skipped_output_seconds + wrong.skipped_output_seconds)
+
+    def end(sign: int) -> dict[str, StageSeconds]:
+        nograd = max(0.0, whole.nograd_seconds + sign * wrong.nograd_seconds)
+        # What is skipped makes a plan faster, so its other end goes with this one. It has run without a graph before,
+        # and skips a part of that.
+        skipped = min(nograd, max(0.0, whole.skipped_output_seconds - sign * wrong.skipped_output_seconds))
+        ends = {}
+        for name, way, error in zip(names, found, errors, strict=True):
+            longer = max(0.0, way.forward_seconds - whole.forward_seconds + sign * error.forward_seconds)
+            later = max(0.0, way.backward_seconds - whole.backward_seconds + sign * error.backward_seconds)
+            ends[name] = StageSeconds(nograd + node_seconds, forward + longer, whole.backward_seconds + later, skipped)
+        return ends
+
+    return end(-1), end(1)
+
+
+def possible_times(found: Measurement, ends: Sequence[Ends]) -> PossibleTimes:
+    """The measurement and its `ends`, given for every stage."""
+    return PossibleTimes(found, *(_timed(found, [each[end] for each in ends]) for end in (0, 1)))
+
+
+def _timed(found: Measurement, seconds: Sequence[Mapping[str, StageSeconds]]) -> Measurement:
+    def way(each: Way, known: Mapping[str, StageSeconds]) -> Way:
+        # One that is stored elsewhere runs as one that is stored whole.
+        return replace(each, cost=_cost(each.cost, known.get(each.name, known[""])))
+
+    stages = tuple(_cost(cost, known[""]) for cost, known in zip(found.stages, seconds, strict=True))
+    ways = tuple(
+        tuple(way(each, known) for each in several) for several, known in zip(found.ways_by_stage, seconds, strict=True)
+    )
+    return replace(found, stages=stages, ways=ways if any(ways) else ())
+
+
+def _cost(cost: StageCost, seconds: StageSeconds) -> StageCost:
+    return replace(cost, **asdict(seconds))

@@ -1,0 +1,255 @@
+"""Timing ends early where better times would save too little, and what that is judged by is a bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rotor_profiling import LossCost, StageCost
+from rotor_profiling.stage.seconds import StageRun, StageSeconds, errors_of, estimate
+from rotor_py import Checkpointable
+from rotor_py.measure import stage_measurer
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.certified.possible_times import ends_of, possible_times
+from rotor_py.measure.certified.regret import most_regret
+from rotor_py.measure.fixed_memory import FixedMemory
+from rotor_py.measure.measurement import Measurement, Way
+from rotor_py.measure.walks.stage_times import FEWEST_RUNS
+from rotor_py.plan.sources import enough_times
+from rotor_solver import ForwardCheck, ForwardEnable, ForwardNograd, Persistent, Sequence, simulate, store_all
+from rotor_solver.simulate import skipped_outputs
+from tests.solver.naive import naive_optimum
+
+BYTES = st.integers(0, 6)
+SECONDS = st.integers(1, 9).map(float)
+
+
+@st.composite
+def measured_stages(draw: st.DrawFn, number: int) -> tuple[Measurement, list[list[StageRun]]]:
+    """A chain whose stages may be stored in one other way each, and the runs by which it was timed."""
+    costs, ways, runs = [], [], []
+    for _ in range(number):
+        activation = draw(BYTES)
+        saved = activation + draw(BYTES)
+        several = [
+            StageRun(draw(SECONDS), ((draw(SECONDS), draw(SECONDS)), (draw(SECONDS), draw(SECONDS))), draw(SECONDS))
+            for _ in range(3)
+        ]
+        whole, other = (
+            StageCost(
+                way.forward_seconds,
+                way.nograd_seconds,
+                way.backward_seconds,
+                activation,
+                kept,
+                *(0, 0, 0, 0, 0, 0),
+                skipped_output_seconds=way.skipped_output_seconds,
+            )
+            for way, kept in zip(estimate(several), (saved, draw(st.integers(activation, saved))), strict=True)
+        )
+        costs.append(whole)
+        ways.append((Way("other", other),))
+        runs.append(several)
+    names = tuple(map(str, range(number)))
+    found = Measurement(names, tuple(costs), (0,) * number, draw(BYTES), LossCost(1.0, 0, 0), ways=tuple(ways))
+    return found, runs
+
+
+def drawn_truth(data: st.DataObject, runs: list[StageRun], stage: int, sequence: Sequence) -> list[StageSeconds]:
+    """Seconds of a stage in both ways that its runs do not rule out, however long it takes as a whole.
+
+    Most are at the end that is worse for the plan: long for what it does, and short for what it does not.
+    """
+    (whole, other), (wrong, others) = estimate(runs), errors_of(runs)
+    again = any(each.stage == stage for each in sequence if isinstance(each, ForwardNograd | ForwardCheck))
+    enabled = [each for each in sequence if isinstance(each, ForwardEnable) and each.stage == stage]
+    otherwise = any(each.option == 1 for each in enabled)
+    skips = any(sequence[position] in enabled for position in skipped_outputs(sequence))
+
+    def near(value: float, error: float, worse: bool) -> float:
+        sign = data.draw(st.sampled_from((1, 1, 1, 1, 0, -1))) * (1 if worse else -1)
+        return max(0.0, value + sign * error)
+
+    nograd = near(whole.nograd_seconds, wrong.nograd_seconds, again)
+    assume(whole.skipped_output_seconds - wrong.skipped_output_seconds <= nograd)
+    skipped = min(nograd, near(whole.skipped_output_seconds, wrong.skipped_output_seconds, not skips))
+    forward, backward = skipped + data.draw(SECONDS), data.draw(SECONDS)
+    longer = near(other.forward_seconds - whole.forward_seconds, others.forward_seconds, otherwise)
+    later = near(other.backward_seconds - whole.backward_seconds, others.backward_seconds, otherwise)
+    return [
+        StageSeconds(nograd, forward, backward, skipped),
+        StageSeconds(nograd, forward + longer, backward + later, skipped),
+    ]
+
+
+def timed(cost: StageCost, seconds: StageSeconds) -> StageCost:
+    return replace(
+        cost,
+        forward_seconds=seconds.forward_seconds,
+        nograd_seconds=seconds.nograd_seconds,
+        backward_seconds=seconds.backward_seconds,
+        skipped_output_seconds=seconds.skipped_output_seconds,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(2, 4).flatmap(measured_stages), st.floats(0, 1))
+def test_no_plan_is_faster_by_more_than_the_bound_whatever_the_true_times_are(
+    data: st.DataObject, chain: tuple[Measurement, list[list[StageRun]]], share: float
+) -> None:
+    found, runs = chain
+    budget = Budget(FixedMemory(), found.chain(fresh_gradients=False))
+    least, whole = budget.least_bytes(), budget.peak_bytes(store_all(budget.chain))
+    limit = int(least + share * (whole - least))
+    times = possible_times(found, [ends_of(each, ("other",), 0.0) for each in runs])
+    sequence = budget.solve(limit, Persistent())
+    bound = most_regret(times, budget, limit, Persistent()) * budget.makespan(sequence)
+
+    truth = [drawn_truth(data, each, number, sequence) for number, each in enumerate(runs)]
+    true = replace(
+        found,
+        stages=tuple(timed(cost, seconds[0]) for cost, seconds in zip(found.stages, truth, strict=True)),
+        ways=tuple(
+            (replace(way, cost=timed(way.cost, seconds[1])),) for (way,), seconds in zip(found.ways, truth, strict=True)
+        ),
+    ).chain(fresh_gradients=False)
+    assert simulate(true, sequence).makespan - naive_optimum(true, limit) <= bound + 1e-9
+
+
+def test_without_any_doubt_the_bound_is_the_gap_of_the_solver_and_where_nothing_fits_times_do_not_matter() -> None:
+    runs = [StageRun(float(i), ((float(i), 2.0 * i),), float(i)) for i in (1, 2, 3, 4)]
+    costs = [StageCost(run.ways[0][0], run.nograd, run.ways[0][1], 4, 9, *(0, 0, 0, 0, 0, 0)) for run in runs]
+    found = Measurement(tuple("abcd"), tuple(costs), (0,) * 4, 4, LossCost(0.0, 0, 0))
+    budget = Budget(FixedMemory(), found.chain(fresh_gradients=False))
+    times = possible_times(found, [ends_of([run] * 3, (), 0.0) for run in runs])
+    for limit in range(budget.least_bytes(), budget.peak_bytes(store_all(budget.chain)) + 1):
+        assert most_regret(times, budget, limit, Persistent()) < 1e-9
+    assert most_regret(times, budget, budget.least_bytes() - 1, Persistent()) == 0
+
+
+def layers() -> nn.Module:
+    widths = [8, 24, 40, 16, 32, 48, 8]
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+
+def squares(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+BATCH = torch.randn(512, 8)
+
+
+def times_vary(monkeypatch: pytest.MonkeyPatch, *, alone: bool) -> dict[int, int]:
+    """Have forwards and backwards vary a little, and runs without a graph much, unless the others `alone` do.
+
+    What is returned says how often the layer of each output width was timed.
+    """
+    often: dict[int, int] = {}
+    time_ways = stage_measurer.time_ways
+
+    def by_the_hour(runners: Any, *arguments: Any) -> Any:
+        run, output = time_ways(runners, *arguments)
+        width = runners[0].function.weight.shape[0]
+        often[width] = often.get(width, 0) + 1
+        longer = often[width] * 7 % 5
+        factor = 1 + longer / 12  # so that the times are kept for the next run, but are not good enough for all plans
+        forward, backward = width * factor, 2 * width * factor
+        nograd = float(width if alone else width * (1 + longer))
+        return StageRun(nograd, ((forward, backward),) * len(run.ways), forward), output
+
+    monkeypatch.setattr(stage_measurer, "time_ways", by_the_hour)
+    return often
+
+
+def limits() -> tuple[int, int]:
+    """One halfway from the least to that of storing everything, and that one."""
+    model = Checkpointable(layers(), loss=squares, cache=False)
+    model.measure(BATCH)
+    assert model.budget is not None
+    least, whole = model.budget.least_bytes(), model.budget.peak_bytes(store_all(model.budget.chain))
+    return (least + whole) // 2, whole
+
+
+def train(limit: int | None) -> Checkpointable:
+    model = Checkpointable(layers(), mem_limit=limit, loss=squares)
+    squares(model(BATCH)).backward()
+    return model
+
+
+@pytest.mark.timed
+def test_timing_ends_early_where_everything_is_stored_and_goes_on_for_another_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half, whole = limits()
+    often = times_vary(monkeypatch, alone=False)
+    train(whole)
+    assert set(often.values()) == {FEWEST_RUNS}
+    train(whole)  # all of it was kept, and is as good for that
+    assert set(often.values()) == {FEWEST_RUNS}
+    train(half)  # for which it is not good enough
+    assert max(often.values()) > FEWEST_RUNS
+
+
+@pytest.mark.timed
+def test_timing_ends_early_where_only_what_all_plans_have_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, _ = limits()
+    often = times_vary(monkeypatch, alone=True)
+    train(half)
+    assert set(often.values()) == {FEWEST_RUNS}
+    Checkpointable(layers(), mem_limit=half, loss=squares).measure(BATCH)  # for curves, and all other limits
+    assert max(often.values()) > FEWEST_RUNS
+
+
+@pytest.mark.timed
+def test_without_a_limit_times_are_good_for_any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    often = times_vary(monkeypatch, alone=True)
+    train(None)
+    assert max(often.values()) > FEWEST_RUNS
+
+
+@pytest.mark.timed
+def test_a_captured_graph_is_timed_until_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the loss, which is measured after the stages."""
+    asked: list[int] = []
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                value = value + part(value).tanh()
+            return value
+
+    most = most_regret
+
+    def noting(times: Any, budget: Budget, *arguments: Any) -> float:
+        asked.append(times.found.loss.kept_bytes)
+        return most(times, budget, *arguments)
+
+    monkeypatch.setattr(enough_times, "most_regret", noting)
+    runs, time_ways, numbers = [0], stage_measurer.time_ways, count()
+
+    def varying(runners: Any, *arguments: Any) -> Any:
+        run, output = time_ways(runners, *arguments)
+        runs[0] += 1
+        seconds = 1.0 + next(numbers) % 5
+        return StageRun(seconds, ((seconds, seconds),) * len(run.ways), seconds), output
+
+    monkeypatch.setattr(stage_measurer, "time_ways", varying)
+    model = Checkpointable(Residual(), mem_limit="1GB", loss=squares, cache=False)
+    squares(model(BATCH)).backward()
+    assert asked
+    assert len(asked) == 1
+    assert asked[0] > 0
+    early, runs[0] = runs[0], 0
+    Checkpointable(Residual(), mem_limit="1GB", cache=False).measure(BATCH)
+    assert runs[0] > early
