@@ -58,6 +58,10 @@ class Processes:
             process.kill()
 
 
+NOT_WHOLE = r"CF_|Fn_|\^"
+"""What there is in a sequence that does not store all stages whole."""
+
+
 def device() -> torch.device:
     """Where a process trains: what it makes is there unless it says otherwise."""
     return torch.get_default_device()

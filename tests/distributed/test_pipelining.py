@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.distributed import pipelines
-from tests.distributed.processes import Processes
+from tests.distributed.processes import NOT_WHOLE, Processes
 
 SHARE = 0.3
 """How much of the way from the least possible limit to storing everything the models are planned for."""
@@ -18,7 +20,7 @@ REPEATED = ["GPipe", "interleaved", "ZBV"]
 
 def assert_same(found: list[tuple[list[str], list[str]]]) -> None:
     assert [different for _, different in found] == [[]] * len(found)
-    assert all("CF_" in sequence for sequences, _ in found for sequence in sequences)
+    assert all(re.search(NOT_WHOLE, sequence) for sequences, _ in found for sequence in sequences)
 
 
 @pytest.mark.parametrize(
