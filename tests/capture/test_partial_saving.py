@@ -240,7 +240,7 @@ def graphs(draw: st.DrawFn) -> fx.GraphModule:
     return fx.GraphModule(attributes, graph)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.4])
 def test_options_of_any_plan_have_the_same_bits_and_the_peak_that_is_predicted(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def test_both_backwards_at_once_hold_less(processes: Processes, name: str) -> No
     assert max(peaks[1]) < max(peaks[0])
 
 
-@pytest.mark.parametrize(("kind", "share"), [("chain", 0.0), ("captured", 0.4)])
+@pytest.mark.parametrize(("kind", "share"), [("chain", 0.0), pytest.param("captured", 0.4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", pipelines.SCHEDULES)
 def test_the_peak_of_every_rank_is_inside_its_limit(processes: Processes, kind: str, name: str, share: float) -> None:
     """With plans for the microbatches that the schedule keeps in flight, which no plan for one would be."""

@@ -76,7 +76,7 @@ def test_no_cuts_and_no_sequences_are_better(
     assert plan.fits
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     plain_chains(max_stages=8),
     st.sampled_from(
