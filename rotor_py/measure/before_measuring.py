@@ -43,8 +43,8 @@ def refusal_before_measuring(
         needs = " If gradients are freed between steps, say so: fresh_grads=True (--fresh-grads)."
     message = (
         f"before measuring: a training step needs at least {format_bytes(least)} ({least} bytes), for "
-        f"{known.in_words()}{beside}; the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so it would run out "
-        f"of memory, whatever is recomputed.{needs} Try {_remedies(known, least - mem_limit)}."
+        f"{known.in_words()}{beside}; the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so whatever is "
+        f"recomputed, it would run out of memory.{needs} Try {_remedies(known, least - mem_limit)}."
     )
     return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit)
 
