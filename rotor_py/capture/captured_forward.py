@@ -68,7 +68,7 @@ class CapturedForward:
     ) -> Any:
         """Run the model's forward, with `run_graph` in the place of every graph.
 
-        `recaptured` is called before TorchDynamo makes another graph where there is one already for such answers of the
+        `recaptured` is called when TorchDynamo makes another graph where there is one already for such answers of the
         data, with the seconds that the last one took; 0 if nobody knows.
 
         For a sharded model, raises UnsupportedModelError if Dynamo breaks its graph, or if its parameters are gathered
@@ -112,8 +112,8 @@ class CapturedForward:
                 recaptured(forward.seconds)
 
         with (
-            handing_graphs_to(handle),
             tracing(began) as now,
+            handing_graphs_to(handle, traced=now.begin),
             masks_asked_about(),
             batch_norms_in_graphs(),
             marks.marked() if marks else nullcontext(),

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -33,7 +33,16 @@ else their versions would count against its limit, and why they do not fit would
 they guard: a KeyError."""
 _alone: dict[str, Any] = {_ALONE: True} if _ALONE in inspect.signature(torch.compile).parameters else {}
 _compiled: OrderedDict[Hashable, CompiledForward] = OrderedDict()
-_handler: ContextVar[Handler | None] = ContextVar("handler", default=None)
+
+
+class _Receiver(NamedTuple):
+    """What runs graphs that are called, and what is called when a new one has been traced."""
+
+    run: Handler
+    traced: Callable[[], None]
+
+
+_receiver: ContextVar[_Receiver | None] = ContextVar("receiver", default=None)
 
 
 class TracedGraph:
@@ -43,11 +52,11 @@ class TracedGraph:
         self.graph_module = graph_module
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
-        handler = _handler.get()
+        receiver = _receiver.get()
         # A user's own torch.compile may come here, if torch is too old for captures that are alone: TorchDynamo caches
         # what it traced by code object, and once a function has as many versions as it may have, it runs one that fits,
         # whichever backend made it.
-        return run_graph(self.graph_module, arguments) if handler is None else handler(self, arguments)
+        return run_graph(self.graph_module, arguments) if receiver is None else receiver.run(self, arguments)
 
 
 @dataclass(slots=True)
@@ -84,19 +93,22 @@ def compile_forward(
 
 
 @contextmanager
-def handing_graphs_to(handler: Handler) -> Iterator[None]:
-    """Have graphs that are called inside this context run by `handler`.
+def handing_graphs_to(handler: Handler, traced: Callable[[], None]) -> Iterator[None]:
+    """Have graphs that are called inside this context run by `handler`; `traced` is called for each that is new.
 
-    The handler is a context variable: models built alike share a function, and may train in several threads at once.
+    Both are a context variable: models built alike share a function, and may train in several threads at once.
     """
-    token = _handler.set(handler)
+    token = _receiver.set(_Receiver(handler, traced))
     try:
         yield
     finally:
-        _handler.reset(token)
+        _receiver.reset(token)
 
 
 def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedGraph:
+    receiver = _receiver.get()
+    if receiver is not None:
+        receiver.traced()
     return TracedGraph(graph_module)
 
 

@@ -85,12 +85,12 @@ def _keep_sizes(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
 
 
 class Tracing:
-    """The tracing in the course of one call, in this thread: `began` is called once, before it begins."""
+    """The tracing in the course of one call, in this thread: `began` is called once, when it begins."""
 
     def __init__(self, began: Callable[[], None]) -> None:
         self.seconds = 0.0
         """What it took so far. Of a model whose graph breaks, the pieces are traced one by one."""
-        self._began = began
+        self._began: Callable[[], None] | None = began
         self._breaks_before = len(graph_break_reasons)
         self._thread = get_ident()
         self._since: float | None = None
@@ -99,9 +99,17 @@ class Tracing:
     def start(self, *_: Any) -> None:
         if get_ident() != self._thread or self._paused:
             return
-        if not self.seconds:
-            self._began()
+        self.begin()
         self._since = time.perf_counter()
+
+    def begin(self) -> None:
+        """Say that tracing has begun, if that has not been said.
+
+        TorchDynamo says so by callbacks, but not while it compiles in another thread. Then the new graph shows it.
+        """
+        began, self._began = self._began, None
+        if began is not None:
+            began()
 
     def end(self, *_: Any) -> None:
         if get_ident() == self._thread and self._since is not None:

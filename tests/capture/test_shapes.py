@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.capture import compiled_models
@@ -171,6 +172,21 @@ def test_smaller_images_follow_the_plan_with_a_graph_for_each_size(
         for shape in ((6, 16), (5, 16), (3, 24), (3, 16)):
             assert_trains_like(planned, plain, pictures(*shape))
     assert not measured
+    assert len(captured) == 2
+    (line,) = said(caplog)
+    assert "captures another graph" in line
+
+
+def test_another_graph_is_told_of_while_another_thread_compiles(
+    captured: list[object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """TorchDynamo calls nobody then: it waits until all threads are done."""
+    torch.manual_seed(0)
+    planned, _ = planned_for(Images(), pictures(6, 24))
+    planned.mem_limit = "1GB"
+    with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "another thread's"):
+        for shape in ((6, 16), (5, 16)):
+            planned(**pictures(*shape))
     assert len(captured) == 2
     (line,) = said(caplog)
     assert "captures another graph" in line
