@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compiled.options import Compile, config_of
 from rotor_py.compiled.stage_code import Config
-from rotor_py.plan import offloading
-from rotor_py.plan.stepping.refusals import refuse_settings
+from rotor_py.plan.conflicts.offload import refuse_beside_offload
+from rotor_py.plan.conflicts.step_in_backward import refuse_beside_step_in_backward
 from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
 from rotor_py.stage.keepers.form_keeper import FormKeeper
 from rotor_py.stage.keepers.packed import Packed
@@ -73,8 +73,8 @@ class Settings:
             )
         self._refuse_on_oom()
         self._refuse_keep()
-        refuse_settings(self)
-        offloading.refuse_settings(self)
+        refuse_beside_step_in_backward(self)
+        refuse_beside_offload(self)
         if self.step_in_backward is not None:
             self.optimizer = self.step_in_backward
         self.inductor = config_of(self.compile)

@@ -17,7 +17,7 @@ from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, verify
 from rotor_py.measure.device import limit_bytes
 from rotor_py.offload.offload import checked_name
-from rotor_py.plan.stepping.refusals import refuse_optimizer
+from rotor_py.plan.conflicts.step_in_backward import refuse_optimizer
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.progress import Activities, activities

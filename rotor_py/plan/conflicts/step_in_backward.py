@@ -1,4 +1,4 @@
-"""What `step_in_backward` does not go together with, in a sentence each."""
+"""What `step_in_backward` does not go together with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 
 from rotor_profiling.step_alone import steps_alone
-from rotor_py.errors import UnsupportedModelError
 
 
 class Asked(Protocol):
@@ -20,19 +19,7 @@ class Asked(Protocol):
     process_group: Any
 
 
-class TrainedAlone(Protocol):
-    """A model, and who trains it."""
-
-    core: torch.nn.Module
-
-    @property
-    def alone(self) -> bool: ...
-
-    @property
-    def sharded(self) -> bool: ...
-
-
-def refuse_settings(asked: Asked) -> None:
+def refuse_beside_step_in_backward(asked: Asked) -> None:
     """ValueError where `step_in_backward` excludes what else is asked for, or is an optimizer that cannot do it.
 
     TypeError where it is no optimizer.
@@ -67,12 +54,3 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("step_in_backward takes no gradients of steps; leave differentiable=True out")
-
-
-def refuse_several_processes(model: TrainedAlone) -> None:
-    """UnsupportedModelError for a model that is trained by several processes, or is sharded."""
-    if not model.alone or model.sharded or any(hasattr(each, "device_mesh") for each in model.core.parameters()):
-        raise UnsupportedModelError(
-            f"step_in_backward is for one process, and {type(model.core).__name__} is trained by several or sharded: "
-            "its gradients are whole only when all have sent theirs; leave step_in_backward out"
-        )
