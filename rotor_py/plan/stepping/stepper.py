@@ -146,7 +146,7 @@ class Stepper:
     def _step_alone(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         optimizer = self._optimizer
         groups = optimizer.param_groups
-        optimizer.param_groups = [{**group, "params": [parameter]}]  # Rule 1
+        optimizer.param_groups = [{**group, "params": [parameter]}]  # Rule 1: the user's own optimizer
         try:
             plain_step(type(optimizer))(optimizer)
         finally:

@@ -174,7 +174,7 @@ class SavedAsItIs:
     __slots__ = ("_tensor", "_writes")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # Rule 7
+        self._tensor = tensor.detach()  # Rule 7: without its history
         self._writes = tensor._version
 
     @property
