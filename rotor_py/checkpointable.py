@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compiled.around import inductor_around, inductor_of
 from rotor_py.compiled.options import Compile
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import UnsupportedModelError, what_it_is
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.plan.planned_model import PlannedModel
 from rotor_py.plan.planner import Planner
 from rotor_py.plan.saved.plan import Plan
-from rotor_py.plan.settings import Settings, what_it_is
+from rotor_py.plan.settings import Settings
 from rotor_py.transparent import ModelsSignature, core_of, in_training, instead_of_forward
 from rotor_solver import Algorithm, Chain, Sequence
 from rotor_solver.progress import Progress

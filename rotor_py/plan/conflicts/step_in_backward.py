@@ -20,16 +20,10 @@ class Asked(Protocol):
 
 
 def refuse_beside_step_in_backward(asked: Asked) -> None:
-    """ValueError where `step_in_backward` excludes what else is asked for, or is an optimizer that cannot do it.
-
-    TypeError where it is no optimizer.
-    """
+    """ValueError where `step_in_backward` excludes what else is asked for, or is an optimizer that cannot do it."""
     optimizer = asked.step_in_backward
     if optimizer is None:
         return
-    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
-        kind = f"the class {optimizer.__name__} itself" if isinstance(optimizer, type) else type(optimizer).__name__
-        raise TypeError(f"step_in_backward is {kind}; pass the optimizer that steps, made of the model's parameters")
     if asked.optimizer is not None and asked.optimizer is not optimizer:
         raise ValueError("optimizer and step_in_backward are different optimizers; leave optimizer out")
     if asked.forwards_in_flight > 1:
