@@ -20,7 +20,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from anchors import LlamaBlock
+from anchors_works import LlamaBlock
 from report import ROOT, write
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode

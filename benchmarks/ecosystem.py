@@ -45,11 +45,11 @@ def llama(width: int = 128, layers: int = 6, batch: int = 4, length: int = 128) 
     return LlamaForCausalLM(config), words(batch, length), its_own
 
 
-def gpt2() -> Case:
+def gpt2(layers: int = 6, length: int = 128) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=1000, n_positions=256, n_embd=128, n_layer=6, n_head=4)
-    return GPT2LMHeadModel(config), words(4, 128), its_own
+    config = GPT2Config(vocab_size=1000, n_positions=256, n_embd=128, n_layer=layers, n_head=4)
+    return GPT2LMHeadModel(config), words(4, length), its_own
 
 
 def bert() -> Case:
@@ -71,12 +71,12 @@ def t5() -> Case:
     return T5ForConditionalGeneration(config), inputs, its_own
 
 
-def vit() -> Case:
+def vit(layers: int = 6, batch: int = 8) -> Case:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
         hidden_size=128,
-        num_hidden_layers=6,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         intermediate_size=512,
         image_size=64,
@@ -84,7 +84,7 @@ def vit() -> Case:
         num_labels=10,
         problem_type=CLASSES,
     )
-    return ViTForImageClassification(config), images(8, 64), its_own
+    return ViTForImageClassification(config), images(batch, 64), its_own
 
 
 def swin() -> Case:

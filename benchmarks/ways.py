@@ -22,7 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from ecosystem import CLASSES, Case, UNet, images, its_own, llama, words
+from ecosystem import Case, UNet, gpt2, images, llama, vit
 from report import ROOT, write
 from torch import nn
 
@@ -38,29 +38,6 @@ SHARES = (0.5, 0.35, 0.25, 0.15)
 BLOCKS = 12
 TURNS = 9
 Row = dict[str, Any]
-
-
-def gpt2() -> Case:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=1000, n_positions=256, n_embd=128, n_layer=BLOCKS, n_head=4)
-    return GPT2LMHeadModel(config), words(4, 256), its_own
-
-
-def vit() -> Case:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=128,
-        num_hidden_layers=BLOCKS,
-        num_attention_heads=4,
-        intermediate_size=512,
-        image_size=64,
-        patch_size=8,
-        num_labels=10,
-        problem_type=CLASSES,
-    )
-    return ViTForImageClassification(config), images(16, 64), its_own
 
 
 class Classified(nn.Module):
@@ -81,8 +58,8 @@ def itself(output: Any) -> torch.Tensor:
 
 CASES: dict[str, Callable[[], Case]] = {
     "Llama": lambda: llama(layers=BLOCKS, length=256),
-    "GPT-2": gpt2,
-    "ViT": vit,
+    "GPT-2": lambda: gpt2(layers=BLOCKS, length=256),
+    "ViT": lambda: vit(layers=BLOCKS, batch=16),
     "ResNet-50": lambda: (Classified(resnet50(num_classes=10)), images(16, 96), itself),
     "U-Net": lambda: (UNet(), {"picture": torch.randn(4, 3, 128, 128)}, lambda output: output.square().mean()),
     "tiny": lambda: llama(width=64, layers=4, batch=2, length=128),

@@ -82,3 +82,8 @@ class MissingCheckpointError(ValueError):
             "again; run checkpointed_forward first, or save a checkpoint before it"
         )
         self.layer = layer
+
+
+def what_it_is(value: object) -> str:
+    """The kind of a value that is not what was asked for, for an error."""
+    return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__

@@ -14,6 +14,7 @@ import click
 
 from rotor_cli.completion import files
 from rotor_cli.errors import DIFFERENT, INTERRUPTED, UNEXPECTED, Failure
+from rotor_cli.refusals.wrong_use import refuse_wrong_use
 from rotor_cli.request import Request, batch_of
 from rotor_cli.synonyms import CommandWithSynonyms
 
@@ -204,7 +205,7 @@ def main(traceback: bool, **options: Any) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     request = Request(**options)
     try:
-        request.refuse_wrong_use()
+        refuse_wrong_use(request)
         if request.pipeline is not None:
             from rotor_cli.commands.pipeline import run
 

@@ -154,7 +154,7 @@ class GuardedTape(Tape):
         if self._written(stage + 1) != self._then[: stage + 2]:
             return "the input or a parameter was written to after the forward"
         for runner in self.runners[: stage + 1]:
-            if runner.switched:
+            if runner.earlier.switched:
                 return f"stage {runner.name!r} was switched between training and evaluation after the forward"
         if self.runners[stage].hooks_gradients:
             return f"stage {self.runners[stage].name!r} has hooks on gradients, which may have been called"

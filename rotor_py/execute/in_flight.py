@@ -1,4 +1,7 @@
-"""What a tape keeps from a forward to its backward, and which backward pass may use it (Rules 8 and 10)."""
+"""What a tape keeps from a forward to its backward, and which backward pass may use it.
+
+Rules are those of the Note in `tape`.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ class Passes:
 
     @contextmanager
     def begin(self) -> Iterator[Held]:
-        """The forward, which fills what is held. If it ends in an error, that is let go of (Rule 10)."""
+        """The forward, which fills what is held. If it ends in an error, that is let go of (Rule 10: an error)."""
         held = self._held
         assert held is not None
         try:

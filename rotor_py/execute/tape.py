@@ -120,7 +120,7 @@ class Tape:
         position = 0
         for steps in self.program.pieces:
             stages = slice(frontier, frontier + len(steps))
-            if len(steps) > 1 and (run := run_through(self.runners[stages])) is not None:  # Rule 16
+            if len(steps) > 1 and (run := run_through(self.runners[stages])) is not None:  # Rule 16: as one function
                 values = list(value)
                 del value
                 value = run(values)
@@ -141,15 +141,15 @@ class Tape:
         """Run a stage for the first time."""
         if stage in self.program.runs_again:
             self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
-        if stage in step.live:  # Rule 5
+        if stage in step.live:  # Rule 5: without its history
             held.inputs.keep_first(stage, value)
         if stage not in self.program.in_graph:
-            value = self._add_node(stage, value)  # Rule 2
+            value = self._add_node(stage, value)  # Rule 2: one node
         elif stage in self.program.runs_again:
             # The stage must not write into what the tape keeps. Where its input is not kept, it may.
             value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
         else:
-            value = self._run_in_graph(self._runner(step), stage, value)  # Rule 1
+            value = self._run_in_graph(self._runner(step), stage, value)  # Rule 1: plain autograd
         if stage in self.program.awaited:
             self._await(stage, value)
         held.release(step.live)
@@ -159,7 +159,7 @@ class Tape:
         return runner.forward(value) if self._moving is None else self._moving.forward(runner, stage, value)
 
     def _come_to(self, position: int) -> None:
-        """The operation at this position of the sequence is about to begin (Rule 15)."""
+        """The operation at this position of the sequence is about to begin: something may move first (Rule 15)."""
         if self._moving is not None:
             self._moving.come_to(position)
 
@@ -195,7 +195,7 @@ class Tape:
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage` (Rule 3)."""
-        wait_for(gradients)  # Rule 14
+        wait_for(gradients)  # Rule 14: before stages run again
         with self._passes.resume(stage) as current:
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
@@ -213,7 +213,7 @@ class Tape:
         if not self._passes.concerns_nodes():
             self._come_to_replay(self.program.backward_at[stage])
             return  # a pass for parameters of this stage alone: nobody reads what these forwards make
-        wait_for(gradient)  # Rule 14
+        wait_for(gradient)  # Rule 14: before stages run again
         with self._passes.resume(stage) as current:
             self._advance(current, stage)
 
@@ -233,7 +233,8 @@ class Tape:
 
     def _run_again(self, held: Held, step: Step) -> None:
         stage = step.operation.stage  # type: ignore[union-attr] # a forward
-        runner, value, surroundings = self.runners[stage], held.inputs[stage], self.surroundings[stage]  # Rule 4
+        runner, value = self.runners[stage], held.inputs[stage]
+        surroundings = self.surroundings[stage]  # Rule 4: as in the first run
         before = self._versions(stage, value)
         if isinstance(step.operation, ForwardEnable):
             # What the tape keeps is detached, and has forgotten which gradients are wanted.

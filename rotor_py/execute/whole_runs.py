@@ -36,5 +36,5 @@ def _run(
     shared = values[len(values) - carried :]
     values += context
     made = run(values, names.__getitem__)
-    wait_for(made)  # Rule 14 in `tape.py`
+    wait_for(made)  # as `StageRunner` does: what was sent stays in memory until somebody waits
     return made if last or not carried else (*made, *shared)

@@ -1,67 +1,18 @@
-"""What plans that move activations to another tier do not go together with, and what they need of that tier."""
+"""What plans that move activations need of the tier that they move them to."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
 
 import torch
 
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget
-from rotor_py.offload.offload import Offload, checked_name
+from rotor_py.offload.offload import Offload
 from rotor_solver import Sequence
 from rotor_solver.moving import Link
 
 _log = logging.getLogger("rotor_py")
-
-
-class Asked(Protocol):
-    """The settings that are looked at."""
-
-    offload: str | None
-    by_hand: Any
-    forwards_in_flight: int
-    on_oom: str
-    compile: Any
-
-
-class TrainedAlone(Protocol):
-    """A model, and who trains it."""
-
-    core: torch.nn.Module
-
-    @property
-    def alone(self) -> bool: ...
-
-    @property
-    def sharded(self) -> bool: ...
-
-
-def refuse_settings(asked: Asked) -> None:
-    """ValueError where `offload` is no tier that there is here, or excludes what else is asked for."""
-    if asked.offload is None:
-        return
-    asked.offload = checked_name(asked.offload)
-    others = {
-        f"{asked.by_hand} leaves nothing to choose": asked.by_hand is not None,
-        f"forwards_in_flight={asked.forwards_in_flight} has several forwards share the way": asked.forwards_in_flight
-        > 1,
-        "on_oom='replan' runs stages again that have moved what they saved": asked.on_oom == "replan",
-        "compile= has Inductor decide what a stage saves": bool(asked.compile),
-    }
-    for reason, given in others.items():
-        if given:
-            raise ValueError(f"offload= has a plan move what stages save, and {reason}; leave one of them out")
-
-
-def refuse_several_processes(model: TrainedAlone) -> None:
-    """UnsupportedModelError for a model that is trained by several processes, or is sharded."""
-    if not model.alone or model.sharded or any(hasattr(each, "device_mesh") for each in model.core.parameters()):
-        raise UnsupportedModelError(
-            f"offload= is for one process, and {type(model.core).__name__} is trained by several or sharded: their "
-            "plans would differ by what each of them measures of its own disk; leave offload= out"
-        )
 
 
 def link_to(offload: Offload, device: torch.device) -> Link:
@@ -97,15 +48,6 @@ def prepare_for_file(offload: Offload | None, budget: Budget, sequence: Sequence
             "for where they go"
         )
     reserve(offload, budget, sequence)
-
-
-def refuse_compiled(offload: Offload | None) -> None:
-    """ValueError where stages are to be compiled, and plans may move what they save."""
-    if offload is not None:
-        raise ValueError(
-            "offload= has a plan move what stages save, and torch.compile has Inductor decide what that is; leave "
-            "one of them out"
-        )
 
 
 def tell_of_several_forwards(budget: Budget) -> None:

@@ -16,7 +16,7 @@ from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import planning
-from rotor_py.plan import offloading
+from rotor_py.plan.conflicts.several_processes import refuse_several_processes
 from rotor_py.plan.inputs.input_spec import describe
 from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
 from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
@@ -28,7 +28,6 @@ from rotor_py.plan.solving import agree, make_room_for_optimizer
 from rotor_py.plan.sources.enough_times import enough_for_limit
 from rotor_py.plan.sources.source import Measuring, Rooms
 from rotor_py.plan.sources.source_of import source_of
-from rotor_py.plan.stepping.refusals import refuse_several_processes
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.steps.step_plans import StepPlans
 from rotor_py.plan.steps.step_spec import ModelState, StepSpec
@@ -90,11 +89,8 @@ class PlanMaker:
 
         What is measured `to_train` has to be good enough for the limit that is set, and for no other plan.
         """
+        refuse_several_processes(self.model)
         # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
-        if self.settings.step_in_backward is not None:
-            refuse_several_processes(self.model)
-        if self.settings.offload is not None:
-            offloading.refuse_several_processes(self.model)
         source = self.blank.renewed()
         device = self.model.device_of(spec.input)
         if device.type == "cpu":

@@ -11,11 +11,12 @@ import torch
 
 from rotor_profiling import tensors_in
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
+from rotor_py.plan.conflicts.several_processes import refuse_several_processes
 from rotor_py.plan.inputs.input_spec import describe
 from rotor_py.plan.noticed.forwards import Forwards
 from rotor_py.plan.noticed.kept_gradients import KeptGradients
 from rotor_py.plan.noticed.watched_steps import WatchedSteps
-from rotor_py.plan.out_of_memory.replanner import Replanner, refuse_several_processes
+from rotor_py.plan.out_of_memory.replanner import Replanner
 from rotor_py.plan.plan_maker import PlanMaker
 from rotor_py.plan.solving import agree
 from rotor_py.plan.sources.source import Following
@@ -55,8 +56,7 @@ class PlannedForwards:
         spec = self._model.step_on(value)
         if not spec.model.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return self._model.core.forward(*args, **kwargs)
-        if self._settings.replans:
-            refuse_several_processes(self._model)
+        refuse_several_processes(self._model)
         if self._stepper is not None and self._stepper.before_forward(in_flight=bool(self._forwards.in_flight())):
             self._forget_plans()
         self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))

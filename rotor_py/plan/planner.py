@@ -70,7 +70,8 @@ from rotor_profiling import UnknownOptimizerError
 from rotor_py.compiled.options import without_cuda_graphs
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
-from rotor_py.plan.offloading import prepare_for_file, refuse_compiled
+from rotor_py.plan.conflicts.offload import refuse_compiled
+from rotor_py.plan.offloading import prepare_for_file
 from rotor_py.plan.out_of_memory.guarded_budget import guarded
 from rotor_py.plan.plan_maker import PlanMaker
 from rotor_py.plan.planned_forwards import PlannedForwards

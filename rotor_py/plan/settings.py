@@ -12,8 +12,9 @@ from torch.distributed import ProcessGroup
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compiled.options import Compile, config_of
 from rotor_py.compiled.stage_code import Config
-from rotor_py.plan import offloading
-from rotor_py.plan.stepping.refusals import refuse_settings
+from rotor_py.errors import what_it_is
+from rotor_py.plan.conflicts.offload import refuse_beside_offload
+from rotor_py.plan.conflicts.step_in_backward import refuse_beside_step_in_backward
 from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
 from rotor_py.stage.keepers.form_keeper import FormKeeper
 from rotor_py.stage.keepers.packed import Packed
@@ -55,7 +56,7 @@ class Settings:
     """what Inductor is told; None where nothing is to be compiled"""
 
     def __post_init__(self) -> None:
-        """TypeError if `optimizer` is no optimizer: its class, for example.
+        """TypeError if `optimizer` or `step_in_backward` is no optimizer: its class, for example.
 
         ValueError if `forwards_in_flight` is not a whole number, one at least, if `backward_order` is none, if `on_oom`
         `step_in_backward` or `offload` cannot be done, if `compile` is nothing that `torch.compile` takes, or if `keep`
@@ -66,15 +67,15 @@ class Settings:
             raise ValueError(f"forwards_in_flight is {forwards!r}; it has to be a whole number, one at least")
         if self.backward_order not in (None, *ORDERS):
             raise ValueError(f"backward_order is {self.backward_order!r}; it can be {' or '.join(map(repr, ORDERS))}")
-        given = self.optimizer
-        if given is not None and (isinstance(given, type) or not hasattr(given, "param_groups")):
-            raise TypeError(
-                f"optimizer is {what_it_is(given)}; pass the optimizer that will step, made of the model's parameters"
-            )
+        for name, given in (("optimizer", self.optimizer), ("step_in_backward", self.step_in_backward)):
+            if given is not None and (isinstance(given, type) or not hasattr(given, "param_groups")):
+                raise TypeError(
+                    f"{name} is {what_it_is(given)}; pass the optimizer that will step, made of the model's parameters"
+                )
         self._refuse_on_oom()
         self._refuse_keep()
-        refuse_settings(self)
-        offloading.refuse_settings(self)
+        refuse_beside_step_in_backward(self)
+        refuse_beside_offload(self)
         if self.step_in_backward is not None:
             self.optimizer = self.step_in_backward
         self.inductor = config_of(self.compile)
@@ -120,8 +121,3 @@ class Settings:
     def solved_with(self) -> tuple[float | str | None, int]:
         """What a sequence depends on that the user may change after it was found."""
         return self.mem_limit, self.mem_slots
-
-
-def what_it_is(value: Any) -> str:
-    """The kind of a value that is not what was asked for, for an error."""
-    return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__

@@ -12,9 +12,8 @@ from torch import nn
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.devices.device import Device, Devices
 from rotor_py.devices.table import find_devices
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import UnsupportedModelError, what_it_is
 from rotor_py.plan.inputs.sample import arguments_of
-from rotor_py.plan.settings import what_it_is
 from rotor_py.predict.elsewhere import Elsewhere, Shard
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory

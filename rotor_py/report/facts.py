@@ -1,4 +1,4 @@
-"""The numbers and words of a report, without anything that shows them: every renderer reads these facts.
+"""What a report says, without anything that shows it: every renderer reads these facts.
 
 Nothing here imports a renderer, or the function that finds a sweep.
 """
@@ -10,39 +10,20 @@ from dataclasses import dataclass
 
 from rotor_py.devices.device import Devices
 from rotor_py.devices.reservation import Reservation
-from rotor_py.measure.budget import Budget
-from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.step_memory import peak_of
 from rotor_py.report.basis import Basis
 from rotor_py.report.batch_choice import BatchChoice
+from rotor_py.report.numbers import PlanNumbers
 from rotor_py.report.sweep import Sweep
 from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_py.stage.keepers.rounded_stages import rounded_stages
 from rotor_py.units import format_bytes, format_seconds
-from rotor_solver import (
-    Chain,
-    ForwardCheck,
-    ForwardEnable,
-    ForwardNograd,
-    Loss,
-    Sequence,
-    store_all,
-)
 
 
 @dataclass(frozen=True, slots=True)
-class ReportFacts:
-    """A measured model, its budget and its plan. `mem_limit`, in bytes, is None where none was set.
+class ReportFacts(PlanNumbers):
+    """The numbers of a plan, what else is known of it, and what there is to say about both."""
 
-    What follows from them is computed when it is asked for: peaks in bytes, times in seconds, all of them predicted.
-    """
-
-    title: str
-    device: str
-    mem_limit: int | None
-    budget: Budget
-    measurement: Measurement
-    sequence: Sequence
     sweep: Sweep | None = None
     """What all limits cost, where that is known."""
     compiled: Iterable[str] = ()
@@ -53,11 +34,6 @@ class ReportFacts:
     """The devices of the table that this is predicted for, which need not be there; None where it was measured."""
     reserved: Reservation | None = None
     """What the allocator is predicted to reserve there, if a step by the plan was followed for it."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the predicted peak is inside the limit."""
-        return self.mem_limit is None or self.peak_bytes <= self.mem_limit
 
     def verdict(self) -> tuple[str, str]:
         """Whether the plan fits, and at what price: the beginning and the rest of one sentence."""
@@ -136,28 +112,6 @@ class ReportFacts:
         found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
         return found if basis is None else [*found, ("fitted to", basis.anchor)]
 
-    @property
-    def chain(self) -> Chain:
-        """The measured chain, in seconds and bytes."""
-        return self.budget.chain
-
-    @property
-    def shown(self) -> Sequence:
-        """The sequence that is drawn, and told stage by stage: of several forwards in flight, the one with the peak."""
-        return self.budget.busiest(self.sequence)[0]
-
-    def by_forwards(self) -> dict[str, Sequence]:
-        """The sequences that forwards in flight follow, by what they are called: `forward 1`, `forwards 2 to 4`."""
-        sequences = self.sequence.of_forwards(self.budget.forwards)
-        if not self.sequence.beside:
-            return {"sequence": self.sequence}
-        starts = [at for at, each in enumerate(sequences) if at == 0 or each.operations != sequences[at - 1].operations]
-        ends = [*starts[1:], len(sequences)]
-        return {
-            f"forward {begin + 1}" if end - begin == 1 else f"forwards {begin + 1} to {end}": sequences[begin]
-            for begin, end in zip(starts, ends, strict=True)
-        }
-
     def which_forward(self) -> str | None:
         """Which of the forwards in flight is shown, in one sentence; None where they all follow one sequence."""
         found = self.by_forwards()
@@ -169,78 +123,3 @@ class ReportFacts:
             f"{self.budget.forwards} forwards are in flight at once, by {len(found)} different sequences; their "
             f"backwards {order}. Stages and pictures are those of {name}, where the peak is."
         )
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of the planned step."""
-        return self.budget.peak_bytes(self.sequence)
-
-    @property
-    def store_all_bytes(self) -> int:
-        """Predicted peak of a step that stores everything."""
-        return self.budget.peak_bytes(store_all(self.chain))
-
-    @property
-    def step_seconds(self) -> float:
-        """Predicted time of the planned forward, loss and backward."""
-        return self.seconds_of(self.sequence)
-
-    @property
-    def store_all_seconds(self) -> float:
-        """Predicted time of the plain forward, loss and backward."""
-        return self.seconds_of(store_all(self.chain))
-
-    def seconds_of(self, sequence: Sequence) -> float:
-        """Predicted time of forward, loss and backward that follow `sequence`, of all forwards in flight."""
-        return self.budget.makespan(sequence) + self.budget.forwards * self.before_chain_seconds
-
-    @property
-    def overhead(self) -> float:
-        """Planned time as a ratio to the plain one."""
-        return self.step_seconds / self.store_all_seconds if self.store_all_seconds else 1.0
-
-    @property
-    def gap(self) -> float | None:
-        """How far the plan can be from the best memory-persistent one, as a share of time; None if there is no bound.
-
-        The solver has proved that no such plan is faster than `sequence.lower_bound` seconds, for each forward.
-        """
-        bound = self.sequence.lower_bound
-        if bound is None:
-            return None
-        makespan = self.budget.makespan(self.sequence) / self.budget.forwards
-        return makespan / bound - 1 if bound else 0.0
-
-    @property
-    def before_chain_seconds(self) -> float:
-        """Time of the layers before the chain, which no plan changes."""
-        return self.measurement.prefix.seconds if self.measurement.prefix else 0.0
-
-    def actions(self) -> list[str]:
-        """What happens to every stage, in words: "stored", "checkpointed, recomputed 1×"; one entry per stage."""
-        runs = [0] * len(self.chain)
-        kept: dict[int, str] = {}
-        before_loss = True
-        for operation in self.shown:
-            match operation:
-                case Loss():
-                    before_loss = False
-                case ForwardEnable(stage, option):
-                    runs[stage] += 1
-                    if before_loss:  # after it, a ForwardEnable is a recomputation
-                        way = self.chain.stages[stage].options[option]
-                        size = f"{format_bytes(way.moved)} moved" if way.moved else format_bytes(way.saved)
-                        kept[stage] = f"stored {way.name}: {size}" if option else "stored"
-                case ForwardCheck(stage):
-                    runs[stage] += 1
-                    # A sequence may run a stage again before the loss, and store it then: that is what counts.
-                    if before_loss:
-                        kept.setdefault(stage, "checkpointed")
-                case ForwardNograd(stage):
-                    runs[stage] += 1
-        return [_action(kept.get(stage), count - 1) for stage, count in enumerate(runs)]
-
-
-def _action(kept: str | None, again: int) -> str:
-    times = f"recomputed {again}×" if again else ""
-    return ", ".join(part for part in (kept, times) if part)

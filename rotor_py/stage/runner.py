@@ -20,6 +20,7 @@ from rotor_profiling.isolate import alias, parameter_slots, substituted, trained
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.stage.activity import During, tell_of_backward
 from rotor_py.stage.attached_stage import AttachedStage, edges_of, enter_graph, owners_of
+from rotor_py.stage.earlier_runs import EarlierRuns
 from rotor_py.stage.graph_effects import recall_effects, run_with_graph
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.skipped_output import forward_skipping_output
@@ -62,10 +63,8 @@ class StageRunner:
         self.hands_on = hands_on
         self.function = function
         self.effects = recall_effects(function)
-        self._modes: list[bool] = []
-        """of its modules in the first run, if more may follow; other options of it know, too"""
-        self._written: list[int] = []
-        """how often each parameter was written to when the stage had run last; other options of it know, too"""
+        self.earlier = EarlierRuns(function, name)
+        """other options of the stage know, too"""
         self.name = name
         self.preserve_rng_state = preserve_rng_state
         self.open = open or not isinstance(function, nn.Module)
@@ -136,8 +135,7 @@ class StageRunner:
         ):
             output = run(value)
         tell_of_backward(output, self.name)
-        self._note_parameters()
-        self._note_modes()
+        self.earlier.note_first()
         return output, surroundings[0]
 
     def again(self, value: Any, surroundings: Surroundings) -> Any:
@@ -145,46 +143,17 @@ class StageRunner:
 
         RuntimeError if the stage was switched between training and evaluation since, or if a parameter has changed.
         """
-        self._refuse_other_modes()
-        self._refuse_other_parameters()
+        self.earlier.refuse_changes()
         with During("recomputation", self.name), torch.no_grad(), surroundings.restored(self.function, graph=False):
             output = self._without_graph()(value)
-        self._note_parameters()
+        self.earlier.note()
         return output
-
-    @property
-    def switched(self) -> bool:
-        """Whether a module of the stage was switched between training and evaluation since its first run."""
-        return bool(self._modes) and _modes(self.function) != self._modes
 
     @property
     def hooks_gradients(self) -> bool:
         """Whether modules of the stage have hooks that their backward calls."""
         modules = self.function.modules() if isinstance(self.function, nn.Module) else ()
         return any(module._backward_hooks or module._backward_pre_hooks for module in modules)
-
-    def _refuse_other_modes(self) -> None:
-        if self.switched:
-            raise RuntimeError(
-                f"stage {self.name!r} was switched between training and evaluation after its forward, and has to be "
-                "run again for the backward; call train() and eval() before the forward or after the backward"
-            )
-
-    def _note_modes(self) -> None:
-        # Not when the runner is made, which is in every step: most stages are stored, and run once.
-        self._modes[:] = _modes(self.function)
-
-    def _note_parameters(self) -> None:
-        self._written[:] = [parameter._version for parameter in self.all_parameters()]
-
-    def _refuse_other_parameters(self) -> None:
-        """RuntimeError if a parameter was written to since the last run: another one would have other numbers."""
-        if self._written and self._written != [parameter._version for parameter in self.all_parameters()]:
-            raise RuntimeError(
-                f"a parameter of stage {self.name!r} was changed between its forward and its backward, for which the "
-                "stage has to be run again; call optimizer.step() after the backward, and with step_in_backward use no "
-                "parameter detached in one stage that is trained in a later one"
-            )
 
     def _without_graph(self) -> Callable[[Any], Any]:
         dependent = self.effects.graph_dependent
@@ -218,11 +187,10 @@ class StageRunner:
         once. RuntimeError if the stage was switched between training and evaluation since, if a parameter of it has
         changed, or if an `open` stage uses a parameter that it does not own.
         """
-        self._refuse_other_modes()
-        self._refuse_other_parameters()
+        self.earlier.refuse_changes()
         restored = surroundings.restored(self.function, graph=True)
         attached, output, _ = self._attach("recomputation", restored, value, skip_output)
-        self._note_parameters()
+        self.earlier.note()
         return attached, output
 
     def attach_first(self, value: Any) -> tuple[AttachedStage, Any, Surroundings]:
@@ -232,8 +200,7 @@ class StageRunner:
         """
         recording = recorded(self.function, self.devices(value), self.preserve_rng_state, self.name)
         attached, output, found = self._attach("forward", recording, value)
-        self._note_parameters()
-        self._note_modes()
+        self.earlier.note_first()
         return attached, output, found[0]
 
     def _attach(
@@ -280,7 +247,3 @@ def _run_to_its_end(run: Callable[[Any], Any], value: Any) -> Any:
     output = run(value)
     wait_for(output)
     return output
-
-
-def _modes(function: Callable[..., Any]) -> list[bool]:
-    return [module.training for module in function.modules()] if isinstance(function, nn.Module) else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -13,36 +12,15 @@ from torch import nn
 
 from rotor_py.capture.captured_forward import run_as_captured
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.stage.keepers.rounded_stages import rounded_stages
 from rotor_py.trials.default_loss import default_loss
 from rotor_py.trials.measured import measured
 from rotor_py.trials.operations import TimedOperation
+from rotor_py.trials.outcome import Outcome, difference, measure_outcome
 from rotor_py.trials.restore import left_alone
-from rotor_py.trials.step import Network, TrainingStep
+from rotor_py.trials.rounded import Rounded, rounded_beside, word_of_plan
+from rotor_py.trials.step import TrainingStep
 from rotor_solver import Sequence, store_all
 from rotor_solver.progress import Progress
-
-
-@dataclass(frozen=True, slots=True)
-class Rounded:
-    """What a step showed whose plan keeps stages in fewer bits, those that `word` asks for (`keep=`)."""
-
-    word: str
-    gradient_error: float
-    """The length of the difference of all gradients, as a part of the length of those of the plain step. (Of parameters
-    after the step, where they are stepped in the backward.)"""
-    buffer_difference: float
-    """The largest absolute difference of a buffer, which the forward alone changes."""
-    noise: float = 0.0
-    """By how much two plain steps differ."""
-
-    def problem(self) -> str | None:
-        """What is wrong beyond that gradients differ, in words; None if nothing is."""
-        if not math.isfinite(self.gradient_error):
-            return f"gradients of stages that are kept in {self.word} are not finite, and those of plain training are"
-        if not self.buffer_difference <= 4 * self.noise:
-            return f"buffers differ from plain training by up to {self.buffer_difference:g}, and the forward is exact"
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,26 +124,26 @@ def verify(
 
     with left_alone(network, optimizer), _not_watched(network):
         tell(0, "a step with the plan")
-        with_plan = _measure_outcome(step, network)
-        word = _word(network)
+        with_plan = measure_outcome(step, network)
+        word = word_of_plan(network)
         tell(1, "a plain step")
-        plain: _Outcome | None = None
+        plain: Outcome | None = None
         noise = 0.0
         with suppress(torch.OutOfMemoryError):  # people come here because the plain step may not fit
-            found = _measure_outcome(step, network.model)
+            found = measure_outcome(step, network.model)
             tell(2, "a plain step again")
             # A captured graph may round in another way than the model's own code. That is no fault of the plan, so
             # the second plain step runs the graph, and the difference counts as noise.
             second = run_as_captured(network.model) if network.captured else network.model
-            noise, plain = _difference(_measure_outcome(step, second).results, found.results), found
+            noise, plain = difference(measure_outcome(step, second).results, found.results), found
         eager: float | None = None
         if network.compiled:
             with suppress(torch.OutOfMemoryError), _same_plan_afterwards(network), network.compiled_without_budget():
                 assert network.chain is not None
                 network.sequence = store_all(network.chain)
-                stored, again = (_measure_outcome(step, network) for _ in range(2))
-                eager = None if plain is None else _difference(stored.results, plain.results)
-                noise, plain = _difference(stored.results, again.results), stored
+                stored, again = (measure_outcome(step, network) for _ in range(2))
+                eager = None if plain is None else difference(stored.results, plain.results)
+                noise, plain = difference(stored.results, again.results), stored
         results = [replace(_compared(with_plan, plain, noise, word), eager_difference=eager)]
         del with_plan  # its gradients, on the CPU, are as large as the model
         if operations:
@@ -176,54 +154,16 @@ def verify(
             for number, sequence in enumerate(others):
                 tell(3 + number, f"a step with {sequence.algorithm or 'another plan'}")
                 network.sequence = sequence
-                results.append(_compared(_measure_outcome(step, network), plain, noise, _word(network)))
+                results.append(_compared(measure_outcome(step, network), plain, noise, word_of_plan(network)))
     return tuple(results)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What steps of one network need, and gradients and buffers after one of them.
-
-    These are on the CPU: on the device they would take the room of the next network's step.
-    """
-
-    peak_bytes: int
-    seconds: float
-    results: list[torch.Tensor]
-    buffers: int
-    """how many of the results are buffers, the last ones"""
-    loss: float
-
-
-def _measure_outcome(step: TrainingStep, network: Network) -> _Outcome:
-    with step.taken(network) as peak:
-        results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]
-    return _Outcome(peak, step.seconds(network), results, len(list(step.model.buffers())), step.last_loss)
-
-
-def _compared(found: _Outcome, plain: _Outcome | None, noise: float, word: str | None) -> Verification:
+def _compared(found: Outcome, plain: Outcome | None, noise: float, word: str | None) -> Verification:
     if plain is None:
         return Verification(found.peak_bytes, found.seconds, None, None, None, loss=found.loss)
-    difference = _difference(found.results, plain.results)
-    compared = (difference, plain.peak_bytes, plain.seconds, noise)
-    rounded = None if word is None else _rounded(found, plain, noise, word)
+    compared = (difference(found.results, plain.results), plain.peak_bytes, plain.seconds, noise)
+    rounded = None if word is None else rounded_beside(found, plain, noise, word)
     return Verification(found.peak_bytes, found.seconds, *compared, loss=found.loss, rounded=rounded)
-
-
-def _rounded(found: _Outcome, plain: _Outcome, noise: float, word: str) -> Rounded:
-    count = len(plain.results) - plain.buffers
-    exact = torch.stack([each.double().norm() for each in plain.results[:count]]).norm()
-    pairs = zip(found.results[:count], plain.results[:count], strict=True)
-    apart = torch.stack([(one.double() - other.double()).norm() for one, other in pairs]).norm()
-    error = 0.0 if not apart else float(apart / exact)
-    return Rounded(word, error, _difference(found.results[count:], plain.results[count:]), noise)
-
-
-def _word(network: Checkpointable) -> str | None:
-    """The word for the fewer bits in which the plan keeps stages; None if it keeps none in fewer."""
-    assert network.chain is not None
-    assert network.sequence is not None
-    return next(iter(rounded_stages(network.chain, network.sequence).values()), None)
 
 
 @contextmanager
@@ -243,20 +183,3 @@ def _same_plan_afterwards(network: Checkpointable) -> Iterator[None]:
         yield
     finally:
         network.sequence = sequence
-
-
-def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest absolute difference; infinite where a tensor is missing, or NaN on one side only."""
-    if len(found) != len(expected):
-        return float("inf")
-    worst = 0.0
-    for a, b in zip(found, expected, strict=True):
-        if torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and _same(a, b)):
-            continue
-        distance = (a.double() - b.double()).abs().max().item()
-        worst = max(worst, distance if distance == distance else float("inf"))  # NaN: a number on one side only
-    return worst
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from rotor_profiling import storage_bytes
 from rotor_profiling.storage import storages
 from rotor_py.stage.keepers.bits import packed_bits, unpacked_bits
-from rotor_py.stage.keepers.keeper import Keeping, SavedAsItIs
+from rotor_py.stage.keepers.keeper import Keeping
 from rotor_py.stage.keepers.packed import Packed
+from rotor_py.stage.keepers.saved import SavedAsItIs
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from rotor_cli.commands.batch import choose
-from rotor_cli.errors import INFEASIBLE, Failure, explained, usage
+from rotor_cli.commands.network import arguments_in_python, measured_network
+from rotor_cli.errors import INFEASIBLE, Failure, explained
 from rotor_cli.facts import Facts, Taken
 from rotor_cli.loading.device import limit_on, place_for
 from rotor_cli.loading.model_file import ModelFile, load
@@ -16,8 +15,6 @@ from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, verify
 from rotor_py.measure.device import limit_bytes
-from rotor_py.offload.offload import checked_name
-from rotor_py.plan.stepping.refusals import refuse_optimizer
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.progress import Activities, activities
@@ -60,7 +57,7 @@ def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activ
     if request.batch_aim is None:
         # Inside of it again, so that what the model may not do there is told as what it is.
         with explained(found.file), place.measuring():
-            network = _measure(found, limit, request, shown)
+            network = measured_network(found, limit, request, shown)
             place.follow(_step(network, found, request))
     else:
         assert limit is not None
@@ -109,54 +106,6 @@ def _step(network: Checkpointable, found: ModelFile, request: Request) -> Traini
     return TrainingStep(network, found.sample, found.loss or default_loss, found.optimizer, request.fresh_grads)
 
 
-def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
-    if request.step_in_backward:
-        _refuse_optimizer(found.optimizer)
-    refuse_offload(request)
-    network = Checkpointable(
-        found.model,
-        mem_limit=limit,
-        mem_slots=request.slots,
-        loss=found.loss or default_loss,  # `verify` takes it, too: what is predicted is what is measured
-        optimizer=found.optimizer,
-        fresh_grads=request.fresh_grads,
-        forwards_in_flight=request.forwards_in_flight,
-        backward_order=request.backward_order,
-        progress=shown.doing("measuring"),
-        cache=not request.no_cache,
-        compile=request.compile,
-        step_in_backward=found.optimizer if request.step_in_backward else None,
-        keep=request.keep,
-        offload=request.offload,
-    )
-    if request.limited and request.overhead is None:
-        try:
-            network.refuse_what_cannot_fit(found.sample)
-        except InfeasibleError as error:
-            raise Failure(str(error), INFEASIBLE) from error
-    network.measure(found.sample)
-    return network
-
-
-def refuse_offload(request: Request) -> None:
-    """Failure for a tier that there is not, or not here."""
-    if request.offload is not None:
-        try:
-            checked_name(request.offload)
-        except ValueError as error:
-            raise usage(f"--offload: {error}") from error
-
-
-def _refuse_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
-    """Failure for an optimizer of the model file that cannot step in the backward."""
-    if optimizer is None:
-        raise usage("--step-in-backward needs an optimizer; define `optimizer` in the model file")
-    try:
-        refuse_optimizer(optimizer)
-    except ValueError as error:
-        raise usage(f"--step-in-backward: {error}") from error
-
-
 def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:
     """The facts before anything is planned: those of storing everything, without a limit."""
     assert network.budget is not None
@@ -169,27 +118,10 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
         budget=network.budget,
         measurement=network.inspection_values,
         sequence=stored,
-        arguments=(
-            *(("loss=loss",) if found.loss else ()),
-            *((f"{_optimizer_argument(request)}=optimizer",) if found.optimizer else ()),
-            *(("fresh_grads=True",) if network.fresh_grads else ()),
-            *((f"forwards_in_flight={forwards}",) if (forwards := network.forwards_in_flight) > 1 else ()),
-            *(
-                (f"backward_order={request.backward_order!r}",)
-                if forwards > 1 and request.backward_order != "any"
-                else ()
-            ),
-            *(("compile=True",) if request.compile else ()),
-            *((f'keep="{request.keep}"',) if request.keep else ()),
-            *((f"offload={request.offload!r}",) if request.offload else ()),
-        ),
+        arguments=arguments_in_python(found, network, request),
         limited=request.limited,
         compiled=network.compiled,
     )
-
-
-def _optimizer_argument(request: Request) -> str:
-    return "step_in_backward" if request.step_in_backward else "optimizer"
 
 
 def _sweep(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:

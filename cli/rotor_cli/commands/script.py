@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from rotor_cli.commands.plan import facts_of, refuse_offload
+from rotor_cli.commands.network import refuse_offload
+from rotor_cli.commands.plan import facts_of
 from rotor_cli.errors import INFEASIBLE, MODEL_RAISED, USAGE, Failure, raised_by_script, usage
 from rotor_cli.facts import Facts, Taken
 from rotor_cli.loading.model_file import ModelFile, what_is_missing

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
-from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import allocated_bytes
 from rotor_py.measure.planning_lock import planning
@@ -125,12 +124,3 @@ class Replanner:
     def _solve(self, budget: Budget, limit: int) -> Sequence:
         with planning:
             return budget.solve(limit, Persistent(slots=self._model.settings.mem_slots))
-
-
-def refuse_several_processes(model: TrainedModel) -> None:
-    """UnsupportedModelError for a model that is trained by several processes, or is sharded."""
-    if not model.alone or model.sharded:
-        raise UnsupportedModelError(
-            f"on_oom='replan' is for one process, and {type(model.core).__name__} is trained by several or sharded: "
-            "the others would wait for what this one sends while it runs stages again; leave on_oom out"
-        )

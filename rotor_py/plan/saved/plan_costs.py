@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from math import inf
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rotor_profiling import LossCost, StageCost
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Carried, Measurement, PrefixCost, Way
+from rotor_py.plan.saved.readers import IN_FILES, Reader, many, or_none, record, share, size, sizes
 from rotor_solver.in_flight import ORDERS
-from rotor_solver.stage import LARGEST_SIZE
 
-T = TypeVar("T")
-
-_LONGEST = 1e9
-"""Seconds of anything; about thirty years."""
 _MOST_CARRIED = 10**6
 """Carried tensors times stages: a chain is made in so many steps. A guess, far above any model."""
-_BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes", "waiting_gradients"})
-"""A backward may free more of its input than it needs, or gradients that later stages have left."""
-_IN_FILES = {"skipped_output_seconds": "output_seconds"}
-"""Names of parts that files know by an older name, so that saved plans go on loading."""
 _IN_PART = "in part"
 """The one way to store a stage other than whole that files without names of ways know."""
 _AROUND = ("before_bytes", "stepping_bytes", "step_bytes")
@@ -108,7 +99,7 @@ def _way_data(way: dict[str, Any]) -> dict[str, Any]:
 def _renamed(value: Any) -> Any:
     """`value` with the names that its parts have in files."""
     if isinstance(value, dict):
-        return {_IN_FILES.get(key, key): _renamed(each) for key, each in value.items()}
+        return {IN_FILES.get(key, key): _renamed(each) for key, each in value.items()}
     return [_renamed(each) for each in value] if isinstance(value, list | tuple) else value
 
 
@@ -120,91 +111,40 @@ def _refuse_carried(carried: tuple[Carried, ...], length: int) -> None:
             raise ValueError(f"a tensor is carried from stage {each.first} to {each.last} of {length}")
 
 
-def _size(name: str, value: Any) -> int:
-    least = -LARGEST_SIZE if name in _BELOW_ZERO else 0
-    # By type: to `isinstance`, True is a number of bytes.
-    if type(value) is not int or not least <= value <= LARGEST_SIZE:
-        raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a number of bytes")
-    return value
-
-
-def _seconds(name: str, value: Any) -> float:
-    if type(value) is not float or not 0 <= value <= _LONGEST:  # which a NaN is not
-        raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a number of seconds")
-    return value
-
-
-def _share(name: str, value: Any) -> float:
-    if type(value) is not float or not 0 <= value < inf:
-        raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a number from zero on")
-    return value
-
-
 def _order(name: str, value: Any) -> str:
     if value not in ORDERS:
         raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be {' or '.join(ORDERS)}")
     return str(value)
 
 
-def _sizes(name: str, value: Any) -> tuple[int, ...]:
-    return _many(_size)(name, value)
-
-
-def _many(read: Callable[[str, Any], T]) -> Callable[[str, Any], tuple[T, ...]]:
-    def read_all(name: str, value: Any) -> tuple[T, ...]:
-        if not isinstance(value, list):
-            raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a list")
-        return tuple(read(name, each) for each in value)
-
-    return read_all
-
-
-def _or_none(read: Callable[[str, Any], T]) -> Callable[[str, Any], T | None]:
-    return lambda name, value: None if value is None else read(name, value)
-
-
-def _record(kind: Callable[..., T]) -> Callable[[str, Any], T]:
-    """Reads a dataclass of seconds and bytes."""
-    names = {_IN_FILES.get(field.name, field.name): field for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
-    readers = {name: _READERS[str(field.type)] for name, field in names.items()}
-
-    def read(name: str, value: Any) -> T:
-        if not isinstance(value, dict) or value.keys() != readers.keys():
-            raise ValueError(f"{name} has {reprlib.repr(value)}; it has to have {', '.join(readers)}")
-        return kind(**{names[part].name: reader(part, value[part]) for part, reader in readers.items()})
-
-    return read
-
-
 def _way(name: str, value: Any) -> Way:
     match value:
         case {"name": str(way), "cost": dict(cost), **rest} if way and rest.keys() <= {"moved_bytes"}:
-            found = Way(way, _record(StageCost)(name, cost), _size("moved_bytes", rest.get("moved_bytes", 0)))
+            found = Way(way, record(StageCost)(name, cost), size("moved_bytes", rest.get("moved_bytes", 0)))
             if found.moved_bytes <= found.cost.saved_bytes:
                 return found
     raise ValueError(f"{name} has {reprlib.repr(value)}; it has to have a name and a cost")
 
 
-_READERS: dict[str, Callable[[str, Any], Any]] = {"int": _size, "float": _seconds, "tuple[int, ...]": _sizes}
-_PARTS: dict[str, Callable[[str, Any], Any]] = {
-    "stages": _many(_record(StageCost)),
-    "gradient_bytes": _sizes,
-    "input_bytes": _size,
-    "loss": _record(LossCost),
-    "prefix": _or_none(_record(PrefixCost)),
-    "snapshot_bytes": _size,
-    "carried": _many(_record(Carried)),
-    "held_bytes": _size,
-    "lean": _many(_or_none(_record(StageCost))),
-    "ways": _many(_many(_way)),
-    "spread": _share,
-    "waiting_gradients": _sizes,
-    "freed_gradients": _size,
-    "fixed": _record(FixedMemory),
-    "before_bytes": _size,
-    "stepping_bytes": _size,
-    "step_bytes": _or_none(_size),
-    "forwards": _size,
-    "held_beside": _size,
+_PARTS: dict[str, Reader[Any]] = {
+    "stages": many(record(StageCost)),
+    "gradient_bytes": sizes,
+    "input_bytes": size,
+    "loss": record(LossCost),
+    "prefix": or_none(record(PrefixCost)),
+    "snapshot_bytes": size,
+    "carried": many(record(Carried)),
+    "held_bytes": size,
+    "lean": many(or_none(record(StageCost))),
+    "ways": many(many(_way)),
+    "spread": share,
+    "waiting_gradients": sizes,
+    "freed_gradients": size,
+    "fixed": record(FixedMemory),
+    "before_bytes": size,
+    "stepping_bytes": size,
+    "step_bytes": or_none(size),
+    "forwards": size,
+    "held_beside": size,
     "backward_order": _order,
 }

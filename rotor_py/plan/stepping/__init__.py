@@ -1,1 +1,1 @@
-"""Parameters that are stepped in the backward, each as soon as its gradient is whole, and what excludes that."""
+"""Parameters that are stepped in the backward, each as soon as its gradient is whole."""

@@ -30,7 +30,7 @@ from torch import nn
 from rotor_profiling import tensors_in
 from rotor_profiling.step_alone import plain_step
 from rotor_py.execute.graph_task import current_task
-from rotor_py.plan.stepping.refusals import refuse_optimizer, refuse_several_processes
+from rotor_py.plan.conflicts.step_in_backward import refuse_optimizer
 from rotor_py.plan.stepping.scaled_losses import begins_at_scaled_loss, notice_scalers
 from rotor_py.plan.stepping.spent_gradient import SpentGradient
 from rotor_py.plan.trained_model import TrainedModel
@@ -66,10 +66,9 @@ class Stepper:
 
         Returns whether the optimizer has got other parameters since the last forward, which no plan knows.
 
-        UnsupportedModelError where several processes train the model. RuntimeError where other forwards are in flight,
-        or where there are gradients already. ValueError for an optimizer that has come to be of another kind.
+        RuntimeError where other forwards are in flight, or where there are gradients already. ValueError for an
+        optimizer that has come to be of another kind.
         """
-        refuse_several_processes(self._model)
         refuse_optimizer(self._optimizer)
         if in_flight:
             raise RuntimeError(
@@ -147,7 +146,7 @@ class Stepper:
     def _step_alone(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         optimizer = self._optimizer
         groups = optimizer.param_groups
-        optimizer.param_groups = [{**group, "params": [parameter]}]  # Rule 1
+        optimizer.param_groups = [{**group, "params": [parameter]}]  # Rule 1: the user's own optimizer
         try:
             plain_step(type(optimizer))(optimizer)
         finally:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rotor_py.distributed.shard_groups import at_rest
-from rotor_py.plan.inputs.input_spec import equal_at_sight, gradients_of, same_kind
+from rotor_py.plan.inputs.input_spec import equal_at_sight, same_kind
 
 _TRAINED, _DTYPE, _DEVICE = map(attrgetter, ("requires_grad", "dtype", "device"))
 
@@ -112,7 +112,3 @@ class StepSpec:
         """Whether all is equal, and that shows at once: a plan for the one then serves and covers the other."""
         alike = self.answers is None or other.answers is None or self.answers == other.answers
         return alike and self.model == other.model and equal_at_sight(self.input, other.input)
-
-    def same_gradients(self, other: StepSpec) -> bool:
-        """Whether the same tensors of the input get a gradient."""
-        return gradients_of(self.input) == gradients_of(other.input)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rotor_py.stage.keepers.converted import Converted
 from rotor_py.stage.keepers.form_keeper import SmallerKept
 from rotor_py.stage.keepers.packed import Packed
 from rotor_py.stage.ways.names import parted
@@ -60,19 +61,6 @@ _WORDS = {form.name: word for word, form in FEWER_BITS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class _Rounded:
-    values: torch.Tensor
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
-
-    def tensor(self) -> torch.Tensor:
-        return self.values.to(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
 class _Scaled:
     """Blocks in eight bits, what each of them was divided by, and what is left beyond the last block."""
 
@@ -95,10 +83,10 @@ class _Scaled:
         return found
 
 
-def _rounded(memory: torch.Tensor, dtype: torch.dtype) -> _Rounded | None:
+def _rounded(memory: torch.Tensor, dtype: torch.dtype) -> Converted | None:
     if memory.numel() and not bool(torch.stack(memory.aminmax()).to(dtype).isfinite().all()):  # NaN is both of them
         return None
-    return _Rounded(memory.to(dtype), memory.dtype)
+    return Converted(memory.to(dtype), memory.dtype)
 
 
 def _scaled(memory: torch.Tensor, dtype: torch.dtype) -> _Scaled | None:

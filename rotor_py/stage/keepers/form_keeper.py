@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from rotor_profiling.storage import tensors_in
-from rotor_py.stage.keepers.keeper import LEAST_BYTES, Form, Keeping, Kept
+from rotor_py.stage.keepers.keeper import LEAST_BYTES, Form, Keeping
+from rotor_py.stage.keepers.saved import Kept
 from rotor_py.stage.protocol import Run, offers_of
 
 _STATISTICS = 16

@@ -34,19 +34,10 @@ from weakref import WeakSet, ref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rotor_py.stage.keepers.saved import Kept, KeptStorage, Saved, SavedAsItIs, SavedView, memory_of
+
 LEAST_BYTES = 4096
 """Storages with fewer bytes are saved as they are: a page, for which no call is worth its time."""
-
-
-class Kept(Protocol):
-    """A tensor in another form."""
-
-    def tensor(self) -> torch.Tensor:
-        """A tensor of the same elements, in their dtype and on their device, from the beginning of a storage on.
-
-        May be called several times, or never.
-        """
-        ...
 
 
 class Form(Protocol):
@@ -70,14 +61,6 @@ class Form(Protocol):
         ...
 
 
-class Saved(Protocol):
-    """What autograd saves in the place of a tensor."""
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor, as it was when it was saved. RuntimeError if it was overwritten since."""
-        ...
-
-
 class Keeping:
     """One run of a stage of which what autograd saves is kept in a form. The run happens inside it as a context.
 
@@ -91,8 +74,8 @@ class Keeping:
         self._untouched = {ref.cdata: ref for ref in map(_reference, filter(_is_plain, untouched))}
         self._references: dict[int, StorageWeakRef] = {}
         # Weak: what autograd has let go of is kept for nobody.
-        self._storages: dict[tuple[int, int], WeakSet[_KeptStorage]] = {}
-        self._fresh: list[ref[_KeptStorage]] = []
+        self._storages: dict[tuple[int, int], WeakSet[KeptStorage]] = {}
+        self._fresh: list[ref[KeptStorage]] = []
         self._node = 0
         """of the node that has saved what is fresh, by its number"""
         self._hooks: Any = None
@@ -124,7 +107,7 @@ class Keeping:
         kept = self._storage_of(tensor) if _is_plain(tensor) else None
         if kept is None or kept.dtype != tensor.dtype:
             return SavedAsItIs(tensor)
-        return _SavedView(kept, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return SavedView(kept, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
         """Save `tensors` as they are, the output of the run, whatever of them has been kept: they stay in memory."""
@@ -134,19 +117,19 @@ class Keeping:
                 found.kept = SavedAsItIs(tensor)
                 self._fresh = [each for each in self._fresh if each() is not found]
 
-    def _storage_of(self, tensor: torch.Tensor) -> _KeptStorage | None:
+    def _storage_of(self, tensor: torch.Tensor) -> KeptStorage | None:
         """What is kept of the storage behind `tensor`; None if it is saved as it is."""
         storage = tensor.untyped_storage()
         found = self._known(tensor)
         if found is not None or storage._cdata in self._untouched or storage.nbytes() < self._least_bytes:
             return found
         self._references.setdefault(storage._cdata, StorageWeakRef(storage))
-        found = _KeptStorage(tensor)
+        found = KeptStorage(tensor)
         self._storages.setdefault((storage._cdata, tensor._version), WeakSet()).add(found)
         self._fresh.append(ref(found))
         return found
 
-    def _known(self, tensor: torch.Tensor) -> _KeptStorage | None:
+    def _known(self, tensor: torch.Tensor) -> KeptStorage | None:
         known = self._storages.get((tensor.untyped_storage()._cdata, tensor._version), ())
         return next((each for each in known if each.counts_writes_to(tensor)), None)
 
@@ -156,7 +139,7 @@ class Keeping:
         for found in filter(None, (each() for each in fresh)):
             saved = found.kept
             if isinstance(saved, SavedAsItIs) and not saved.overwritten:
-                found.kept = self.form.keep(_memory(saved.tensor())) or saved
+                found.kept = self.form.keep(memory_of(saved.tensor())) or saved
 
 
 _innermost: ContextVar[Keeping | None] = ContextVar("innermost", default=None)
@@ -168,99 +151,12 @@ def saving_now() -> Callable[[torch.Tensor], Saved]:
     return SavedAsItIs if keeping is None else keeping.save
 
 
-class SavedAsItIs:
-    """A tensor with the number of times that it had been written to."""
-
-    __slots__ = ("_tensor", "_writes")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # Rule 7
-        self._writes = tensor._version
-
-    @property
-    def overwritten(self) -> bool:
-        """Whether it was written to since it was saved."""
-        return self._tensor._version != self._writes
-
-    def tensor(self) -> torch.Tensor:
-        if self.overwritten:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self._tensor.shape)} that is needed for the backward has been modified by "
-                "an in-place operation since the forward; change it after the backward"
-            )
-        return self._tensor
-
-
-class _KeptStorage:
-    """What is kept of one storage. All that autograd saves of it shares this object; with the last of them it goes."""
-
-    __slots__ = ("__weakref__", "_given", "_writes", "dtype", "kept")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.kept: Kept = SavedAsItIs(tensor)
-        self.dtype = tensor.dtype
-        self._writes = tensor.detach()
-        """without memory: it is there for the count of writes, which it shares with the tensor"""
-        self._writes.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._given: StorageWeakRef | None = None
-
-    def counts_writes_to(self, tensor: torch.Tensor) -> bool:
-        """Whether a write to `tensor`, a view of the storage, counts as one to what is kept, and the reverse (Rule 5).
-
-        Both have been written to equally often.
-        """
-        with torch.autograd._unsafe_preserve_version_counter(tensor):  # type: ignore[attr-defined]  # not in its list
-            torch.autograd.graph.increment_version(tensor)
-            return self._writes._version == tensor._version
-
-    def tensor(self) -> torch.Tensor:
-        """All elements of the storage, flat."""
-        if (shared := self._still_held()) is not None:
-            return shared
-        made = _memory(self.kept.tensor())
-        self._given = StorageWeakRef(made.untyped_storage())
-        return made
-
-    def _still_held(self) -> torch.Tensor | None:
-        """What was given to somebody who still holds it (Rule 8)."""
-        # By storage: a node holds views of what was given, and the tensor that they were made of is gone.
-        if self._given is None or self._given.expired():
-            return None
-        # Another thread may let go of it in between.
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._given.cdata)
-        if storage is None:
-            return None
-        whole = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return whole.set_(storage)
-
-
-class _SavedView:
-    """A view of a storage that is kept in another form."""
-
-    __slots__ = ("_offset", "_size", "_storage", "_stride")
-
-    def __init__(self, storage: _KeptStorage, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
-        self._storage = storage
-        self._size = size
-        self._stride = stride
-        self._offset = offset
-
-    def tensor(self) -> torch.Tensor:
-        return self._storage.tensor().as_strided(self._size, self._stride, self._offset)
-
-
 def _tensor_of(saved: Saved) -> torch.Tensor:
     return saved.tensor()
 
 
 def _reference(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
-
-
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of the storage behind `tensor`, in its dtype, flat and without history."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((count,), (1,), 0)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from rotor_py.stage.keepers.bits import packed_bits, unpacked_bits
+from rotor_py.stage.keepers.converted import Converted
 from rotor_py.stage.keepers.form_keeper import SmallerKept
 
 _INTEGERS = (torch.uint8, torch.int16, torch.uint16, torch.int32)
@@ -63,21 +64,6 @@ class _Bits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Narrow:
-    """Integers in a narrower type than their own."""
-
-    values: torch.Tensor
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
-
-    def tensor(self) -> torch.Tensor:
-        return self.values.to(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
 class _Mask:
     """Elements that are 0 or one other number, whose bits are those of the integer `other`."""
 
@@ -95,14 +81,14 @@ class _Mask:
         return found.mul_(self.other).view(self.dtype)
 
 
-def _narrow(memory: torch.Tensor) -> _Narrow | None:
+def _narrow(memory: torch.Tensor) -> Converted | None:
     if memory.dtype not in (torch.int64, torch.int32) or not memory.numel():
         return None
     low, high = (int(each) * _MARGIN for each in torch.stack(memory.aminmax()).tolist())
     for dtype in _INTEGERS:
         limits = torch.iinfo(dtype)
         if dtype.itemsize < memory.element_size() and limits.min <= low and high <= limits.max:
-            return _Narrow(memory.to(dtype), memory.dtype)
+            return Converted(memory.to(dtype), memory.dtype)
     return None
 
 

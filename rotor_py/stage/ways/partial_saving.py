@@ -16,7 +16,8 @@ from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_py.stage.autocast import autocast_now, restored_autocast
-from rotor_py.stage.keepers.keeper import Saved, saving_now
+from rotor_py.stage.keepers.keeper import saving_now
+from rotor_py.stage.keepers.saved import Saved
 
 
 @dataclass(frozen=True, slots=True)

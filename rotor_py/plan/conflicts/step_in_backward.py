@@ -1,4 +1,4 @@
-"""What `step_in_backward` does not go together with, in a sentence each."""
+"""What `step_in_backward` does not go together with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 
 from rotor_profiling.step_alone import steps_alone
-from rotor_py.errors import UnsupportedModelError
 
 
 class Asked(Protocol):
@@ -20,29 +19,11 @@ class Asked(Protocol):
     process_group: Any
 
 
-class TrainedAlone(Protocol):
-    """A model, and who trains it."""
-
-    core: torch.nn.Module
-
-    @property
-    def alone(self) -> bool: ...
-
-    @property
-    def sharded(self) -> bool: ...
-
-
-def refuse_settings(asked: Asked) -> None:
-    """ValueError where `step_in_backward` excludes what else is asked for, or is an optimizer that cannot do it.
-
-    TypeError where it is no optimizer.
-    """
+def refuse_beside_step_in_backward(asked: Asked) -> None:
+    """ValueError where `step_in_backward` excludes what else is asked for, or is an optimizer that cannot do it."""
     optimizer = asked.step_in_backward
     if optimizer is None:
         return
-    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
-        kind = f"the class {optimizer.__name__} itself" if isinstance(optimizer, type) else type(optimizer).__name__
-        raise TypeError(f"step_in_backward is {kind}; pass the optimizer that steps, made of the model's parameters")
     if asked.optimizer is not None and asked.optimizer is not optimizer:
         raise ValueError("optimizer and step_in_backward are different optimizers; leave optimizer out")
     if asked.forwards_in_flight > 1:
@@ -67,12 +48,3 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("step_in_backward takes no gradients of steps; leave differentiable=True out")
-
-
-def refuse_several_processes(model: TrainedAlone) -> None:
-    """UnsupportedModelError for a model that is trained by several processes, or is sharded."""
-    if not model.alone or model.sharded or any(hasattr(each, "device_mesh") for each in model.core.parameters()):
-        raise UnsupportedModelError(
-            f"step_in_backward is for one process, and {type(model.core).__name__} is trained by several or sharded: "
-            "its gradients are whole only when all have sent theirs; leave step_in_backward out"
-        )

@@ -1,0 +1,1 @@
+"""What cannot be done of what the command is asked for, said before anything is loaded."""

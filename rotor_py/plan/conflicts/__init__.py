@@ -1,0 +1,1 @@
+"""What is asked for and does not go together, in a sentence each."""

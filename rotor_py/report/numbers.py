@@ -1,0 +1,127 @@
+"""What a plan costs: peaks in bytes and times in seconds, all of them predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.measurement import Measurement
+from rotor_py.units import format_bytes
+from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
+
+
+@dataclass(frozen=True, slots=True)
+class PlanNumbers:
+    """A measured model, its budget and its plan. `mem_limit`, in bytes, is None where none was set.
+
+    What follows from them is computed when it is asked for.
+    """
+
+    title: str
+    device: str
+    mem_limit: int | None
+    budget: Budget
+    measurement: Measurement
+    sequence: Sequence
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is inside the limit."""
+        return self.mem_limit is None or self.peak_bytes <= self.mem_limit
+
+    @property
+    def chain(self) -> Chain:
+        """The measured chain, in seconds and bytes."""
+        return self.budget.chain
+
+    @property
+    def shown(self) -> Sequence:
+        """The sequence that is drawn, and told stage by stage: of several forwards in flight, the one with the peak."""
+        return self.budget.busiest(self.sequence)[0]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the planned step."""
+        return self.budget.peak_bytes(self.sequence)
+
+    @property
+    def store_all_bytes(self) -> int:
+        """Predicted peak of a step that stores everything."""
+        return self.budget.peak_bytes(store_all(self.chain))
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted time of the planned forward, loss and backward."""
+        return self.seconds_of(self.sequence)
+
+    @property
+    def store_all_seconds(self) -> float:
+        """Predicted time of the plain forward, loss and backward."""
+        return self.seconds_of(store_all(self.chain))
+
+    def seconds_of(self, sequence: Sequence) -> float:
+        """Predicted time of forward, loss and backward that follow `sequence`, of all forwards in flight."""
+        return self.budget.makespan(sequence) + self.budget.forwards * self.before_chain_seconds
+
+    @property
+    def overhead(self) -> float:
+        """Planned time as a ratio to the plain one."""
+        return self.step_seconds / self.store_all_seconds if self.store_all_seconds else 1.0
+
+    @property
+    def gap(self) -> float | None:
+        """How far the plan can be from the best memory-persistent one, as a share of time; None if there is no bound.
+
+        The solver has proved that no such plan is faster than `sequence.lower_bound` seconds, for each forward.
+        """
+        bound = self.sequence.lower_bound
+        if bound is None:
+            return None
+        makespan = self.budget.makespan(self.sequence) / self.budget.forwards
+        return makespan / bound - 1 if bound else 0.0
+
+    @property
+    def before_chain_seconds(self) -> float:
+        """Time of the layers before the chain, which no plan changes."""
+        return self.measurement.prefix.seconds if self.measurement.prefix else 0.0
+
+    def by_forwards(self) -> dict[str, Sequence]:
+        """The sequences that forwards in flight follow, by what they are called: `forward 1`, `forwards 2 to 4`."""
+        sequences = self.sequence.of_forwards(self.budget.forwards)
+        if not self.sequence.beside:
+            return {"sequence": self.sequence}
+        starts = [at for at, each in enumerate(sequences) if at == 0 or each.operations != sequences[at - 1].operations]
+        ends = [*starts[1:], len(sequences)]
+        return {
+            f"forward {begin + 1}" if end - begin == 1 else f"forwards {begin + 1} to {end}": sequences[begin]
+            for begin, end in zip(starts, ends, strict=True)
+        }
+
+    def actions(self) -> list[str]:
+        """What happens to every stage, in words: "stored", "checkpointed, recomputed 1×"; one entry per stage."""
+        runs = [0] * len(self.chain)
+        kept: dict[int, str] = {}
+        before_loss = True
+        for operation in self.shown:
+            match operation:
+                case Loss():
+                    before_loss = False
+                case ForwardEnable(stage, option):
+                    runs[stage] += 1
+                    if before_loss:  # after it, a ForwardEnable is a recomputation
+                        way = self.chain.stages[stage].options[option]
+                        size = f"{format_bytes(way.moved)} moved" if way.moved else format_bytes(way.saved)
+                        kept[stage] = f"stored {way.name}: {size}" if option else "stored"
+                case ForwardCheck(stage):
+                    runs[stage] += 1
+                    # A sequence may run a stage again before the loss, and store it then: that is what counts.
+                    if before_loss:
+                        kept.setdefault(stage, "checkpointed")
+                case ForwardNograd(stage):
+                    runs[stage] += 1
+        return [_action(kept.get(stage), count - 1) for stage, count in enumerate(runs)]
+
+
+def _action(kept: str | None, again: int) -> str:
+    times = f"recomputed {again}×" if again else ""
+    return ", ".join(part for part in (kept, times) if part)

@@ -1,0 +1,55 @@
+"""What must not change from a run of a stage to a later one: a later run would have other numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class EarlierRuns:
+    """Modes and parameters of the stage `function` in its earlier runs; it is called `name` in errors."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self._module = function if isinstance(function, nn.Module) else None
+        self._name = name
+        self._modes: list[bool] = []
+        """of its modules in the first run, if more may follow"""
+        self._written: list[int] = []
+        """how often each parameter had been written to when the stage ran last"""
+
+    def note_first(self) -> None:
+        """The stage has run for the first time, and may run again."""
+        # Not when the runner is made, which is in every step: most stages are stored, and run once.
+        self._modes = self._modes_now()
+        self.note()
+
+    def note(self) -> None:
+        """The stage has run, and may run again."""
+        self._written = self._written_now()
+
+    @property
+    def switched(self) -> bool:
+        """Whether a module of the stage was switched between training and evaluation since its first run."""
+        return bool(self._modes) and self._modes_now() != self._modes
+
+    def refuse_changes(self) -> None:
+        """RuntimeError if a module was switched between training and evaluation, or if a parameter was written to."""
+        if self.switched:
+            raise RuntimeError(
+                f"stage {self._name!r} was switched between training and evaluation after its forward, and has to be "
+                "run again for the backward; call train() and eval() before the forward or after the backward"
+            )
+        if self._written and self._written != self._written_now():
+            raise RuntimeError(
+                f"a parameter of stage {self._name!r} was changed between its forward and its backward, for which the "
+                "stage has to be run again; call optimizer.step() after the backward, and with step_in_backward use no "
+                "parameter detached in one stage that is trained in a later one"
+            )
+
+    def _modes_now(self) -> list[bool]:
+        return [] if self._module is None else [each.training for each in self._module.modules()]
+
+    def _written_now(self) -> list[int]:
+        return [] if self._module is None else [each._version for each in self._module.parameters()]
