@@ -21,7 +21,7 @@ from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.stage.protocol import Run, StageOffers
-from rotor_py.stage.watched import calls_forward_alone
+from rotor_py.stage.ways.watched import calls_forward_alone
 
 _log = logging.getLogger("rotor_py")
 

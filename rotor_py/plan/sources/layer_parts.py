@@ -17,8 +17,8 @@ from rotor_profiling import isolated, leaves_of, storages, tensors_in
 from rotor_profiling.instruments import prediction
 from rotor_profiling.storage import layout_of
 from rotor_py.stage.protocol import StageOffers
-from rotor_py.stage.watched import calls_forward_alone
 from rotor_py.stage.ways.names import parted
+from rotor_py.stage.ways.watched import calls_forward_alone
 
 if TYPE_CHECKING:
     from rotor_py.capture.captured_layer import CapturedLayer
