@@ -20,6 +20,7 @@ from rotor_profiling.values import equal
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
+from rotor_py.capture.tracing import MOST_GRAPHS
 from rotor_py.stage.protocol import Run, StageOffers
 from rotor_py.stage.ways.watched import calls_forward_alone
 
@@ -128,7 +129,10 @@ class CapturedLayer(StageOffers):
         if not calls_forward_alone(self.layer):
             return self._run_whole(value, "a hook was registered on it, or its forward replaced")
 
+        handed_over: list[CapturedGraph] = []
+
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+            handed_over.append(graph)
             stage = self._stage(graph, arguments)
             if stage is None or way not in stage.ways():
                 self._warn("it does something else than when it was measured")
@@ -137,9 +141,12 @@ class CapturedLayer(StageOffers):
             return graph.leave(stage.forward_by(way, skip_output=skip_output)(given), values)
 
         try:
-            return self._forward.call((value,), {}, run, self._tell_of_capture)
+            made = self._forward.call((value,), {}, run, self._tell_of_capture)
         except TorchDynamoException as error:  # raised while it traces, before anything has run
             return self._run_whole(value, str(error).partition("\n")[0])
+        if not handed_over:
+            self._warn(f"TorchDynamo runs it as it stands, after {MOST_GRAPHS} graphs")
+        return made
 
     def _run_whole(self, value: Any, cause: str) -> Any:
         self._warn(cause)

@@ -45,7 +45,7 @@ class LayerSource:
         return covers(planned, value)
 
     def measure(self, value: Any, how: Measuring) -> Measured:
-        enough, self._parts = how.enough, LayerParts()  # plans that were made before ask anew
+        enough, parts = how.enough, LayerParts()
         with operators():
             found = cut(self._model, value, how.device)
             measurement = measure(
@@ -53,9 +53,10 @@ class LayerSource:
                 value,
                 how.device,
                 enough=enough and (lambda times: enough(times, value)),
-                layer_offers=self._parts,
+                layer_offers=parts,
                 **measuring_options(self._model, how),
             )
+        self._parts = parts  # only now: after an error, the plan that there was goes on
         return Measured([MeasuredCut(found, measurement)], value)
 
     def follow(self, cut: Cut) -> None:
