@@ -51,6 +51,7 @@ from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.measure.walks.carried_tensors import CarriedTensors
 from rotor_py.measure.walks.found import Surveyed, Weighed
 from rotor_py.measure.walks.gradient_layouts import GradientLayouts
+from rotor_py.measure.walks.layer_offers import LayerOffers
 from rotor_py.measure.walks.movable_bytes import MovableBytes
 from rotor_py.measure.walks.stage_times import StageTimes
 from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, worth_choosing
@@ -74,6 +75,7 @@ class StageMeasurer:
     are added to the time of a run without a graph. The backward steps the parameters in `stepped`. Stages may be stored
     by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group` measure
     the same stages together. With `cache`, kinds of stages that an earlier run has measured are not measured again.
+    What layers offer beside what they say themselves is found by `layer_offers`.
     Measured `briefly`, stages are timed no more often than they have to be, until somebody calls `time_further`.
     """
 
@@ -93,6 +95,7 @@ class StageMeasurer:
         keepers: Sequence[Keeper] = (),
         elsewhere: bool = False,
         briefly: bool = False,
+        layer_offers: LayerOffers | None = None,
     ) -> None:
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
@@ -105,6 +108,8 @@ class StageMeasurer:
         self._fresh_gradients = fresh_gradients
         # The regions of a sharded model are stored by `torch.utils.checkpoint`, which has hooks of its own.
         self._keepers = () if cut.sharding else tuple(keepers)
+        # Where parameters are sharded, they are not there when the backward makes values again.
+        self._layer_offers = None if cut.sharding else layer_offers
         self.stepped = stepped
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
@@ -240,7 +245,7 @@ class StageMeasurer:
 
     def _survey_stage(self, number: int, value: Any) -> Any:
         """What a stage has to be run for before it is measured; returns its output, the input of the next one."""
-        _, function = self._stages[number]
+        name, function = self._stages[number]
         silent, arriving = self._silent_of(number), self._layouts.arriving[number]
         with gathered(function, self._cut.sharding):
             kind = (stage_kind(function, value), silent, arriving)
@@ -249,6 +254,8 @@ class StageMeasurer:
                 self._surveyed[kind] = self._look_at(number, value)
             found = self._surveyed[kind]
             remember_effects(function, found.effects)
+            if self._layer_offers is not None:
+                self._layer_offers.look_at(function, name, stage_kind(function, value), value, self._device)
             # Run again for its output: a stage of a known kind did not run, and its numbers are its own.
             value = self._run(self._runner(number), value)
             self._layouts.note(number, found.layouts, tensors_in(value))
@@ -385,7 +392,9 @@ class StageMeasurer:
 
     def _weigh(self, number: int, value: Any, place: Place, kind: Hashable) -> Weighed:
         """The bytes of a stage, measured here or in an earlier run."""
-        if (kept := self._kept.measured(kind)) is not None:
+        kept = self._kept.measured(kind)
+        # An earlier run may have found more ways: where it was planned for, the same layer may not be captured here.
+        if kept is not None and {*kept[0].ways} <= {*self._runner(number).offered}:
             weighed, runs, enough = kept
             self._times.settle(kind, runs, enough=enough)
             return weighed
@@ -416,7 +425,8 @@ class StageMeasurer:
 
     def _runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
         name, function = self._stages[number]
-        return StageRunner(function, name, self._preserve_rng_state, ways=ways, keepers=self._keepers)
+        offers = None if self._layer_offers is None else self._layer_offers.of(function)
+        return StageRunner(function, name, self._preserve_rng_state, ways=ways, keepers=self._keepers, offers=offers)
 
     def _run(self, runner: StageRunner, value: Any) -> Any:
         """The input of the following stage, with `requires_grad` where training has it."""

@@ -22,7 +22,7 @@ from rotor_py.stage.activity import During, tell_of_backward
 from rotor_py.stage.attached_stage import AttachedStage, edges_of, enter_graph, owners_of
 from rotor_py.stage.earlier_runs import EarlierRuns
 from rotor_py.stage.graph_effects import recall_effects, run_with_graph
-from rotor_py.stage.protocol import offers_of
+from rotor_py.stage.protocol import StageOffers, offers_of
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_py.stage.surroundings import Surroundings, recorded
 from rotor_py.stage.undo import Undo
@@ -37,6 +37,7 @@ class StageRunner:
 
     With a graph, `option` says how it is stored: 0 stores all that autograd saves, and n the n-th of `ways`, which are
     names, by default all that are `offered`: those of the stage, of the `keepers` that suit it, and of both together.
+    The stage's own are those of its `offers`, by default what it says itself.
     What goes in and what comes out may be tensors or nested structures of them. An `open` module runs functions of the
     caller's; parameters that it uses and does not own are looked for and refused. What all stages share is their
     `context`: a function gets it after its own values, all in one tuple, and if it `hands_on`, returns it likewise.
@@ -53,8 +54,10 @@ class StageRunner:
         hands_on: bool = True,
         ways: Sequence[str] | None = None,
         keepers: Sequence[Keeper] = (),
+        offers: StageOffers | None = None,
     ) -> None:
         self.option = 0
+        self._offers = offers_of(function) if offers is None else offers
         self._ways = ways
         self._keepers = keepers
         self._way: str | None = None
@@ -103,7 +106,7 @@ class StageRunner:
         return [keeper for keeper in self._keepers if keeper.suits(self.function)]
 
     def _ways_with(self, keepers: Sequence[Keeper]) -> tuple[str, ...]:
-        own, kept = offers_of(self.function).ways(), [keeper.name for keeper in keepers]
+        own, kept = self._offers.ways(), [keeper.name for keeper in keepers]
         return (*own, *kept, *(both(each, keeper) for keeper in kept for each in own))
 
     @property
@@ -171,7 +174,7 @@ class StageRunner:
         if own is None:
             run = (forward_skipping_output(self.function) if skip_output else None) or self.function
         else:
-            run = offers_of(self.function).forward_by(own, skip_output=skip_output)
+            run = self._offers.forward_by(own, skip_output=skip_output)
         keeper = next((each for each in self._keepers if each.name == name), None)
         return run if keeper is None else keeper.keeping(run, self.function)
 

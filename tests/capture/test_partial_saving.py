@@ -364,17 +364,6 @@ def test_nothing_is_held_once_the_output_is_gone_without_the_collector() -> None
         gc.enable()
 
 
-def test_a_stage_that_writes_over_what_it_reads_has_no_other_option() -> None:
-    class Inplace(Gated):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu_(super().forward(x))
-
-    planned, _ = captured(Inplace(), Inplace())
-    writing = [stage for stage in stages(planned) if any(node.target is torch.relu_ for node in stage.body.graph.nodes)]
-    assert writing
-    assert not any(stage.ways() for stage in writing)
-
-
 def test_an_option_that_a_stage_does_not_have_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'a\.b' by option 1, which it does not have here"):
         StageRunner(nn.Linear(2, 2), "a.b").by(1)

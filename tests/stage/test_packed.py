@@ -8,14 +8,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional as F
 
 from rotor_profiling import storage_bytes
 from rotor_profiling.storage import storages
 from rotor_py.stage.keepers.bits import packed_bits, unpacked_bits
+from rotor_py.stage.keepers.form_keeper import FormKeeper
 from rotor_py.stage.keepers.keeper import Keeping
 from rotor_py.stage.keepers.packed import Packed
 from rotor_py.stage.keepers.saved import SavedAsItIs
+from rotor_py.stage.runner import StageRunner
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -144,3 +147,16 @@ def test_what_operators_save_is_packed_with_the_same_gradients(
     packed, found = saved_bytes(run, x, packed=True)
     assert packed <= most * plain
     assert same_bits(found, wanted)
+
+
+def test_to_look_at_a_number_is_no_decision_of_the_stage() -> None:
+    class Deciding(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(x, 0.4) * 2.0 ** float(x.detach().sum() > 0)
+
+    runner = StageRunner(Deciding(), "deciding", keepers=[FormKeeper(Packed())])
+    packed = runner.by(1)
+    value = torch.randn(64, 64)
+    expected, surroundings = packed.first(value)
+    _, found = packed.attach(value.requires_grad_(), surroundings)
+    assert torch.equal(found, expected)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from rotor_py.capture.graph.graph_facts import GraphFacts
-from rotor_py.capture.graph.graph_nodes import carries_gradient, new_bytes, tensors_of
+from rotor_py.capture.graph.graph_nodes import carries_gradient, memory_root, new_bytes, overwrites, tensors_of
 from rotor_py.capture.graph.sizes import example_of
 from rotor_py.capture.marks.mark_nodes import enter, leave
 
@@ -122,10 +122,11 @@ class _Crossings:
         gradient = {node for node in facts.body if carries_gradient(node)}
         self._end = len(facts.body) - 1
         self._live: dict[int, list[fx.Node]] = {}
+        unfinished = _unfinished(facts)
         for at, (node, following) in enumerate(itertools.pairwise(facts.body)):
             # A mark belongs into one stage with the module beside it. A stage must not end where gradients are off:
-            # none would arrive at its output.
-            if _begins_module(node) or following.target is leave or not facts.modes[node].gradients:
+            # none would arrive at its output. From an input that it overwrites, no stage could be run again.
+            if _begins_module(node) or following.target is leave or not facts.modes[node].gradients or at in unfinished:
                 continue
             here = [each for each in live[at] if tensors[each]]
             if not gradient.isdisjoint(here):
@@ -146,6 +147,17 @@ class _Crossings:
             if len(main) <= 1 and self._checkpoints.issuperset(main):
                 found.append(at)
         return [*found, self._end]
+
+
+def _unfinished(facts: GraphFacts) -> set[int]:
+    """The positions after which a later node writes to what was made before."""
+    position = {node: at for at, node in enumerate(facts.body)}
+    found: set[int] = set()
+    for node in facts.body:
+        if node.op in ("call_function", "call_method") and overwrites(node) and node.all_input_nodes:
+            target = memory_root(node.all_input_nodes[0])
+            found.update(range(position.get(target, position[node]), position[node]))
+    return found
 
 
 def _begins_module(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from rotor_py.measure.cut import Cut, cut
 from rotor_py.measure.stages import MeasuredCut, measure
 from rotor_py.plan.inputs.input_spec import covers
 from rotor_py.plan.saved.plan import Plan
+from rotor_py.plan.sources.layer_parts import LayerParts
 from rotor_py.plan.sources.running import Replay, measuring_options
 from rotor_py.plan.sources.source import Following, Measured, Measuring, Source
 from rotor_py.stage.runner import StageRunner
@@ -26,6 +27,7 @@ class LayerSource:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._replay = Replay(model)
+        self._parts = LayerParts()
 
     def renewed(self) -> LayerSource:
         return LayerSource(self._model)
@@ -43,7 +45,7 @@ class LayerSource:
         return covers(planned, value)
 
     def measure(self, value: Any, how: Measuring) -> Measured:
-        enough = how.enough
+        enough, parts = how.enough, LayerParts()
         with operators():
             found = cut(self._model, value, how.device)
             measurement = measure(
@@ -51,8 +53,10 @@ class LayerSource:
                 value,
                 how.device,
                 enough=enough and (lambda times: enough(times, value)),
+                layer_offers=parts,
                 **measuring_options(self._model, how),
             )
+        self._parts = parts  # only now: after an error, the plan that there was goes on
         return Measured([MeasuredCut(found, measurement)], value)
 
     def follow(self, cut: Cut) -> None:
@@ -68,8 +72,16 @@ class LayerSource:
         assert cut is not None
         for _, layer in cut.prefix:
             value = layer(value)
+        kept = [keeper.name for keeper in how.keepers]
         runners = [
-            StageRunner(function, name, how.preserve_rng_state, ways=ways, keepers=how.keepers)
+            StageRunner(
+                function,
+                name,
+                how.preserve_rng_state,
+                ways=ways,
+                keepers=how.keepers,
+                offers=self._parts.planned(function, name, ways, kept),
+            )
             for (name, function), ways in zip(cut.stages, how.ways, strict=True)
         ]
         return self._replay(runners, value, how)

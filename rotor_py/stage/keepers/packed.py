@@ -13,6 +13,7 @@ that are not 0, as Gist does, takes as many bytes as the batch has of them, whic
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,8 @@ _SAMPLE = 1024
 """Elements that are looked at before a whole tensor is: nearly all of those that are no masks are known by them."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes, for tensors to be compared bit by bit: -0.0 equals 0.0, and NaN does not equal itself."""
+_FORMATS = {torch.float16: ("e", "h"), torch.float32: ("f", "i"), torch.float64: ("d", "q")}
+"""Of a dtype and of its integer, what `struct` calls them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,4 +121,14 @@ def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _number(bits: int, dtype: torch.dtype) -> float:
-    return float(torch.tensor([bits], dtype=_BITS[dtype.itemsize]).view(dtype))
+    """The number of a dtype whose bits are those of an integer.
+
+    No operator of torch: a stage that runs again would take that for a decision of its own (`stage.decisions`).
+    """
+    if dtype is torch.bfloat16:  # the upper half of a float32
+        bits, dtype = bits << 16, torch.float32
+    if dtype not in _FORMATS:
+        return float(bits)
+    number, integer = _FORMATS[dtype]
+    (found,) = struct.unpack(number, struct.pack(integer, bits))
+    return float(found)

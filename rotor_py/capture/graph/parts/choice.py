@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from rotor_py.capture.graph.graph_nodes import overwrites, tensors_of
+from rotor_py.capture.graph.graph_nodes import tensors_of
 from rotor_py.capture.graph.parts.min_cut import Cut, least_cut, memory_read
 from rotor_py.capture.graph.parts.prices import is_cheap, kind_of, price_of
 from rotor_py.capture.graph.parts.saved_part import SavedPart
@@ -91,8 +91,8 @@ def same_parts(body: fx.GraphModule, sizes: Sizes, parts: Mapping[str, SavedPart
 
 
 def _saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues | None:
-    # What an operator has overwritten is lost, and a value that was made under a mode would be made again without it.
-    if any(node.op == "call_module" or node.target in _MODES or _writes(node) for node in body.graph.nodes):
+    # A value that was made under a mode would be made again without it.
+    if any(node.op == "call_module" or node.target in _MODES for node in body.graph.nodes):
         return None
     try:
         return find_saved_values(body, sizes)
@@ -107,7 +107,7 @@ class _Choice:
     def __init__(self, values: SavedValues, keeping: Mapping[fx.Node, int], sizes: Sizes) -> None:
         self._values = values
         self._keeping = keeping
-        own = [node for node, root in values.roots.items() if root is node]
+        own = [node for node, root in values.roots.items() if root is node and node not in values.stale]
         self._cheap = {node: 0 for node in own if is_cheap(node)}
         self._prices = {
             node: price_of(node, values.flops.get(node, 0), sizes)
@@ -183,10 +183,6 @@ class _Choice:
                 seen.add(node)
                 pending.extend(memory_read(node, self._values.roots))
         return sum(self._prices.get(node, 0) for node in seen)
-
-
-def _writes(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and overwrites(node)
 
 
 def _size(node: fx.Node, sizes: Sizes) -> int:

@@ -40,7 +40,10 @@ def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mappin
     flow.add_nodes_from(("source", "saved"))
     own = [node for node in values.roots if values.roots[node] is node]
     for node in own:
-        flow.add_edge((node, "made"), (node, "kept"), capacity=keeping[node])
+        if node in values.overwritten:  # nothing is left of it to keep
+            flow.add_edge((node, "made"), (node, "kept"))
+        else:
+            flow.add_edge((node, "made"), (node, "kept"), capacity=keeping[node])
         if node in values.saved:
             flow.add_edge((node, "kept"), "saved")
         if node not in again:  # the cut has to pass between it and all that is saved

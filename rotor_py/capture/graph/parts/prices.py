@@ -25,12 +25,14 @@ _FOR_A_BYTE = 20
 _FOR_A_FUNCTION = 500
 """For each number of which exp, tanh or the like is computed: about a nanosecond of a processor's core. A guess."""
 # fmt: off
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "relu_", "clamp_")
 _OPERATORS = (
     "add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide", "truediv", "neg", "negative", "pow",
     "square", "sqrt", "rsqrt", "reciprocal", "abs", "exp", "expm1", "log", "log1p", "log2", "erf", "tanh", "sigmoid",
     "sin", "cos", "where", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mean", "sum", "var", "amax",
     "softmax", "log_softmax", "cat", "concat", "stack", "relu", "rms_norm", "layer_norm", "group_norm", "clone",
     "contiguous", "softplus", "celu", "selu", "masked_fill", "to", "type_as", "float", "half", "bfloat16",
+    *_IN_PLACE,
 )
 _LAYERS = (
     "silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "softplus", "mish", "hardswish",
@@ -40,7 +42,7 @@ _LAYERS = (
 _SIMPLE = (
     "add", "sub", "rsub", "mul", "multiply", "neg", "negative", "square", "abs", "where", "clamp", "clamp_min",
     "clamp_max", "maximum", "minimum", "cat", "concat", "stack", "relu", "clone", "contiguous", "masked_fill", "to",
-    "type_as", "float", "half", "bfloat16", "div", "divide", "true_divide", "truediv",
+    "type_as", "float", "half", "bfloat16", "div", "divide", "true_divide", "truediv", *_IN_PLACE,
 )
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
 _CONVOLUTIONS = tuple(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))

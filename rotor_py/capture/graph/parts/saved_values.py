@@ -7,9 +7,9 @@ milliseconds and no memory, for a stage of any size. A real run would need the v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from rotor_profiling.storage import local
-from rotor_py.capture.graph.graph_nodes import attribute_of
+from rotor_py.capture.graph.graph_nodes import attribute_of, overwrites
 from rotor_py.capture.graph.parts.prices import FlopCount, kind_of
 from rotor_py.capture.graph.sizes import Sizes, example_of
 
@@ -26,61 +26,111 @@ from rotor_py.capture.graph.sizes import Sizes, example_of
 @dataclass(frozen=True, slots=True)
 class SavedValues:
     """What a run of a graph with autograd shows: the nodes whose memory is `saved`; for every node with a tensor the
-    one that allocated its memory (`roots`); the nodes whose tensor is `in_graph`; the `flops` of those that take long.
+    one that allocated its memory or wrote to it last (`roots`); the nodes whose tensor is `in_graph`; the `flops` of
+    those that take long.
+
+    What a node made is gone if a later one has `overwritten` it: it can be made again, but not kept. A `stale` node
+    reads memory through a view from before a write to it: from that, it would not be made again as it was.
     """
 
     saved: set[fx.Node]
     roots: dict[fx.Node, fx.Node]
     in_graph: set[fx.Node]
     flops: dict[fx.Node, int]
+    overwritten: set[fx.Node] = field(default_factory=set)
+    stale: set[fx.Node] = field(default_factory=set)
 
 
 def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues:
     """What autograd saves of `body`.
 
-    `sizes` says what the symbols of the graph stand for. Raises TypeError for tensors of a subclass or without strides.
-    What an operator raises that does not take tensors without memory passes through.
+    `sizes` says what the symbols of the graph stand for. Raises TypeError for tensors of a subclass or without strides,
+    and for operators that change a tensor without writing to it. What an operator raises that does not take tensors
+    without memory passes through.
     """
-    maker: dict[int, fx.Node] = {}
-    roots: dict[fx.Node, fx.Node] = {}
-    saved: set[fx.Node] = set()
-    unknown: dict[int, torch.Tensor] = {}
-    """what operators saved of memory that no node has returned yet: their own outputs, or what only they know"""
-    in_graph: set[fx.Node] = set()
-    flops: dict[fx.Node, int] = {}
+    found = SavedValues(set(), {}, set(), {})
+    memories = _Memories(found)
     values: dict[fx.Node, Any] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        # By memory, not by tensor: what is saved is often a view of what a node returned.
-        memory = local(tensor).untyped_storage()._cdata
-        node = maker.get(memory)
-        if node is not None:
-            saved.add(node)
-        else:
-            unknown[memory] = tensor  # alive, so that its storage's number is not used twice
-        return tensor
-
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autograd.graph.saved_tensors_hooks(memories.save, lambda tensor: tensor),
     ):
         for node in body.graph.nodes:
             if node.op == "output":
                 break
+            read = {each: list(_tensors(values[each])) for each in node.all_input_nodes}
+            before = [tensor._version for tensors in read.values() for tensor in tensors]
             # All values stay alive to the end, so that no storage's number is used twice.
             with FlopCount() if kind_of(node) else nullcontext() as count:
                 values[node] = _run(body, node, values, mode, sizes)
             if count is not None:
-                flops[node] = count.total
-            for tensor in _tensors(values[node]):
-                if tensor.requires_grad:
-                    in_graph.add(node)
-                memory = local(tensor).untyped_storage()._cdata
-                roots[node] = maker.setdefault(memory, node)
-                if unknown.pop(memory, None) is not None:
-                    saved.add(node)
-    return SavedValues(saved, roots, in_graph, flops)
+                found.flops[node] = count.total
+            after = [tensor for tensors in read.values() for tensor in tensors]
+            written = [each for each, version in zip(after, before, strict=True) if each._version != version]
+            if not written and node.op.startswith("call") and overwrites(node):
+                raise TypeError(f"{node.target} changes a tensor, but not what is in its memory")
+            memories.read(node, read)
+            memories.write(node, written)
+            memories.make(node, list(_tensors(values[node])))
+    memories.end()
+    return found
+
+
+class _Memories:
+    """The memories of a graph's values as far as it has run, and what is `found` of them."""
+
+    def __init__(self, found: SavedValues) -> None:
+        self._found = found
+        self._made_by: dict[int, fx.Node] = {}
+        """the node that allocated a memory, or wrote to it last"""
+        self._seen: dict[fx.Node, dict[int, fx.Node]] = {}
+        """for each node and memory of its tensors, the last of those nodes that it depends on"""
+        self._saved: dict[int, torch.Tensor] = {}
+        """Some of them no node has returned yet: operators save their own output, or what only they know. The tensors
+        are held, so that a storage's number is not used twice."""
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        # By memory, not by tensor: what is saved is often a view of what a node returned.
+        self._saved[_memory(tensor)] = tensor
+        return tensor
+
+    def read(self, node: fx.Node, inputs: Mapping[fx.Node, list[torch.Tensor]]) -> None:
+        """A node has read the tensors of these."""
+        for each, tensors in inputs.items():
+            if any(self._seen[each][memory] is not self._made_by[memory] for memory in map(_memory, tensors)):
+                self._found.stale.add(node)
+
+    def write(self, node: fx.Node, tensors: Iterable[torch.Tensor]) -> None:
+        """A node has written to the memory of these."""
+        for memory in {*map(_memory, tensors)}:
+            self._found.overwritten.add(self._made_by[memory])
+            self._made_by[memory] = node
+
+    def make(self, node: fx.Node, tensors: Iterable[torch.Tensor]) -> None:
+        """A node has returned these."""
+        seen = self._seen[node] = {}
+        for tensor in tensors:
+            if tensor.requires_grad:
+                self._found.in_graph.add(node)
+            memory = _memory(tensor)
+            made_by = self._made_by.setdefault(memory, node)
+            if made_by is not node:  # a view: what is made again from its inputs is what these see
+                before = [self._seen[each].get(memory, made_by) for each in node.all_input_nodes]
+                made_by = next((each for each in before if each is not made_by), made_by)
+            seen[memory] = self._found.roots[node] = made_by
+
+    def end(self) -> None:
+        """Nothing comes any more. Of memory that was saved and written to, the last write counts: autograd refuses a
+        backward that would read another one.
+        """
+        made_by = {self._made_by[memory] for memory in self._saved if memory in self._made_by}
+        # An operator that writes and returns nothing has no value to keep or to drop: its memory is saved as it is.
+        self._found.saved.update(node for node in made_by if self._found.roots.get(node) is node)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(local(tensor).untyped_storage()._cdata)
 
 
 def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode, sizes: Sizes) -> Any:

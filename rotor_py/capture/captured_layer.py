@@ -1,0 +1,172 @@
+"""A layer of a chain that TorchDynamo captures by itself, so that it can be stored in part.
+
+Stored whole or run again, it runs as it stands. Stored in part, it runs through TorchDynamo. Its guards see to it that
+the graph is one of this layer, in this mode, on such an input; what a layer does beside its operators, it does, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+
+from rotor_profiling import RandomState, isolated, leaves_of, tensors_in
+from rotor_profiling.values import equal
+from rotor_py.capture.captured_forward import CapturedForward
+from rotor_py.capture.captured_graph import CapturedGraph
+from rotor_py.capture.graph.graph_stage import GraphStage
+from rotor_py.capture.tracing import MOST_GRAPHS
+from rotor_py.stage.protocol import Run, StageOffers
+from rotor_py.stage.ways.watched import calls_forward_alone
+
+_log = logging.getLogger("rotor_py")
+
+
+class CapturedLayer(StageOffers):
+    """The ways to store `layer` in part, those that `find` finds, or `named` ones that were found of a layer like it.
+
+    `like` is that other layer, where it is at hand: its graphs have the same nodes, and keep the same of them.
+    """
+
+    def __init__(
+        self, layer: nn.Module, name: str, named: Sequence[str] = (), like: CapturedLayer | None = None
+    ) -> None:
+        self.layer = layer
+        self._name = name
+        self._named = tuple(named)
+        self._like = like
+        self._forward = CapturedForward(layer, granularity=1)
+        self._stages: dict[CapturedGraph, GraphStage | None] = {}
+        self._warned = False
+
+    def of_kind(self, layer: nn.Module, name: str) -> CapturedLayer:
+        """The same of another layer, which does the same as this one."""
+        return CapturedLayer(layer, name, self._named, like=self)
+
+    def ways(self) -> tuple[str, ...]:
+        return self._named
+
+    def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
+        if way not in self._named:
+            return super().forward_by(way, skip_output=skip_output)
+        return partial(self._run_in_part, way, skip_output)
+
+    def find(self, value: Any, device: torch.device) -> bool:
+        """Look for ways to store the layer on the input `value`; whether there are any that keep every bit.
+
+        Nothing of the layer is changed. It is run forward and backward, as it stands and in each way.
+        """
+        for open_sizes in (True, False):
+            self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes)
+            self._stages.clear()
+            try:
+                stage = self._only_stage(value, device)
+                self._named = stage.ways() if stage is not None else ()
+                if self._named and self._same_bits(value, device):
+                    return True
+            except Exception as error:  # of any operator or library: the layer itself has run before, and runs again
+                _log.debug("layer %s is stored whole or not at all, since it is not captured: %s", self._name, error)
+        self._named = ()
+        return False
+
+    def _only_stage(self, value: Any, device: torch.device) -> GraphStage | None:
+        """The layer as one stage of a graph; None if it is not one graph, or not one in which anything is trained."""
+        graphs: list[CapturedGraph] = []
+
+        def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+            graphs.append(graph)
+            self._stage(graph, arguments)
+            return graph.run_unplanned(arguments)
+
+        with isolated(self.layer, device), torch.enable_grad():
+            self._forward.call((leaves_of(value),), {}, run)
+        if len(graphs) != 1 or self._forward.breaks_at is not None or graphs[0].answers:
+            return None
+        return self._stages[graphs[0]]
+
+    def _stage(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> GraphStage | None:
+        if graph not in self._stages:
+            graph.split(arguments)
+            found = graph.layers[0][1] if graph.trains and len(graph.layers) == 1 else None
+            stage = found if isinstance(found, GraphStage) else None
+            known = [each for each in (self, self._like) if each is not None]
+            example = next((made for each in known for made in each._stages.values() if made is not None), None)
+            if stage is not None and example is not None:
+                stage.be_stored_like(example)
+            self._stages[graph] = stage
+        return self._stages[graph]
+
+    def _same_bits(self, value: Any, device: torch.device) -> bool:
+        """Whether the layer makes the same numbers in each way: what it returns, gradients, buffers, random numbers."""
+        expected, state = self._step(self.layer, value, device)
+        for way in self._named:
+            found, after = self._step(self.forward_by(way), value, device)
+            if len(self._stages) > 1:
+                _log.debug("layer %s is stored whole or not at all: every run takes another graph", self._name)
+                return False
+            if state != after or len(found) != len(expected) or not all(map(_same, found, expected)):
+                _log.debug("layer %s is stored whole or not at all: captured, it makes other numbers", self._name)
+                return False
+        return True
+
+    def _step(self, run: Run, value: Any, device: torch.device) -> tuple[list[torch.Tensor | None], RandomState]:
+        leaf = leaves_of(value)
+        with isolated(self.layer, device) as parameters, torch.enable_grad():
+            made = tensors_in(run(leaf))
+            # Gradients that differ from number to number, and from one output to the next.
+            trained = [tensor for tensor in made if tensor.requires_grad]
+            torch.autograd.backward(trained, [tensor.detach().clone() for tensor in trained])
+            state = RandomState.now((device,))
+            gradients = [tensor.grad for tensor in (*tensors_in(leaf), *parameters)]
+            return [*(tensor.detach() for tensor in made), *gradients, *self.layer.buffers()], state
+
+    def _run_in_part(self, way: str, skip_output: bool, value: Any) -> Any:
+        if not calls_forward_alone(self.layer):
+            return self._run_whole(value, "a hook was registered on it, or its forward replaced")
+
+        handed_over: list[CapturedGraph] = []
+
+        def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+            handed_over.append(graph)
+            stage = self._stage(graph, arguments)
+            if stage is None or way not in stage.ways():
+                self._warn("it does something else than when it was measured")
+                return graph.run_unplanned(arguments)
+            given, values = graph.enter(arguments)
+            return graph.leave(stage.forward_by(way, skip_output=skip_output)(given), values)
+
+        try:
+            made = self._forward.call((value,), {}, run, self._tell_of_capture)
+        except TorchDynamoException as error:  # raised while it traces, before anything has run
+            return self._run_whole(value, str(error).partition("\n")[0])
+        if not handed_over:
+            self._warn(f"TorchDynamo runs it as it stands, after {MOST_GRAPHS} graphs")
+        return made
+
+    def _run_whole(self, value: Any, cause: str) -> Any:
+        self._warn(cause)
+        return self.layer(value)
+
+    def _warn(self, cause: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "layer %s is stored whole and not in part, as the plan has it: %s. The step may go over the limit; "
+                "call measure() to plan again",
+                self._name, cause,
+            )  # fmt: skip
+
+    def _tell_of_capture(self, seconds: float) -> None:
+        _log.info("TorchDynamo captures layer %s again, for another input", self._name)
+
+
+def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    """Bit for bit, but that one NaN is like another."""
+    if found is None or expected is None:
+        return found is expected
+    return equal(found.nan_to_num(), expected.nan_to_num())

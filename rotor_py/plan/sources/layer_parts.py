@@ -1,0 +1,111 @@
+"""What the layers of a chain offer beside their forward: to be stored in part, where that is worth capturing them.
+
+To capture a layer takes TorchDynamo up to seconds, so it is done once for each kind of layer, and for none that could
+not gain by it: whose operators save little, or that is a single operator.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rotor_profiling import isolated, leaves_of, storages, tensors_in
+from rotor_profiling.instruments import prediction
+from rotor_profiling.storage import layout_of
+from rotor_py.stage.protocol import StageOffers
+from rotor_py.stage.ways.names import parted
+from rotor_py.stage.ways.watched import calls_forward_alone
+
+if TYPE_CHECKING:
+    from rotor_py.capture.captured_layer import CapturedLayer
+
+_log = logging.getLogger("rotor_py")
+
+_LEAST_BYTES = 2**20
+"""What a layer has to save beside its input and output. A guess: for less, nobody wants to wait for TorchDynamo."""
+_OPERATORS = "torch.nn."
+"""Where layers come from that are single operators, if they have no layers inside."""
+
+
+class LayerParts:
+    """What the layers of one model offer, each known by its module."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, CapturedLayer] = {}
+        """by the id of the layer, which what is found keeps alive"""
+        self._kinds: dict[Hashable, CapturedLayer | None] = {}
+        """the first layer of a kind, if it can be stored in part"""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: what was found is bound to these layers, and a copy finds its own."""
+        return {"_found": {}, "_kinds": {}}
+
+    def look_at(self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device) -> None:
+        """Find out how a layer of this kind can be stored on the input `value`, if no other one of the kind was seen.
+
+        Nothing of the layer is changed.
+        """
+        self._found.pop(id(function), None)
+        if kind not in self._kinds:
+            self._kinds[kind] = _captured(function, name, value, device)
+        first = self._kinds[kind]
+        if first is not None:
+            self._found[id(function)] = first if first.layer is function else first.of_kind(function, name)
+
+    def of(self, function: nn.Module) -> StageOffers | None:
+        """What was found of a layer; None if that is nothing."""
+        return self._found.get(id(function))
+
+    def planned(
+        self, function: nn.Module, name: str, ways: Sequence[str], keepers: Container[str]
+    ) -> StageOffers | None:
+        """What a layer offers that a plan may store by these `ways`, those of `keepers` among them."""
+        own = dict.fromkeys(each for each, _ in (parted(way, keepers) for way in ways) if each is not None)
+        if own and id(function) not in self._found:  # the plan comes from a file, or the model is a copy
+            from rotor_py.capture.captured_layer import CapturedLayer
+
+            self._found[id(function)] = CapturedLayer(function, name, tuple(own))
+        return self.of(function)
+
+
+def _captured(function: nn.Module, name: str, value: Any, device: torch.device) -> CapturedLayer | None:
+    if (
+        prediction() is not None
+        or not _may_gain(function, value)
+        or _saved_bytes(function, value, device) < _LEAST_BYTES
+    ):
+        return None
+    # Not at the top: it imports TorchDynamo, which takes as long as importing the rest of torch.
+    from rotor_py.capture.captured_layer import CapturedLayer
+
+    found = CapturedLayer(function, name)
+    return found if found.find(value, device) else None
+
+
+def _may_gain(function: nn.Module, value: Any) -> bool:
+    """Whether a layer may be more than one operator, and is one that can be captured."""
+    operator = type(function).__module__.startswith(_OPERATORS) and not function._modules
+    tensors = [*function.parameters(), *function.buffers(), *tensors_in(value)]
+    plain = all(type(each) in (torch.Tensor, nn.Parameter) and layout_of(each) is None for each in tensors)
+    return not operator and plain and calls_forward_alone(function)
+
+
+def _saved_bytes(function: nn.Module, value: Any, device: torch.device) -> int:
+    """Bytes that autograd saves of a run of a layer, beside its parameters, input and output."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is torch.strided:
+            saved.update(storages([tensor]))
+        return tensor
+
+    leaf = leaves_of(value)
+    with isolated(function, device) as parameters, torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            made = function(leaf)
+        there = storages([*parameters, *function.parameters(), *function.buffers(), *tensors_in((leaf, made))])
+    return sum(nbytes for address, nbytes in saved.items() if address not in there)

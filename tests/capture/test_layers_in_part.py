@@ -1,0 +1,200 @@
+"""Layers of an `nn.Sequential`, captured one by one to be stored in part: the same bits, and fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable
+from rotor_solver import Chain, ForwardCheck, ForwardEnable, Option, Sequence, simulate, solve, store_all
+from tests.capture.steps import adamw, compare
+
+WIDTH = 32
+ROWS = 1024
+
+
+class Block(nn.Module):
+    """GPT-2's feed-forward layer, with the activation written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(self.norm(x))
+        y = 0.5 * y * (1.0 + torch.tanh(0.8 * (y + 0.044715 * y.pow(3.0))))
+        return x + self.dropout(self.outer(y))
+
+
+class Odd(Block):
+    """A block, and something that no graph has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(x.detach()[0, 0] < 1e9)
+
+
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(1)
+        return super().forward(x)
+
+
+class Noting(Block):
+    """A block that notes the mean of its last input."""
+
+    mean: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = x.detach().mean()
+        return super().forward(x)
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def measured(*layers: nn.Module, rows: int = ROWS) -> tuple[Checkpointable, torch.Tensor]:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*layers).train(), torch.randn(rows, WIDTH)
+    planned = Checkpointable(model, loss=loss, optimizer=adamw(model), fresh_grads=True)
+    planned.measure(batch)
+    assert not planned.captured
+    return planned, batch
+
+
+def names(planned: Checkpointable) -> tuple[tuple[str, ...], ...]:
+    assert planned.inspection_values is not None
+    return tuple(
+        tuple(name for name in each if name.startswith("in part")) for each in planned.inspection_values.way_names
+    )
+
+
+def in_part(planned: Checkpointable, again: int = 0) -> Sequence:
+    """Every stage stored by the last of its ways, the first `again` stages only when they are run again."""
+    assert planned.budget is not None
+    chain = planned.budget.chain
+    attached = [ForwardEnable(number, len(stage.options) - 1) for number, stage in enumerate(chain.stages)]
+    checked = [ForwardCheck(number) for number in range(again)]
+    done = [each for each in store_all(chain) if not isinstance(each, ForwardEnable)]
+    backward = [each for one in done for each in ([attached[one.stage], one] if _of_first(one, again) else [one])]
+    return Sequence((*checked, *attached[again:], *backward))
+
+
+def _of_first(operation: object, again: int) -> bool:
+    return getattr(operation, "stage", again) < again
+
+
+@pytest.mark.parametrize("again", [0, 2])
+def test_layers_stored_in_part_train_as_ever_within_the_predicted_peak(again: int) -> None:
+    planned, batch = measured(Block(), Block(), nn.Linear(WIDTH, WIDTH), Block())
+    assert [bool(each) for each in names(planned)] == [True, True, False, True]
+    planned.sequence = in_part(planned, again)
+    assert planned.budget is not None
+    predicted = planned.budget.peak_bytes(planned.sequence)
+    found = compare(planned, copy.deepcopy(planned.model), {"input": batch}, loss)
+    assert 0.98 * predicted <= found <= predicted
+    assert list(planned.state_dict()) == list(planned.model.state_dict())
+
+
+def test_a_plan_stores_layers_in_part_where_it_would_have_to_run_them_again() -> None:
+    planned, _ = measured(*(Block() for _ in range(4)))
+    assert planned.budget is not None
+    # Seconds of a stage, whatever the clock said: another tenth of its forward for what is made again.
+    chain = planned.budget.chain
+    stages = [
+        replace(stage, options=tuple(_timed(each, 0.1 * bool(number)) for number, each in enumerate(stage.options)))
+        for stage in chain.stages
+    ]
+    with_parts = replace(chain, stages=tuple(stages))
+    others = [tuple(each for each in stage.options if "in part" not in each.name) for stage in stages]
+    without = replace(
+        chain, stages=tuple(replace(stage, options=kept) for stage, kept in zip(stages, others, strict=True))
+    )
+    limit = simulate(with_parts, in_part(planned)).peak
+    seconds = [_makespan(each, limit) for each in (with_parts, without)]
+    whole = _makespan(with_parts, 10**12)
+    assert seconds[0] - whole < 0.5 * (seconds[1] - whole)
+
+
+def _timed(option: Option, seconds: float) -> Option:
+    return replace(option, forward_time=1.0, backward_time=2.0 + seconds)
+
+
+def _makespan(chain: Chain, limit: int) -> float:
+    return simulate(chain, solve(chain, limit)).makespan
+
+
+def test_a_smaller_batch_and_a_plan_from_a_file_are_stored_in_part_as_well(tmp_path: Path) -> None:
+    planned, batch = measured(Block(), Block())
+    planned.sequence = in_part(planned)
+    assert planned.budget is not None
+    predicted = planned.budget.peak_bytes(planned.sequence)
+    plain = copy.deepcopy(planned.model)
+    planned.save_plan(tmp_path / "plan.json")
+    model = copy.deepcopy(plain)
+    loaded = Checkpointable(model, loss=loss, optimizer=adamw(model), fresh_grads=True, plan=tmp_path / "plan.json")
+    for network in (planned, loaded, copy.deepcopy(loaded)):
+        least = [compare(network, plain, {"input": batch[:rows]}, loss) for rows in (ROWS, ROWS // 2)]
+        assert 0.98 * predicted <= least[0] <= predicted
+        assert least[1] < 0.75 * predicted
+
+
+@pytest.mark.parametrize("kind", ["hooked", "data", "counting", "small"])
+def test_a_layer_that_is_not_captured_keeps_its_other_ways(kind: str) -> None:
+    layer = {"data": Odd, "counting": Counting}.get(kind, Block)()
+    if kind == "hooked":
+        layer.inner.register_forward_hook(lambda module, args, output: output * 2)
+    planned, batch = measured(layer, nn.Linear(WIDTH, WIDTH), rows=32 if kind == "small" else ROWS)
+    assert names(planned) == ((), ())
+    planned.sequence = in_part(planned)
+    compare(planned, copy.deepcopy(planned.model), {"input": batch}, loss)
+
+
+def test_what_a_layer_does_beside_its_operators_is_done() -> None:
+    planned, batch = measured(Noting(), nn.Linear(WIDTH, WIDTH))
+    assert names(planned)[0]
+    planned.sequence = in_part(planned)
+    for each in (batch, 2 * batch):
+        planned(each).sum().backward()
+        assert torch.equal(planned.model[0].mean, each.mean())  # type: ignore[index, union-attr, arg-type]
+
+
+def test_a_hook_that_comes_later_is_called_and_the_user_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    planned, batch = measured(Block(), nn.Linear(WIDTH, WIDTH))
+    planned.sequence = in_part(planned)
+    planned(batch).sum().backward()
+    calls: list[torch.Size] = []
+    planned.model[0].inner.register_forward_hook(lambda module, args, output: calls.append(output.shape))  # type: ignore[index]
+    with caplog.at_level(logging.WARNING, logger="rotor_py"):
+        planned(batch).sum().backward()
+    assert len(calls) == 1
+    assert "layer 0 is stored whole and not in part" in caplog.text
+
+
+def test_autocast_is_that_of_the_forward() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Block(), Block()).train(), torch.randn(ROWS, WIDTH)
+    planned = Checkpointable(copy.deepcopy(model), loss=loss, optimizer=adamw(model), fresh_grads=True)
+    networks = (planned, model)
+    with torch.autocast("cpu", torch.bfloat16):
+        planned.measure(batch)
+    assert any(names(planned))
+    planned.sequence = in_part(planned, again=1)
+    for network in networks:
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(network(batch))
+        value.backward()  # as people do: outside
+    for found, expected in zip(planned.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]
