@@ -66,6 +66,7 @@ class Request:
     device_file: str | None = None
     dtype: str | None = None
     precision: str | None = None
+    autocast: str | None = None
     optimizer: str | None = None
     grad_accumulation: int | None = None
     step_in_backward: bool = False
@@ -96,6 +97,7 @@ class Request:
             "--device-file": self.device_file,
             "--dtype": self.dtype,
             "--precision": self.precision,
+            "--autocast": self.autocast,
             "--optimizer": self.optimizer,
             "--batch": self.batch,
             "--input": self.shape,
@@ -191,6 +193,11 @@ class Request:
             self._refuse_elsewhere(self.device or "")
         if self.precision is not None and ":" not in (self.device or ""):
             raise usage("--precision is for parameters that several devices share; write --device h100:8, or --dtype")
+        if self.autocast is not None and not self.elsewhere:
+            raise usage(
+                "--autocast is for a device that need not be here: add --device h100. Here, have the model's "
+                "forward enter torch.autocast, or plan the training script itself: rotor-plan train.py --"
+            )
 
     def _refuse_elsewhere(self, device: str) -> None:
         if device and self.device_file is None and not _DEVICE.fullmatch(device):

@@ -18,6 +18,7 @@ from rotor_py import Checkpointable, InfeasibleError, verify
 from rotor_py.measure.device import limit_bytes
 from rotor_py.offload.offload import checked_name
 from rotor_py.plan.stepping.refusals import refuse_optimizer
+from rotor_py.predict.operators.autocast import region
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.progress import Activities, activities
@@ -60,8 +61,8 @@ def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activ
     if request.batch_aim is None:
         # Inside of it again, so that what the model may not do there is told as what it is.
         with explained(found.file), place.measuring():
-            network = _measure(found, limit, request, shown)
-            place.follow(_step(network, found, request))
+            network = _measure(found, limit, request, shown, place)
+            place.follow(_step(network, found, request, place))
     else:
         assert limit is not None
         chosen = choose(found, limit, request, shown)
@@ -98,18 +99,20 @@ def facts_of(
             with explained(found.file), place.measuring():
                 facts = _reserve(facts, network, found, request, place)
     if request.plan_file is not None:
-        network.save_plan(request.plan_file)
+        with region(None if place is None else place.autocast):  # the file says what it was planned under
+            network.save_plan(request.plan_file)
     if request.compare:
         compared = compare_at_limit(facts, network.model, request.slots, shown.doing("comparing"))
         facts = replace(facts, compared=compared)
     return _verify(facts, network, found, request, shown) if request.verify else facts
 
 
-def _step(network: Checkpointable, found: ModelFile, request: Request) -> TrainingStep:
-    return TrainingStep(network, found.sample, found.loss or default_loss, found.optimizer, request.fresh_grads)
+def _step(network: Checkpointable, found: ModelFile, request: Request, place: Place) -> TrainingStep:
+    loss = found.loss or default_loss
+    return TrainingStep(network, found.sample, loss, found.optimizer, request.fresh_grads, place.autocast)
 
 
-def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
+def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activities, place: Place) -> Checkpointable:
     if request.step_in_backward:
         _refuse_optimizer(found.optimizer)
     refuse_offload(request)
@@ -134,7 +137,8 @@ def _measure(found: ModelFile, limit: int | None, request: Request, shown: Activ
             network.refuse_what_cannot_fit(found.sample)
         except InfeasibleError as error:
             raise Failure(str(error), INFEASIBLE) from error
-    network.measure(found.sample)
+    with region(place.autocast):
+        network.measure(found.sample)
     return network
 
 
@@ -224,7 +228,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
 def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, place: Place) -> Facts:
     """With what the allocator reserves for the plan; where nobody has set a limit, one that leaves room for it."""
     keep_limit = request.mem_limit is not None or request.overhead is not None
-    reserved = place.reserve(_step(network, found, request), keep_limit=keep_limit)
+    reserved = place.reserve(_step(network, found, request, place), keep_limit=keep_limit)
     if keep_limit or reserved is None:
         return replace(facts, reserved=reserved)
     assert network.budget is not None
