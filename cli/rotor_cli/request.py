@@ -217,7 +217,6 @@ class Request:
             "--compile": (self.compile, "compiles the stages for the device, and measures them there"),
             "--offload": (self.offload is not None, "measures how fast activations move there"),
             "--pipeline": (self.pipeline is not None, "measures a microbatch on the device"),
-            f"--batch {self.batch}": (self.batch_aim is not None, "takes whole steps on the device"),
         }
         for option, (given, does) in refused.items():
             if given:

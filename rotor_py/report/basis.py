@@ -55,8 +55,9 @@ class Basis:
             "Predicted: peaks, what the allocator reserves, and what kernels need beside that while they run"
             f"{self._predicted_beside}.",
             f"Assumed: the parts of the data sheet's rates that kernels reach ({self.anchor}), {self._kernels}, "
-            f"{format_bytes(workspace_bytes(self.device))} for {self._library}, {format_bytes(self.device.context_bytes)} for "
-            f"the driver's context beside the limit, and batches without padding{self._assumed_beside}.",
+            f"{format_bytes(workspace_bytes(self.device))} for {self._library}, "
+            f"{format_bytes(self.device.context_bytes)} for the "
+            f"driver's context beside the limit, and batches without padding{self._assumed_beside}.",
         )
 
     @property
@@ -66,9 +67,7 @@ class Basis:
         chosen = f"attention by the kernel that torch {version} chooses for compute capability {capability}"
         if self.device.vendor != "amd":
             return chosen
-        return (
-            f"{chosen} where it is CUDA's, and that kernels of ROCm (AOTriton, MIOpen) keep and take as much as CUDA's"
-        )
+        return f"{chosen} on CUDA, and that kernels of ROCm (AOTriton, MIOpen) keep and take as much as CUDA's"
 
     @property
     def _library(self) -> str:

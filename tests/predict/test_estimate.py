@@ -70,6 +70,13 @@ def test_seconds_are_those_of_the_device() -> None:
     assert slow.store_all_seconds > 2 * fast.store_all_seconds > 0
 
 
+def test_a_dropout_keeps_one_byte_for_each_number_on_devices_of_amd_as_well() -> None:
+    for name in ("h100", "mi300x"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+        report = estimate(model, torch.empty(512, 64), name, loss=torch.mean)
+        assert report.measurement.stages[1].saved_bytes == 512 * 64 * (4 + 1), name
+
+
 def test_a_model_larger_than_this_machine_is_planned_without_its_memory() -> None:
     def made() -> nn.Module:
         return nn.Sequential(*(nn.Linear(2**17, 2**17, dtype=torch.bfloat16) for _ in range(2)))  # 69 GB

@@ -65,7 +65,8 @@ def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activ
             place.follow(_step(network, found, request, place))
     else:
         assert limit is not None
-        chosen = choose(found, limit, request, shown)
+        chosen = choose(found, limit, request, shown, place)
+        limit = chosen.mem_limit
         network, found = chosen.network, replace(found, sample=found.sample_of(chosen.batch))
     return facts_of(found, network, limit, request, shown, chosen=chosen, place=place)
 
