@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -81,8 +81,10 @@ class Elsewhere:
 
         UnsupportedModelError for what reads values.
         """
+        device = self.devices.each
+        casting = nullcontext() if device.vendor == "cpu" else cuda_autocast()
         try:
-            with using(prediction_for(self.devices.each)), cuda_autocast(), self._mode:
+            with using(prediction_for(device)), casting, self._mode:
                 yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             where = "; ".join(getattr(error, "__notes__", ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 from rotor_profiling.predicted.predicted_device import Numbered, PredictedDevice
@@ -24,5 +25,5 @@ def prediction_for(device: Device) -> PredictedDevice:
         scratch=scratch_bytes,
         workspace_bytes=workspace_bytes(device),
         storages=Numbered(_BLOCK),
-        chosen=partial(cuda_operators, device.compute_capability),
+        chosen=nullcontext if device.vendor == "cpu" else partial(cuda_operators, device.compute_capability),
     )
