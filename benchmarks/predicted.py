@@ -18,7 +18,6 @@ import ecosystem
 import torch
 from report import ROOT, write
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling import measured_peak, tensors_in
 from rotor_profiling.instruments import using
@@ -27,6 +26,7 @@ from rotor_py import Checkpointable, models, store_all
 from rotor_py.devices.cpu_scratch import cpu_scratch_bytes
 from rotor_py.measure import stage_measurer
 from rotor_py.plan.settings import Settings
+from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_py.predict.without_memory import WithoutMemory
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def row(name: str, case: Any) -> dict[str, Any]:
     # What is without values cannot say where padding is.
     inputs = {key: torch.ones_like(value) if "mask" in key else value for key, value in inputs.items()}
     sample = inputs.get("value", inputs)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = TensorsWithoutMemory()
     without_memory = WithoutMemory(mode)
     # The same ways on both sides, whatever seconds they take: the sequence names them by their position.
     with (

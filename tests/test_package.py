@@ -44,3 +44,24 @@ def test_importing_the_wrapper_leaves_out_what_only_some_models_need() -> None:
 
 def test_the_version_is_that_of_the_installed_package() -> None:
     assert rotor_py.__version__[0].isdigit()
+
+
+def test_the_wheel_has_every_package_and_every_file_that_is_no_code() -> None:
+    """The wheel takes whole folders, without what git ignores: what the code reads has to be in one, and tracked."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = text.partition("[tool.hatch.build.targets.wheel]")[2].partition("\n[")[0]
+    packed = set(ast.literal_eval(section.partition("packages = ")[2].strip()))
+    assert section.count(" = ") == 1  # nothing that leaves files out
+    code = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/py.typed")}
+    code |= {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*/py.typed")}
+    assert packed == code
+    names = ("devices/devices.toml", "report/html/templates/report.html", "report/html/templates/style.css")
+    data = [ROOT / "rotor_py" / name for name in names]
+    assert all(path.is_file() for path in data)
+    if (ROOT / ".git").exists():
+        command = ["git", "ls-files", "--", *packed]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        tracked = {ROOT / name for name in listed.stdout.split()}
+        assert {*data} <= tracked
+        present = {path for name in packed for path in (ROOT / name).rglob("*") if path.suffix in {".toml", ".html"}}
+        assert present <= tracked

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_parts.models import Case, cases
 from gpu_parts.steps import WAYS, SkippedError, Trainee, budget_restored
@@ -22,6 +21,7 @@ from rotor_py.devices.followed_step import FollowedStep
 from rotor_py.devices.requests import Allocate, Event, Free
 from rotor_py.devices.table import device_like, find_device
 from rotor_py.measure.device import total_bytes
+from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_solver import simulate, store_all
 
 FILLED = (20e9, 100e9)
@@ -112,7 +112,7 @@ def table(case: Case, setting: Setting) -> dict[str, Any]:
     else:
         device = find_device("h100")
     began = time.perf_counter()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with TensorsWithoutMemory():
         model, sample = case.new(batch, setting.device)
         optimizer = case.optimizer(model)
         spent: list[float] = []

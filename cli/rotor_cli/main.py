@@ -76,6 +76,9 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
     "--precision", metavar="DTYPE", help="With h100:8: blocks gather parameters, and run, in this dtype: bfloat16."
 )
 @click.option(
+    "--autocast", metavar="DTYPE", help="With a --device that need not be here: a step under torch.autocast: bfloat16."
+)
+@click.option(
     "--optimizer", metavar="NAME", help="One of torch.optim instead of the file's: adamw, adamw-fused, sgd-momentum."
 )
 @click.option(

@@ -61,6 +61,7 @@ class Request:
     device_file: str | None = None
     dtype: str | None = None
     precision: str | None = None
+    autocast: str | None = None
     optimizer: str | None = None
     grad_accumulation: int | None = None
     step_in_backward: bool = False
@@ -92,6 +93,7 @@ class Request:
             "--device-file": self.device_file,
             "--dtype": self.dtype,
             "--precision": self.precision,
+            "--autocast": self.autocast,
             "--optimizer": self.optimizer,
             "--batch": self.batch,
             "--input": self.shape,

@@ -31,8 +31,12 @@ from rotor_py.batch.chooser import Chooser
 from rotor_py.batch.largest import Largest
 from rotor_py.batch.measured_batches import MeasuredBatches
 from rotor_py.batch.planned_batch import PlannedBatch, planned_batch
+from rotor_py.batch.predicted.batches import Followed, NoTrial, PredictedBatches
 from rotor_py.batch.real_steps import Trial
 from rotor_py.batch.search import Rate
+from rotor_py.devices.device import Device, Devices
+from rotor_py.devices.table import find_devices
+from rotor_py.predict.elsewhere import Elsewhere
 from rotor_py.report.batch_choice import Aim
 from rotor_solver.progress import Progress
 
@@ -42,6 +46,9 @@ R = TypeVar("R")
 _log = logging.getLogger("rotor_py")
 _ELSEWHERE = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input")
 """Options of `Checkpointable` that leave nothing to choose, or that are about one batch."""
+_AMONG = ("multiple", "effective_batch", "most")
+_ROUNDS = 3
+"""How often the limit is lowered for what is reserved. A guess: that follows the limit closely."""
 
 
 def choose_batch(
@@ -58,21 +65,83 @@ def choose_batch(
     effective_batch: int | None = None,
     most: int = MOST,
     progress: Progress | None = None,
+    device: str | Device | Devices | None = None,
+    autocast: torch.dtype | None = None,
     **options: Any,
 ) -> PlannedBatch:
     """The largest batch or the best one, as `aim` says; arguments and errors are those of `largest_batch`."""
-    for name in _ELSEWHERE:
-        if options.pop(name, None) not in (None, False):
-            raise ValueError(f"{name}= is not for choosing a batch; choose one without it, then plan for that batch")
+    step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "fresh_grads": fresh_grads, "progress": progress}
+    step |= options
+    among: dict[str, Any] = dict(zip(_AMONG, (multiple, effective_batch, most), strict=True))
+    if device is None:
+        if autocast is not None:
+            raise ValueError("autocast= is for a device that is not here; enter torch.autocast around the call instead")
+        _refuse_others(step)
+        batches = MeasuredBatches(model, sample_of, mem_limit, **step)
+        return _chosen(aim, batches, options.get("mem_slots", 500), fresh_grads=fresh_grads, **among)
+    devices = find_devices(device) if isinstance(device, str) else device
+    elsewhere = Elsewhere(Devices(devices) if isinstance(devices, Device) else devices)
+    without_memory = elsewhere.without_memory
+    with elsewhere.together():
+        fake = elsewhere.model(model).train()
+        with elsewhere.measuring():
+            step["optimizer"] = None if optimizer is None else without_memory.optimizer(optimizer)
+            return choose_elsewhere(
+                aim, elsewhere, autocast, fake, lambda batch: without_memory.value(sample_of(batch)), mem_limit,
+                **among, **step,
+            )  # fmt: skip
+
+
+def choose_elsewhere(
+    aim: Aim,
+    followed: Followed,
+    autocast: torch.dtype | None,
+    model: nn.Module,
+    sample_of: Callable[[int], Any],
+    mem_limit: float | str | None,
+    *,
+    keep_limit: bool | None = None,
+    **options: Any,
+) -> PlannedBatch:
+    """The same of a model without memory, inside of what predicts for devices that are not there.
+
+    Unless `keep_limit`, which is so by default if there is one, the limit is lowered where more would be reserved than
+    there is.
+    """
+    among = {name: options.pop(name) for name in _AMONG if name in options}
+    fresh_grads = options.get("fresh_grads", False)
+    _refuse_others(options)
+    options = {"loss": None, "optimizer": None, "fresh_grads": fresh_grads, "progress": None, **options, "cache": False}
+    batches = PredictedBatches(followed, autocast, model, sample_of, mem_limit, **options)
+    slots = options.get("mem_slots", 500)
+    keeping = mem_limit is not None if keep_limit is None else keep_limit
+    found = _chosen(aim, batches, slots, fresh_grads=fresh_grads, **among)
+    for _ in range(_ROUNDS):
+        missing = batches.missing_bytes(found.batch, found.mem_limit)
+        if keeping or not missing:
+            break
+        batches.lower_limit(found.mem_limit - missing)
+        found = _chosen(aim, batches, slots, fresh_grads=fresh_grads, **among)
+    return found
+
+
+def _chosen(
+    aim: Aim,
+    batches: MeasuredBatches,
+    slots: int,
+    *,
+    fresh_grads: bool,
+    multiple: int = 1,
+    effective_batch: int | None = None,
+    most: int = MOST,
+) -> PlannedBatch:
     among: Sequence[int] = candidates(multiple, effective_batch, most, fresh_grads=fresh_grads)
-    step = {"loss": loss, "optimizer": optimizer, "fresh_grads": fresh_grads, "progress": progress, **options}
-    batches = MeasuredBatches(model, sample_of, mem_limit, **step)
     if not _probe(batches) and among[0] == 1 and len(among) > 1:
         among = among[1:]
     rate: Rate | None = None
     over: Largest | None = None  # whose step is over the limit, though it was predicted to fit
     while True:
-        chooser = Chooser(batches, batches.mem_limit, among, options.get("mem_slots", 500))
+        chooser = Chooser(batches, batches.mem_limit, among, slots)
         fits, stored = chooser.largest(stored=False), chooser.largest(stored=True)
         if fits is None:
             raise chooser.infeasible()
@@ -81,7 +150,9 @@ def choose_batch(
         if rate is None:  # not before it is known that a batch fits, and so does the optimizer's step
             rate = Rate(batches.optimizer_seconds, effective_batch)
         found = None if aim == "max" else chooser.best(rate, fits.batch)
-        trial = Trial(batches, rate, chooser.mem_limit, fits.batch if found is None else found.batch)
+        batch = fits.batch if found is None else found.batch
+        predicted = isinstance(batches, PredictedBatches)
+        trial = NoTrial(rate, batch) if predicted else Trial(batches, rate, chooser.mem_limit, batch)
         if found is not None:
             trial.compare({fits.batch, *(() if stored is None else (stored.batch,))})
         if trial.over is None:
@@ -94,6 +165,12 @@ def choose_batch(
         if batch == among[0]:
             raise chooser.infeasible()
         among = among[: among.index(batch)]
+
+
+def _refuse_others(options: dict[str, Any]) -> None:
+    for name in _ELSEWHERE:
+        if options.pop(name, None) not in (None, False):
+            raise ValueError(f"{name}= is not for choosing a batch; choose one without it, then plan for that batch")
 
 
 def _for_one_aim(
@@ -131,6 +208,9 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
             Gradients are then kept between batches, so `fresh_grads` is refused.
         most: the largest batch that is asked about.
         progress: called with (stages done, all stages, name of the next) while measuring.
+        device: a device that need not be here, as for `estimate`, by its name ("h100"). Nothing is measured then,
+            and no step is taken: all of it is predicted, for a copy of the model without memory.
+        autocast: with `device`, forward and loss run under `torch.autocast` with this dtype.
         options: other options of `Checkpointable`, without those that plan by hand, compile or read a plan.
 
     Raises:

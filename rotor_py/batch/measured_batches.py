@@ -57,7 +57,7 @@ class MeasuredBatches:
             network = self._network(batch)
             sample = self._sample_of(batch)
             self._refuse_other_rows(batch, sample)
-            network.measure(sample)
+            self._measure(network, batch, sample)
             measurement, budget = network.inspection_values, network.budget
             assert measurement is not None
             assert budget is not None
@@ -146,6 +146,9 @@ class MeasuredBatches:
             progress=None if progress is None else tell,
             **self._options,
         )
+
+    def _measure(self, network: Checkpointable, batch: int, sample: Any) -> None:
+        network.measure(sample)
 
     def _refuse_other_rows(self, batch: int, sample: Any) -> None:
         """UnsupportedModelError if samples of other batches have as many numbers."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotor_profiling.instruments import using
@@ -16,6 +16,8 @@ from rotor_py.devices.device import Devices
 from rotor_py.devices.reservation import Reservation
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.predict.communication import find_room_for_communication
+from rotor_py.predict.operators.autocast import cuda_autocast
+from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_py.predict.prediction import prediction_for
 from rotor_py.predict.reserving import find_reservation
 from rotor_py.predict.sharding import shard_blocks
@@ -37,8 +39,7 @@ class Elsewhere:
         self.devices = devices
         self._shard = partial(shard_blocks, precision=precision) if shard is None else shard
         self._mesh: DeviceMesh | None = None
-        # Tensors with memory come in with losses: a target, for example.
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = TensorsWithoutMemory()
         self.without_memory = WithoutMemory(self._mode)
         """what makes models, samples and optimizers without memory of others"""
 
@@ -80,8 +81,10 @@ class Elsewhere:
 
         UnsupportedModelError for what reads values.
         """
+        device = self.devices.each
+        casting = nullcontext() if device.vendor == "cpu" else cuda_autocast()
         try:
-            with using(prediction_for(self.devices.each)), self._mode:
+            with using(prediction_for(device)), casting, self._mode:
                 yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             where = "; ".join(getattr(error, "__notes__", ()))

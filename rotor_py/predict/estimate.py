@@ -15,6 +15,7 @@ from rotor_py.devices.table import find_devices
 from rotor_py.errors import UnsupportedModelError, what_it_is
 from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.predict.elsewhere import Elsewhere, Shard
+from rotor_py.predict.operators.autocast import region
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory
 from rotor_py.report import Report
@@ -34,6 +35,7 @@ def estimate(
     mem_slots: int = 500,
     shard: Shard | None = None,
     precision: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Report:
     """The report of a training step of `model` on `device`, which need not be there, and of the plan for it.
 
@@ -57,6 +59,7 @@ def estimate(
         shard: what divides the parameters: a function of the model and of the mesh of devices that calls `fully_shard`.
             By default, each layer of a list of like layers is gathered by itself, and the rest together.
         precision: the dtype in which parameters are gathered by default, and layers run.
+        autocast: forward and loss run under `torch.autocast` with this dtype, and cast what it casts on CUDA.
 
     InfeasibleError, with the least limit as `min_bytes`, if no plan fits the device, or with a bound where that is
     clear before measuring; UnsupportedModelError for a model that cannot be planned, or whose forward depends on
@@ -87,8 +90,9 @@ def estimate(
                 cache=False,
             )
             network.refuse_what_cannot_fit(value)
-            network.measure(value)
-            step = TrainingStep(network, value, loss, made, fresh_grads=fresh_grads)
+            with region(autocast):
+                network.measure(value)
+            step = TrainingStep(network, value, loss, made, fresh_grads=fresh_grads, autocast=autocast)
             elsewhere.follow(step)
             network.compute_sequence()
             reserved = elsewhere.reserve(step, keep_limit=mem_limit is not None)

@@ -9,7 +9,7 @@ from rotor_profiling.predicted.predicted_device import Numbered, PredictedDevice
 from rotor_py.devices.device import Device
 from rotor_py.devices.roofline import Roofline
 from rotor_py.devices.scratch import scratch_bytes, workspace_bytes
-from rotor_py.predict.cuda_operators import cuda_operators
+from rotor_py.predict.operators.cuda_operators import cuda_operators
 
 _BLOCK = 512
 """Bytes that the caching allocator rounds up to a multiple of (`kMinBlockSize` in torch), on ROCm as well."""
@@ -25,5 +25,5 @@ def prediction_for(device: Device) -> PredictedDevice:
         scratch=scratch_bytes,
         workspace_bytes=workspace_bytes(device),
         storages=Numbered(_BLOCK),
-        chosen=partial(cuda_operators, device.compute_capability) if device.vendor == "nvidia" else nullcontext,
+        chosen=nullcontext if device.vendor == "cpu" else partial(cuda_operators, device.compute_capability),
     )

@@ -15,6 +15,7 @@ from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_profiling.stage.gradients import scalar_after
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.plan.inputs.sample import arguments_of
+from rotor_py.predict.operators.autocast import region
 
 
 def _nothing_begins(phase: str) -> None:
@@ -27,6 +28,7 @@ class TrainingStep:
 
     Without a `loss`, that is the single number with a gradient in the output, and else every tensor gets a gradient.
     With `fresh_grads`, gradients are freed at its end. As many forwards are in flight as the network was planned for.
+    With `autocast`, they and the loss run in a region of it with this dtype, and the backward outside, as in training.
     """
 
     network: Checkpointable
@@ -34,6 +36,7 @@ class TrainingStep:
     loss: Callable[[Any], torch.Tensor] | None
     optimizer: torch.optim.Optimizer | None
     fresh_grads: bool = False
+    autocast: torch.dtype | None = None
 
     def __call__(self, begins: Callable[[str], None] = _nothing_begins) -> None:
         """Take the step; `begins` is called with the name of each phase."""
@@ -41,9 +44,10 @@ class TrainingStep:
         arguments, keywords = arguments_of(self.value, network.model)
         begins("forward")
         outputs, values = [], []
-        for _ in range(1 if budget is None else budget.forwards):
-            outputs.append(network(*arguments, **keywords))
-            values.append(_loss_in(outputs[-1]) if self.loss is None else self.loss(outputs[-1]))
+        with region(self.autocast):
+            for _ in range(1 if budget is None else budget.forwards):
+                outputs.append(network(*arguments, **keywords))
+                values.append(_loss_in(outputs[-1]) if self.loss is None else self.loss(outputs[-1]))
         begins("backward")
         with operators():  # not around the forward: TorchDynamo would capture what stands for them
             while values:

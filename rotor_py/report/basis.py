@@ -49,18 +49,29 @@ class Basis:
 
     def sentences(self) -> tuple[str, ...]:
         """What is exact, what is predicted and what is assumed, a sentence for each."""
-        capability = ".".join(map(str, self.device.compute_capability))
-        torch_version = ".".join(torch.__version__.split(".")[:2])
         return (
             "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and what stages return "
             "and keep.",
             "Predicted: peaks, what the allocator reserves, and what kernels need beside that while they run"
             f"{self._predicted_beside}.",
-            f"Assumed: the parts of the data sheet's rates that kernels reach ({self.anchor}), attention by the kernel "
-            f"that torch {torch_version} chooses for compute capability {capability}, "
-            f"{format_bytes(workspace_bytes(self.device))} for cuBLAS, {format_bytes(self.device.context_bytes)} for "
-            f"the driver's context beside the limit, and batches without padding{self._assumed_beside}.",
+            f"Assumed: the parts of the data sheet's rates that kernels reach ({self.anchor}), {self._kernels}, "
+            f"{format_bytes(workspace_bytes(self.device))} for {self._library}, "
+            f"{format_bytes(self.device.context_bytes)} for the "
+            f"driver's context beside the limit, and batches without padding{self._assumed_beside}.",
         )
+
+    @property
+    def _kernels(self) -> str:
+        version = ".".join(torch.__version__.split(".")[:2])
+        capability = ".".join(map(str, self.device.compute_capability))
+        chosen = f"attention by the kernel that torch {version} chooses for compute capability {capability}"
+        if self.device.vendor != "amd":
+            return chosen
+        return f"{chosen} on CUDA, and that kernels of ROCm (AOTriton, MIOpen) keep and take as much as CUDA's"
+
+    @property
+    def _library(self) -> str:
+        return "hipBLAS" if self.device.vendor == "amd" else "cuBLAS"
 
     @property
     def _predicted_beside(self) -> str:

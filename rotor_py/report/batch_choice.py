@@ -62,6 +62,9 @@ class BatchChoice:
     measured_per_second: tuple[tuple[int, float], ...] = ()
     """Batches and their samples a second in real steps, which took turns, the optimizer's share included."""
 
+    predicted: bool = False
+    """Whether all of this is for a device that is not here, where nothing is measured."""
+
     @property
     def accumulation_steps(self) -> int:
         """How many batches there are in a step of the optimizer."""
@@ -90,6 +93,7 @@ class BatchChoice:
             real = dict(self.measured_per_second).get(self.batch)
             rate = f"{rate} predicted" + (f", {format_rate(real)} in real steps" if real is not None else "")
             return f"A batch of {self.batch} has the most samples a second {inside}: {rate}, {price}."
+        rate += " predicted" if self.predicted else ""
         return f"A batch of {self.batch} is the largest {inside}: {rate}, {price}."
 
     def _beside(self) -> str:
@@ -133,6 +137,8 @@ class BatchChoice:
         return f"Step the optimizer after {batches} of {self.batch}: {self.effective_batch} samples."
 
     def _tried(self) -> str | None:
+        if self.predicted:
+            return "No step was taken, and no batch was measured: the device is not here, so all of this is predicted."
         if self.measured_peak_bytes is None:
             return "No step was taken: this machine has no room for it now."
         tried = f"A real step of {self.batch} had a peak of {format_bytes(self.measured_peak_bytes)}."

@@ -34,23 +34,30 @@ class FirstTrainingStep:
 
     `found` is called right before the optimizer's first step, and may raise an error to end the program there. If the
     program goes on, the model follows its plan until `take_away()`. Where no plan fits, `found` is called before the
-    model runs.
+    model runs. Where that is certain without measuring, InfeasibleError ends the program instead.
 
     Args:
         found: called once, with a `FirstStep`.
         mem_limit: the peak of a whole step, as for `Checkpointable`.
         settings: other arguments of `Checkpointable`. Gradients are taken to be freed between steps until some are
             there when a forward begins.
+        limited: whether a plan inside the limit is wanted at all.
 
     Of several models the largest is planned. UnsupportedModelError, in the program, if its model has a plan already.
     """
 
     def __init__(
-        self, found: Callable[[FirstStep], None], mem_limit: float | str | None, settings: dict[str, Any]
+        self,
+        found: Callable[[FirstStep], None],
+        mem_limit: float | str | None,
+        settings: dict[str, Any],
+        *,
+        limited: bool = True,
     ) -> None:
         self._found = found
         self._mem_limit, self._settings = mem_limit, {"fresh_grads": True, **settings}
         Checkpointable(nn.Identity(), mem_limit=mem_limit, **self._settings)  # for its errors, before the program runs
+        self._limited = limited
         self._planned: FollowedModel | None = None
         self._plain: dict[nn.Module, int] = {}
         """models that are called and not planned, with their sizes"""
@@ -59,7 +66,8 @@ class FirstTrainingStep:
         """optimizers that have stepped for another model than the one that is planned"""
         self._over = False
         self._ended: BaseException | None = None
-        """what `found` has raised"""
+        """what has ended the program: raised by `found`, or because nothing can fit"""
+        self._cannot_fit: InfeasibleError | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -72,9 +80,17 @@ class FirstTrainingStep:
         try:
             with outermost_calls(self._called) as self._stop:
                 yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            if self._cannot_fit is not None:
+                raise self._cannot_fit from None  # whatever the program has made of it
+            raise
         finally:
             hook.remove()
             self._ended = None  # its traceback would keep what the program has made
+        if self._cannot_fit is not None:
+            raise self._cannot_fit  # the program has caught it
         if not self._over:
             self._at_the_end()
 
@@ -122,7 +138,12 @@ class FirstTrainingStep:
         optimizer = optimizer_of(module)
         try:
             network = Checkpointable(module, mem_limit=self._mem_limit, optimizer=optimizer, **self._settings)
+            if self._limited:
+                network.refuse_what_cannot_fit(sample)
             network.measure(sample)
+        except InfeasibleError as error:
+            self._over, self._ended, self._cannot_fit = True, error, error
+            raise
         except UnsupportedModelError as error:
             self._refused = self._refused or error
             self._plain[module] = size

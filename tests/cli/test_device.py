@@ -162,8 +162,8 @@ def test_several_devices_are_said_with_what_is_assumed_of_them(plan, model_file)
         (["--device", "h100", "--verify"], "--verify trains a step on the device, which is not here"),
         (["--device", "h100", "--compile"], "--compile compiles"),
         (["--device", "h100", "--pipeline", "2"], "--pipeline measures"),
-        (["--device", "h100", "--batch", "best"], "--batch best takes whole steps"),
-        (["--device", "h100", "--batch", "max"], "--batch max takes whole steps"),
+        (["--autocast", "bfloat16"], "add --device h100"),
+        (["--device", "h100", "--autocast", "float32"], "write bfloat16 or float16"),
         (["--device", "cpu", "--device-memory", "1GB"], "--device cpu is a device of this machine"),
         (["--device-memory", "much"], "--device-memory:"),
         (["--device-file", "nowhere.toml"], "--device-file:"),
@@ -239,3 +239,36 @@ def test_a_default_limit_leaves_room_for_what_is_reserved_and_a_given_one_is_kep
     given = plan(file, "--device-memory", str(memory), "--mem-limit", "90%")
     assert "fits in 661 MB" in given.stdout
     assert "predicted to run out of memory although its tensors fit" in " ".join(given.stdout.split())
+
+
+def test_how_large_a_batch_is_predicted(plan, model_file, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    given = ("--device", "l4", "--mem-limit", "12MB", "--batch")
+    result = plan(model_file(), *given, "max", "--html", page)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    for words in ("is the largest inside 12.0 MB", "samples a second predicted", "No step was taken, and no batch was"):
+        assert words in text
+    assert "</i>measured<" not in page.read_text()
+    found = json.loads(plan(model_file(), *given, "best", "--json", "-").stdout)
+    assert found["prediction"]["measured"] == {}
+    assert found["batch"]["measured_peak_bytes"] is None
+    assert not any(point["measured"] for point in found["batch"]["points"])
+
+
+def test_a_step_under_autocast_keeps_less_and_its_plan_says_so(plan, model_file, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    kept = []
+    for options in ([], ["--autocast", "bf16", "--save", saved]):
+        result = plan(model_file(), "--device", "h100", "--batch", 65536, *options, "--json", "-")
+        assert result.exit_code == 0, result.output
+        kept.append(sum(stage["saved_bytes"] for stage in json.loads(result.stdout)["stages"]))
+    assert kept[1] < kept[0]
+    assert json.loads(saved.read_text())["input"]["autocast"] == "bfloat16"
+
+
+def test_what_is_assumed_of_amd_is_said(plan, model_file) -> None:
+    text = " ".join(plan(model_file(LABELS), "--device", "mi300x").stdout.split())
+    assert "kernels of ROCm (AOTriton, MIOpen) keep and take as much as CUDA's" in text
+    assert "for hipBLAS" in text
+    assert "cuBLAS" not in text

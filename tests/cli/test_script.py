@@ -147,12 +147,23 @@ def test_with_run_the_script_goes_on_by_the_plan_with_its_own_numbers(script, tm
 
 
 def test_the_least_limit_of_a_script_is_exact(script):
-    refused = script(LOOP, "--", limit="10kB")
+    refused = script(LOOP, "--", limit="150kB")
     assert refused.exit_code == 3
     assert "stage" in refused.stderr
     least = parse_bytes(refused.stderr.split("a limit of ")[-1].strip(" .\n"))
     assert script(LOOP, limit=least).exit_code == 0
     assert script(LOOP, "--run", limit="10kB").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    "step", ["    net(x)\n", "    try:\n        net(x)\n    except Exception:\n        sys.exit(1)\n"]
+)
+def test_what_cannot_fit_is_said_before_the_model_of_a_script_runs(script, step):
+    text = f"{NETWORK}\ntry:\n  for x, y in batches:\n{step}\nfinally:\n    print('calls', Counted.calls)\n"
+    refused = script(text, "--", limit="10kB")
+    assert refused.exit_code == 3, refused.output
+    assert "before measuring: a training step needs at least" in " ".join(refused.stderr.split())
+    assert "calls 0" in refused.stderr
 
 
 def test_without_arguments_a_file_is_a_script_if_it_is_no_model_file(script):

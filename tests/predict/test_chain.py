@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling import StageCost
 from rotor_profiling.instruments import using
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, models, store_all
+from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_py.predict.without_memory import WithoutMemory
 from tests.capture.steps import measured_step
 from tests.execute.zoo import convolutions, dropouts, moving_buffers
@@ -41,7 +41,7 @@ def both(
     torch.manual_seed(0)
     model, batch = make(), sample()
     real = measured(model, batch, loss)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = TensorsWithoutMemory()
     without_memory = WithoutMemory(mode)
     with using(A_MICROSECOND), mode:
         return real, measured(without_memory.model(model), without_memory.value(batch), loss)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,20 @@ def test_a_function_that_makes_the_model_gives_the_same_report() -> None:
 def test_seconds_are_those_of_the_device() -> None:
     slow, fast = (estimate(blocks, torch.randn(4096, 256), name, loss=torch.mean) for name in ("l4", "h100"))
     assert slow.store_all_seconds > 2 * fast.store_all_seconds > 0
+
+
+def test_a_calibrated_cpu_runs_the_operators_of_the_cpu() -> None:
+    cpu = replace(find_device("l4"), vendor="cpu")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    report = estimate(model, torch.empty(512, 64), cpu, loss=torch.mean)
+    assert report.measurement.stages[1].saved_bytes == 512 * 64 * (4 + 4)  # its mask has the numbers' width
+
+
+def test_a_dropout_keeps_one_byte_for_each_number_on_devices_of_amd_as_well() -> None:
+    for name in ("h100", "mi300x"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+        report = estimate(model, torch.empty(512, 64), name, loss=torch.mean)
+        assert report.measurement.stages[1].saved_bytes == 512 * 64 * (4 + 1), name
 
 
 def test_a_model_larger_than_this_machine_is_planned_without_its_memory() -> None:

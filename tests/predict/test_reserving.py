@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling.instruments import using
 from rotor_py import Checkpointable, estimate
@@ -23,6 +22,7 @@ from rotor_py.devices.device import Device
 from rotor_py.devices.requests import Allocate, Event, Free
 from rotor_py.devices.reservation import Reservation
 from rotor_py.devices.table import find_device
+from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_py.predict.prediction import prediction_for
 from rotor_py.predict.reserving import followed_by_plan
 from rotor_py.predict.training_step import TrainingStep
@@ -69,7 +69,7 @@ class Residual(nn.Module):
 @contextmanager
 def planned(model: nn.Module, value: Any, loss: Any, share: float) -> Iterator[TrainingStep]:
     """A step by a plan for a limit between the least and storing everything."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = TensorsWithoutMemory()
     without_memory = WithoutMemory(mode)
     with using(prediction_for(H100)), mode:
         fake, sample = without_memory.model(model).train(), without_memory.value(value)

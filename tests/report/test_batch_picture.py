@@ -57,7 +57,7 @@ def test_every_place_says_what_its_batch_is_worth() -> None:
     assert sum(column.width for column in picture.columns) == pytest.approx(WIDTH)
     said = [column.title for column in picture.columns]
     assert said[0] == "batch 2: 10.0 samples a second, storing everything 10.0"
-    assert said[2] == "batch 8: 22.0 samples a second, storing everything does not fit (between measured batches)"
+    assert said[2] == "batch 8: 22.0 samples a second, storing everything does not fit (predicted)"
 
 
 def test_a_single_batch_has_no_picture() -> None:

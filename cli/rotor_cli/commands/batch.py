@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rotor_cli.errors import INFEASIBLE, Failure, explained
 from rotor_cli.loading.model_file import ModelFile
+from rotor_cli.loading.place import Place, There
 from rotor_cli.request import Request
 from rotor_py import InfeasibleError, PlannedBatch, best_batch, largest_batch
+from rotor_py.batch.choose import choose_elsewhere
+from rotor_py.report.batch_choice import Aim
 from rotor_py.report.progress import Activities
 
 
-def choose(found: ModelFile, limit: int, request: Request, shown: Activities) -> PlannedBatch:
+def choose(found: ModelFile, limit: int, request: Request, shown: Activities, place: Place) -> PlannedBatch:
     """The batch inside `limit` bytes, and the model planned for it. Failure if not even the smallest fits."""
-    with explained(found.file):
+    aim: Aim = "max" if request.batch_aim == "max" else "best"
+    choose_at = largest_batch if aim == "max" else best_batch
+    if isinstance(place, There):
+        keep = request.mem_limit is not None
+        choose_at = partial(choose_elsewhere, aim, place, place.autocast, keep_limit=keep)
+    # Where it is not here, inside of it again, so that what the model may not do there is told as what it is.
+    with explained(found.file), place.measuring():
         try:
-            return (largest_batch if request.batch_aim == "max" else best_batch)(
+            return choose_at(
                 found.model,
                 found.sample_of,
                 limit,

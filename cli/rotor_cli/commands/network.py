@@ -6,16 +6,20 @@ import torch
 
 from rotor_cli.errors import INFEASIBLE, Failure, usage
 from rotor_cli.loading.model_file import ModelFile
+from rotor_cli.loading.place import Place
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.offload.offload import checked_name
 from rotor_py.plan.conflicts.step_in_backward import refuse_optimizer
+from rotor_py.predict.operators.autocast import region
 from rotor_py.report.progress import Activities
 from rotor_py.trials.default_loss import default_loss
 
 
-def measured_network(found: ModelFile, limit: int | None, request: Request, shown: Activities) -> Checkpointable:
-    """The network of a model file, measured on its sample; `limit` is in bytes.
+def measured_network(
+    found: ModelFile, limit: int | None, request: Request, shown: Activities, place: Place
+) -> Checkpointable:
+    """The network of a model file, measured on its sample, in `place`; `limit` is in bytes.
 
     Failure where an option cannot be had, or where the step is above the limit by what is known before measuring.
     """
@@ -43,7 +47,8 @@ def measured_network(found: ModelFile, limit: int | None, request: Request, show
             network.refuse_what_cannot_fit(found.sample)
         except InfeasibleError as error:
             raise Failure(str(error), INFEASIBLE) from error
-    network.measure(found.sample)
+    with region(place.autocast):
+        network.measure(found.sample)
     return network
 
 

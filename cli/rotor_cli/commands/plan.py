@@ -57,11 +57,12 @@ def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activ
     if request.batch_aim is None:
         # Inside of it again, so that what the model may not do there is told as what it is.
         with explained(found.file), place.measuring():
-            network = measured_network(found, limit, request, shown)
-            place.follow(_step(network, found, request))
+            network = measured_network(found, limit, request, shown, place)
+            place.follow(_step(network, found, request, place))
     else:
         assert limit is not None
-        chosen = choose(found, limit, request, shown)
+        chosen = choose(found, limit, request, shown, place)
+        limit = chosen.mem_limit
         network, found = chosen.network, replace(found, sample=found.sample_of(chosen.batch))
     return facts_of(found, network, limit, request, shown, chosen=chosen, place=place)
 
@@ -95,15 +96,17 @@ def facts_of(
             with explained(found.file), place.measuring():
                 facts = _reserve(facts, network, found, request, place)
     if request.plan_file is not None:
-        network.save_plan(request.plan_file)
+        with region(None if place is None else place.autocast):  # the file says what it was planned under
+            network.save_plan(request.plan_file)
     if request.compare:
         compared = compare_at_limit(facts, network.model, request.slots, shown.doing("comparing"))
         facts = replace(facts, compared=compared)
     return _verify(facts, network, found, request, shown) if request.verify else facts
 
 
-def _step(network: Checkpointable, found: ModelFile, request: Request) -> TrainingStep:
-    return TrainingStep(network, found.sample, found.loss or default_loss, found.optimizer, request.fresh_grads)
+def _step(network: Checkpointable, found: ModelFile, request: Request, place: Place) -> TrainingStep:
+    loss = found.loss or default_loss
+    return TrainingStep(network, found.sample, loss, found.optimizer, request.fresh_grads, place.autocast)
 
 
 def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:
@@ -156,7 +159,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
 def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, place: Place) -> Facts:
     """With what the allocator reserves for the plan; where nobody has set a limit, one that leaves room for it."""
     keep_limit = request.mem_limit is not None or request.overhead is not None
-    reserved = place.reserve(_step(network, found, request), keep_limit=keep_limit)
+    reserved = place.reserve(_step(network, found, request, place), keep_limit=keep_limit)
     if keep_limit or reserved is None:
         return replace(facts, reserved=reserved)
     assert network.budget is not None

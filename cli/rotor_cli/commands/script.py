@@ -79,6 +79,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
             "compile": request.compile,
             "offload": request.offload,
         },
+        limited=request.limited and request.overhead is None,
     )
     with main_module(request.model, request.script_arguments or ()) as module:
         try:

@@ -58,13 +58,16 @@ def place_for(request: Request) -> Place:
     except ValueError as error:
         raise usage(f"{'--device' if request.device_file is None else '--device-file'}: {error}") from error
     precision = None if request.precision is None else dtype_called(request.precision, "--precision")
+    autocast = None if request.autocast is None else dtype_called(request.autocast, "--autocast")
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise usage(f"--autocast {request.autocast} casts to nothing lower; write bfloat16 or float16")
     if request.device_memory is not None:
         size = parse_bytes(request.device_memory)
         each = devices.each
         if text is None and request.device_file is None:  # of which nothing else is known
             each = replace(each, name=f"a device of {format_bytes(size)}", efficiencies=UNANCHORED, sources=())
         devices = replace(devices, each=replace(each, memory_bytes=size))
-    return There(devices, precision)
+    return There(devices, precision, autocast)
 
 
 def limit_on(device: torch.device, text: str | None) -> int:

@@ -35,6 +35,10 @@ class Place(Protocol):
     def name(self) -> str:
         """The device in a report."""
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of the region of autocast that steps are taken in; None if they enter one themselves, or none."""
+
     def together(self) -> AbstractContextManager[object]:
         """All that follows happens inside."""
 
@@ -67,6 +71,7 @@ class Here:
     """A device of this machine."""
 
     predicted_for = None
+    autocast = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -103,8 +108,11 @@ class There:
 
     device = torch.device("cpu")
 
-    def __init__(self, predicted_for: Devices, precision: torch.dtype | None = None) -> None:
+    def __init__(
+        self, predicted_for: Devices, precision: torch.dtype | None = None, autocast: torch.dtype | None = None
+    ) -> None:
         self.predicted_for = predicted_for
+        self.autocast = autocast
         self.name = predicted_for.name
         self._elsewhere = Elsewhere(predicted_for, precision=precision)
 

@@ -12,6 +12,11 @@ def refuse_device(request: Request) -> None:
         _refuse_elsewhere(request, request.device or "")
     if request.precision is not None and ":" not in (request.device or ""):
         raise usage("--precision is for parameters that several devices share; write --device h100:8, or --dtype")
+    if request.autocast is not None and not request.elsewhere:
+        raise usage(
+            "--autocast is for a device that need not be here: add --device h100. Here, have the model's forward enter "
+            "torch.autocast, or plan the training script itself: rotor-plan train.py --"
+        )
 
 
 def _refuse_elsewhere(request: Request, device: str) -> None:
@@ -32,7 +37,6 @@ def _refuse_elsewhere(request: Request, device: str) -> None:
         "--compile": (request.compile, "compiles the stages for the device, and measures them there"),
         "--offload": (request.offload is not None, "measures how fast activations move there"),
         "--pipeline": (request.pipeline is not None, "measures a microbatch on the device"),
-        f"--batch {request.batch}": (request.batch_aim is not None, "takes whole steps on the device"),
     }
     for option, (given, does) in refused.items():
         if given:

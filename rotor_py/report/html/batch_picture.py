@@ -94,5 +94,5 @@ def _words(point: BatchPoint) -> str:
     stored = "does not fit" if point.stored_per_second is None else f"{format_rate(point.stored_per_second)}"
     return (
         f"batch {point.batch}: {format_rate(point.samples_per_second)} samples a second, storing everything {stored}"
-        + ("" if point.measured else " (between measured batches)")
+        + ("" if point.measured else " (predicted)")
     )

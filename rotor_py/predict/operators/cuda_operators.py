@@ -14,11 +14,13 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from rotor_py.errors import UnsupportedModelError
-from rotor_py.predict.attention import Attention
+from rotor_py.predict.operators.attention import Attention
+from rotor_py.predict.operators.autocast import cast_down
+from rotor_py.predict.operators.rms_norm import rms_norm
 
 _ATTENTION = functional.scaled_dot_product_attention
 _DROPOUT = (functional.dropout, torch.dropout)
+_RMS_NORM = (functional.rms_norm, torch.rms_norm)
 
 
 class CudaOperators(TorchFunctionMode):
@@ -33,9 +35,11 @@ class CudaOperators(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _ATTENTION:
-            return Attention(*args, **kwargs).on(self._capability)
+            return Attention(*cast_down(args), **cast_down(kwargs)).on(self._capability)
         if func in _DROPOUT:
             return _dropout(*args, **kwargs)
+        if func in _RMS_NORM:
+            return rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -52,16 +56,7 @@ def _dropout(
 
 @contextmanager
 def cuda_operators(compute_capability: tuple[int, int]) -> Iterator[None]:
-    """Run the operators of CUDA, in backwards too, where what is checkpointed runs again.
-
-    UnsupportedModelError under autocast: what it casts on CUDA is not what it casts on the CPU.
-    """
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            raise UnsupportedModelError(
-                "a step under autocast cannot be predicted for a device that is not there; convert the model instead "
-                "(model.to(torch.bfloat16), --dtype bfloat16)"
-            )
+    """Run the operators of CUDA, in backwards too, where what is checkpointed runs again."""
     mode = CudaOperators(compute_capability)
     with mode, _also_in_backwards(mode):
         yield

@@ -14,9 +14,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from rotor_py import UnsupportedModelError
-from rotor_py.predict.attention import Attention
-from rotor_py.predict.cuda_operators import cuda_operators
+from rotor_py.predict.operators.attention import Attention
+from rotor_py.predict.operators.cuda_operators import cuda_operators
 
 H100, A100, RTX4090, V100 = (9, 0), (8, 0), (8, 9), (7, 0)
 
@@ -156,12 +155,3 @@ def test_dropout_keeps_one_byte_for_each_number() -> None:
         functional.dropout(value, 0.0)
     assert names.count("native_dropout") == 2
     assert [each.dtype for each in saved] == [torch.bool, torch.bool]
-
-
-def test_autocast_is_refused_in_one_sentence() -> None:
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(UnsupportedModelError, match="--dtype bfloat16"),
-        cuda_operators(A100),
-    ):
-        pass

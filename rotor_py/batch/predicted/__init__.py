@@ -1,0 +1,1 @@
+"""How large a batch on a device that is not there."""

@@ -1,0 +1,116 @@
+"""Batches of a model without memory, for a device that is not there. No step is taken that measures anything.
+
+What stands for a real step is a step that follows the plan without memory: it says what the allocator reserves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from rotor_profiling.instruments import stopwatch
+from rotor_profiling.optimizer import stepping_as_on_cuda
+from rotor_py.batch.largest import Largest
+from rotor_py.batch.measured_batches import MeasuredBatches
+from rotor_py.batch.search import Rate
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.devices.reservation import Reservation
+from rotor_py.predict.operators.autocast import region
+from rotor_py.predict.training_step import TrainingStep
+
+
+class Followed(Protocol):
+    """Devices that are not there, and what a step by a plan shows of them: an `Elsewhere`, for example."""
+
+    def follow(self, step: TrainingStep) -> None:
+        """Have a model that was measured plan with what a step by its plan shows beside that."""
+
+    def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation | None:
+        """What the allocator reserves for a step by the plan that was found."""
+
+
+class PredictedBatches(MeasuredBatches):
+    """The costs of steps of a model without memory, by batch; all is done inside of what predicts (`measuring`).
+
+    Other arguments are those of `MeasuredBatches`. Steps are taken under `autocast`, if that is a dtype.
+    """
+
+    def __init__(
+        self,
+        followed: Followed,
+        autocast: torch.dtype | None,
+        model: nn.Module,
+        sample_of: Callable[[int], Any],
+        mem_limit: float | str | None,
+        **step: Any,
+    ) -> None:
+        super().__init__(model, sample_of, mem_limit, **step)
+        self._followed, self._autocast = followed, autocast
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Seconds of the optimizer's step. At least one batch is measured."""
+        optimizer, step = self._optimizer, self._step(self._any, next(iter(self.costs)))
+        if optimizer is None:
+            return 0.0
+        with step.leaving_nothing():
+            for parameter in step.network.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            with stepping_as_on_cuda(optimizer):
+                optimizer.step()  # the first step makes the state
+                with stopwatch(self._any.device) as watch:
+                    watch.start()
+                    optimizer.step()
+                    watch.lap()
+                    return watch.stop()[0]
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether sizes are those of CUDA's allocator, which rounds them."""
+        return True
+
+    def agreed(self, number: float) -> float:
+        """The same: there is one process, which stands for all."""
+        return number
+
+    def missing_bytes(self, batch: int, mem_limit: int) -> int:
+        """What the device lacks for what a step of a batch reserves, by the plan within `mem_limit` bytes."""
+        network = self.network(batch)
+        network.compute_sequence(mem_limit)
+        found = self._followed.reserve(self._step(network, batch), keep_limit=True)
+        return 0 if found is None else found.missing_bytes
+
+    def lower_limit(self, mem_limit: int) -> None:
+        """Have the limit be so many bytes from now on."""
+        self._limit = mem_limit
+
+    def _measure(self, network: Checkpointable, batch: int, sample: Any) -> None:
+        with region(self._autocast):
+            super()._measure(network, batch, sample)
+        self._followed.follow(self._step(network, batch))
+
+    def _step(self, network: Checkpointable, batch: int) -> TrainingStep:
+        sample = self._sample_of(batch)
+        return TrainingStep(network, sample, self._loss, self._optimizer, self._fresh_grads, self._autocast)
+
+    @property
+    def _group(self) -> None:
+        return None
+
+
+class NoTrial:
+    """What stands for real steps of a batch where none can be taken: the prediction has the last word."""
+
+    over: Largest | None = None
+
+    def __init__(self, rate: Rate, batch: int) -> None:
+        self.batch, self.rate = batch, rate
+        self.peaks: dict[int, int | None] = {batch: None}
+        self.rates: dict[int, float] = {}
+
+    def compare(self, others: set[int]) -> None:
+        """Nobody can say which of them is really the fastest."""

@@ -1,0 +1,68 @@
+"""Tensors without memory have the strides of the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rotor_profiling import tensors_in
+from rotor_py.predict.operators.layouts import TensorsWithoutMemory
+
+
+class Strides(TorchDispatchMode):
+    """The strides of all that operators of a name return."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.found = name, list[tuple[int, ...]]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if self.name in func._schema.name:
+            self.found += [each.stride() for each in tensors_in(result)]
+        return result
+
+
+def transposed(*shape: int) -> torch.Tensor:
+    return torch.rand(shape[0], shape[2], shape[1]).transpose(1, 2)
+
+
+def channels_last(*shape: int) -> torch.Tensor:
+    return torch.rand(shape).contiguous(memory_format=torch.channels_last)
+
+
+def batch_norm(value: torch.Tensor) -> torch.Tensor:
+    return functional.batch_norm(value, torch.zeros(16), torch.ones(16), training=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "value", "gradient"),
+    [
+        ("layer_norm", lambda value: functional.layer_norm(value, (8,)), (torch.rand, 4, 16, 8), transposed),
+        ("layer_norm", lambda value: functional.layer_norm(value, (8,)), (transposed, 4, 16, 8), transposed),
+        ("softmax", lambda value: functional.log_softmax(value, -1), (torch.rand, 4, 16, 8), transposed),
+        ("batch_norm", batch_norm, (torch.rand, 4, 16, 8), transposed),
+        ("batch_norm", batch_norm, (transposed, 4, 16, 8), transposed),
+        ("batch_norm", batch_norm, (torch.rand, 2, 16, 6, 6), channels_last),
+        ("batch_norm", batch_norm, (channels_last, 2, 16, 6, 6), torch.rand),
+    ],
+)
+def test_results_are_laid_out_as_the_kernels_lay_them_out(
+    name: str,
+    run: Callable[[torch.Tensor], torch.Tensor],
+    value: tuple[Callable[..., torch.Tensor], int, int, int],
+    gradient: Callable[..., torch.Tensor],
+) -> None:
+    def strides() -> list[tuple[int, ...]]:
+        with Strides(name) as seen:
+            given = value[0](*value[1:]).requires_grad_()
+            run(given).backward(gradient(*value[1:]))
+        return seen.found
+
+    real = strides()
+    with TensorsWithoutMemory():
+        assert strides() == real
