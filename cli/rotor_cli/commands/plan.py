@@ -15,6 +15,7 @@ from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, verify
 from rotor_py.measure.device import limit_bytes
+from rotor_py.predict.operators.autocast import region
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.progress import Activities, activities
