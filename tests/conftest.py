@@ -29,24 +29,42 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile("repeatable")
 
 LONGEST = (
+    "distributed/test_pipelining.py",
     "distributed/test_fsdp_captured.py",
-    "capture/test_ecosystem.py",
-    "networks/test_training.py",
     "distributed/test_ddp.py",
-    "cli/test_process.py",
-    "checkpointable/test_memory.py",
+    "predict/test_sharded.py",
+    "execute/test_guarded_tape.py",
     "distributed/test_fsdp.py",
-    "trainers/test_adapters.py",
-    "capture/test_partial_saving.py",
-    "trainers/test_trainer.py",
+    "partition/test_memory_budget.py",
+    "capture/test_ecosystem.py",
+    "predict/test_chain.py",
+    "trainers/test_transformers_callback.py",
+    "capture/test_recurrent.py",
+    "plan/test_backward_order.py",
+    "docs/test_pages.py",
+    "training/test_soak.py",
+    "capture/test_masks.py",
+    "solver/floating/test_floating.py",
+    "checkpointable/test_memory.py",
+    "execute/test_bit_for_bit.py",
+    "training/test_faults.py",
+    "cli/test_script.py",
+    "cli/test_progress.py",
+    "distributed/test_batches.py",
+    "capture/test_graph_facts.py",
+    "cli/test_process.py",
+    "networks/test_training.py",
+    "training/test_step_in_backward.py",
+    "cli/test_compare.py",
 )
-"""Files of half a minute and more."""
+"""Files of a dozen seconds and more, the longest first."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Where several processes share the tests, none of them waits for kernels that another one compiles as well."""
     if "PYTEST_XDIST_WORKER" in os.environ or not getattr(config.option, "numprocesses", None):
         return
+    config.option.loadscopereorder = False  # else files with many tests come first, whatever they take
     path = os.pathsep.join(str(config.rootpath / folder) for folder in (".", "solver"))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     compiling = [

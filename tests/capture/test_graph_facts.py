@@ -200,8 +200,9 @@ def only_some(model: Tower) -> None:
         parameter.requires_grad_("wide" in name)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("change", [frozen_first, only_some, lambda model: None])
+@pytest.mark.parametrize(
+    ("change", "dtype"), [(frozen_first, None), (only_some, torch.bfloat16), (lambda model: None, torch.bfloat16)]
+)
 def test_frozen_parts_and_autocast_around_the_model(change: Any, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
     model, ids = Tower(depth=4), torch.randint(20, (8, 24))

@@ -92,7 +92,9 @@ def test_training_is_that_of_the_model_and_stays_inside_the_limit(case: str) -> 
     assert not torch._dynamo.config.allow_rnn  # the user's setting
 
 
-@pytest.mark.parametrize("case", ["lstm of layers", "bidirectional lstm", "gru of layers", "rnn of layers"])
+@pytest.mark.parametrize(
+    "case", ["lstm of layers", "bidirectional lstm", pytest.param("gru of layers", marks=pytest.mark.slow)]
+)
 def test_a_plan_stores_some_layers_of_a_recurrent_module_and_not_others(case: str) -> None:
     make, inputs, loss = CASES[case]
     planned = planned_for(make(), inputs, loss)

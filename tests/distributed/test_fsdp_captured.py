@@ -10,7 +10,6 @@ from tests.distributed import fsdp_captured
 from tests.distributed.processes import Processes
 
 CASES = [
-    pytest.param("llama", "plain", 1, 0.4, marks=pytest.mark.slow),
     pytest.param("tied llama", "mixed", 2, 0.4, marks=pytest.mark.slow),
     pytest.param("skips", "kept", 1, 0.5, marks=pytest.mark.slow),
     ("skips in parts", "plain", 1, 0.5),

@@ -80,8 +80,13 @@ def test_the_ends_of_the_scale_and_limits_between_them(name: str) -> None:
         assert_trains_the_same(name, sequence)
 
 
-@pytest.mark.parametrize("kind", [persistent_sequence, any_sequence])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, persistent_sequence) for name in NETWORKS if name not in SLOW),
+        *(pytest.param(name, any_sequence, marks=[pytest.mark.slow] * (name in SLOW)) for name in NETWORKS),
+    ],
+)
 def test_random_sequences(name: str, kind: Callable[[int, random.Random], Sequence]) -> None:
     planned, *_ = measured(name)
     assert_trains_the_same(name, kind(len(planned.names), random.Random(3)))

@@ -82,7 +82,7 @@ def test_a_larger_batch_is_partitioned_for_itself(dynamic: bool | None) -> None:
     model = chain()
     with memory_budget(budget):
         run = torch.compile(model, backend="aot_eager", dynamic=dynamic)
-    for rows in (64, 100, 300, 200, 280):
+    for rows in (64, 300, 200):
         assert peak_of(model, run, rows) <= budget
     with pytest.raises(BackendCompilerFailed, match="needs at least"):
         run(torch.randn(3000, WIDTH)).backward()

@@ -1,4 +1,4 @@
-"""Measured peaks under `aot_eager`, for many budgets: never over them, and never rising as they fall."""
+"""Measured peaks under `aot_eager`, for several budgets: never over them, and never rising as they fall."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "convolutions") else name for name in MODELS],
 )
-def test_peaks_are_within_ten_budgets_fall_with_them_and_numbers_stay(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peaks_are_within_budgets_fall_with_them_and_numbers_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, shape = MODELS[name]
     torch.manual_seed(2)
     value = torch.randn(shape)
@@ -56,8 +54,8 @@ def test_peaks_are_within_ten_budgets_fall_with_them_and_numbers_stay(
     least, most = found[0][0].weight.peak, found[0][-1].weight.peak
     assert least < 0.9 * most
     peaks = []
-    for tenth in range(10, -1, -1):
-        budget = least + (most - least) * tenth // 10
+    for fifth in range(5, -1, -1):
+        budget = least + (most - least) * fifth // 5
         step = compiled_step(made, value, budget)
         assert step.peak <= budget
         assert step.equals(stored)

@@ -12,16 +12,35 @@ from itertools import count
 from rotor_solver import Chain
 
 
+class Columns:
+    """The costs of a chain by stage, under the chain's own names. A chain lists them anew whenever it is asked."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.length = len(chain)
+        self.activation, self.saved, self.gradient = chain.activation, chain.saved, chain.gradient
+        self.forward_time, self.backward_time, self.nograd_time = (
+            chain.forward_time,
+            chain.backward_time,
+            chain.nograd_time,
+        )
+        self.forward_temp, self.backward_temp, self.nograd_temp = (
+            chain.forward_temp,
+            chain.backward_temp,
+            chain.nograd_temp,
+        )
+        self.released, self.skipped_output_time = chain.released, chain.skipped_output_time
+        self.loss_time, self.loss_temp = chain.loss_time, chain.loss_temp
+        self.gradients_from = [sum(self.gradient[i:]) for i in range(self.length + 1)]
+        """Of stage i and all that follow."""
+
+
 def naive_optimum(chain: Chain, limit: int) -> float:
     """The least makespan of a memory-persistent sequence within `limit` bytes; infinite where there is none."""
-    length, stages = len(chain), chain.stages
-    sizes = (*chain.activation, 0)  # |a_{L+1}| = 0
-
-    def left(i: int) -> int:
-        return sum(stage.gradient for stage in stages[i:])
+    length, stages, columns = len(chain), chain.stages, Columns(chain)
+    sizes, left = (*columns.activation, 0), columns.gradients_from.__getitem__  # |a_{L+1}| = 0
 
     def output(alone: bool) -> int:
-        return chain.activation[length] if chain.output_held and alone else 0
+        return sizes[length] if chain.output_held and alone else 0
 
     @cache
     def best(i: int, last: int, memory: int, inside: bool) -> float:
@@ -29,9 +48,9 @@ def naive_optimum(chain: Chain, limit: int) -> float:
         if i == length:
             return chain.loss_time if memory >= sizes[length] + chain.loss_temp else math.inf
         after_loss = last < length
-        others = sizes[last + 1] + left(last + 1) + output(after_loss)
+        others = sizes[last + 1] + left(min(last + 1, length)) + output(after_loss)
         times = [math.inf]
-        freed = chain.released[i][inside]
+        freed = columns.released[i][inside]
         for option in stages[i].options:
             replay = option.backward_temp if option.replay_temp is None else option.replay_temp
             temp = replay if after_loss else option.backward_temp
@@ -43,8 +62,8 @@ def naive_optimum(chain: Chain, limit: int) -> float:
                 times.append(option.forward_time - skipped + option.backward_time + rest)
         forward, most = 0.0, 0
         for j in range(i + 1, last + 1):
-            forward += chain.nograd_time[j - 1]
-            most = max(most, (sizes[j - 1] if j - 1 > i else 0) + sizes[j] + chain.nograd_temp[j - 1])
+            forward += columns.nograd_time[j - 1]
+            most = max(most, (sizes[j - 1] if j - 1 > i else 0) + sizes[j] + columns.nograd_temp[j - 1])
             if memory >= others + most:
                 times.append(forward + best(j, last, memory - sizes[j], False) + best(i, j - 1, memory, inside))
         return min(times)
@@ -75,7 +94,7 @@ class State:
             return replace(state, saved=self.saved - {index})
         return replace(state, plain=self.plain - {index}, kept=self.kept - {index})
 
-    def held(self, chain: Chain) -> int:
+    def held(self, chain: Columns) -> int:
         sizes = chain.activation
         return (
             sum(sizes[i] for i in self.plain)
@@ -94,7 +113,7 @@ def exhaustive_optimum(chain: Chain, limit: int, *, persistent: bool) -> float:
     """
     if chain.input_bytes > limit:
         return math.inf
-    order = count()
+    order, columns = count(), Columns(chain)
     start = State()
     known, queue = {start: 0.0}, [(0.0, next(order), start)]
     while queue:
@@ -103,16 +122,16 @@ def exhaustive_optimum(chain: Chain, limit: int, *, persistent: bool) -> float:
             return seconds
         if seconds > known[state]:
             continue
-        for more, during, following in _moves(chain, state, persistent):
+        for more, during, following in _moves(columns, state, persistent):
             if during <= limit and seconds + more < known.get(following, math.inf):
                 known[following] = seconds + more
                 heapq.heappush(queue, (seconds + more, next(order), following))
     return math.inf
 
 
-def _moves(chain: Chain, state: State, persistent: bool) -> Iterator[tuple[float, int, State]]:
+def _moves(chain: Columns, state: State, persistent: bool) -> Iterator[tuple[float, int, State]]:
     """What can be done next: seconds, bytes during it, and the state after it."""
-    sizes, length, held = chain.activation, len(chain), state.held(chain)
+    sizes, length, held = chain.activation, chain.length, state.held(chain)
     for i in state.readable() - {length}:
         if persistent and state.plain - state.kept - {i}:
             continue  # an input that was made is used next, or kept to its backward
@@ -139,7 +158,7 @@ def _moves(chain: Chain, state: State, persistent: bool) -> Iterator[tuple[float
     yield from _backward(chain, state)
 
 
-def _freed(chain: Chain, state: State, i: int) -> Iterator[State]:
+def _freed(chain: Columns, state: State, i: int) -> Iterator[State]:
     """Without a_i in one of its places: nobody will read it any more."""
     for inside in (False, True):
         place = state.saved if inside else state.plain
@@ -147,7 +166,7 @@ def _freed(chain: Chain, state: State, i: int) -> Iterator[State]:
             yield replace(state, gone=state.gone | {(i, inside)})
 
 
-def _backward(chain: Chain, state: State) -> Iterator[tuple[float, int, State]]:
+def _backward(chain: Columns, state: State) -> Iterator[tuple[float, int, State]]:
     sizes, held = chain.activation, state.held(chain)
     i = state.delta - 1
     if state.lost and state.delta in state.saved and i in state.plain | state.saved:

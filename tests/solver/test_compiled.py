@@ -28,8 +28,9 @@ def compiled(which: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("which", "least"), [("persistent", 10), ("others", 5)])
 def test_a_second_process_compiles_nothing(which: str, least: int) -> None:
-    compiled(which)
     called, missed = compiled(which)
+    if missed:
+        called, missed = compiled(which)
     assert called >= least
     assert missed == 0
 

@@ -33,6 +33,8 @@ torch.set_num_threads(1)
 torch.get_num_threads()  # from here on, they are what OpenMP says
 from benchmarks.chains import random_chain
 from rotor_solver import min_bytes, solve
+from rotor_solver.inputs_only import heterogeneous
+heterogeneous._SERIAL = 0  # on all cores
 chain = random_chain({stages})
 solve(chain, int(1.5 * min_bytes(chain)), "{algorithm}")
 print(torch.get_num_threads())

@@ -35,7 +35,7 @@ def test_fifty_steps_leave_the_bits_of_plain_training(kind: Callable[[], nn.Modu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("first", "second"), [("plain", "planned"), ("planned", "plain"), ("planned", "planned")])
+@pytest.mark.parametrize(("first", "second"), [("plain", "planned"), ("planned", "plain")])
 def test_a_checkpoint_of_either_side_is_resumed_by_either_side(
     kind: Callable[[], nn.Module], first: str, second: str, tmp_path: Path
 ) -> None:

@@ -35,6 +35,9 @@ from rotor_solver.simulate import simulate
 
 _LARGEST_TABLE = 2**27
 """Numbers in a table: a GiB; a guess. Where there would be more, slots are made coarser."""
+_SERIAL = 2e7
+"""Pairs of numbers up to which one core does the work, in a hundredth of a second; a guess. Several cores wait for each
+other after every size of interval, and long if other programs keep them busy."""
 
 
 class Known(NamedTuple):
@@ -92,7 +95,9 @@ class GriewankHeterogeneous:
         from rotor_solver.inputs_only import kernels
 
         costs = costs_of(with_fastest_options(chain))
-        known = Known(*kernels.least_memory(costs, self.attached), *kernels.full_memory(costs, self.attached))
+        serial = len(chain) ** 3 < _SERIAL
+        least_memory = kernels.least_memory if serial else kernels.least_memory_in_parallel
+        known = Known(*least_memory(costs, self.attached), *kernels.full_memory(costs, self.attached))
         fastest_fitting(self.name, mem_limit, [(0.0, chain.input_bytes + int(known.least[0, -1]))])
         room = min(mem_limit - chain.input_bytes, int(known.full[0, -1]))
         sequence = input_sequence(chain, self._checkpoints(costs, known, room), self.name)
@@ -105,7 +110,8 @@ class GriewankHeterogeneous:
 
         unit, rows, size = self._layout(costs, known, room)
         table = np.empty(size)
-        kernels.fill(table, rows, known.least_seconds, costs, self.attached, unit, room % unit)
+        fill = kernels.fill if size * len(known.least) < _SERIAL else kernels.fill_in_parallel
+        fill(table, rows, known.least_seconds, costs, self.attached, unit, room % unit)
         splits = kernels.descend(table, rows, known, costs, self.attached, unit, room % unit, room)
         return {(i, last): j for i, last, j in splits.tolist()}
 

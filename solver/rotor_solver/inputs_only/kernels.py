@@ -61,21 +61,38 @@ def least_memory(costs: Any, attached: bool) -> tuple[np.ndarray, np.ndarray]:
 
     The recurrence is that of `fill`, with "least m" for "least time". O(L³) time, O(L²) memory.
     """
+    least, seconds = begun(costs)
     length = len(costs.activation) - 1
-    least = np.full((length + 2, length + 2), NOTHING, np.int64)
-    seconds = np.zeros((length + 2, length + 2), np.float64)
-    least[length, length + 1] = costs.loss_need
-    fill_least(least, seconds, costs, attached)
+    for size in range(1, length + 2):
+        for i in range(min(length, length + 2 - size)):
+            least_of_interval(least, seconds, costs, attached, i, i + size)
+    return least, seconds
+
+
+@compiled(makes_arrays=True)
+def least_memory_in_parallel(costs: Any, attached: bool) -> tuple[np.ndarray, np.ndarray]:
+    """What `least_memory` does, on all cores: intervals of one size do not need each other."""
+    least, seconds = begun(costs)
+    fill_least_in_parallel(least, seconds, costs, attached)
     return least, seconds
 
 
 @compiled(parallel=True)
-def fill_least(least: np.ndarray, seconds: np.ndarray, costs: Any, attached: bool) -> None:
+def fill_least_in_parallel(least: np.ndarray, seconds: np.ndarray, costs: Any, attached: bool) -> None:
     """The loops of `least_memory`. Arrays are made and looked into elsewhere: Numba's parallel pass mistakes shapes."""
     length = len(costs.activation) - 1
     for size in range(1, length + 2):
         for i in prange(min(length, length + 2 - size)):
             least_of_interval(least, seconds, costs, attached, i, i + size)
+
+
+@compiled(makes_arrays=True)
+def begun(costs: Any) -> tuple[np.ndarray, np.ndarray]:
+    """What `least_memory` returns, while nothing is known but the loss."""
+    length = len(costs.activation) - 1
+    least = np.full((length + 2, length + 2), NOTHING, np.int64)
+    least[length, length + 1] = costs.loss_need
+    return least, np.zeros((length + 2, length + 2), np.float64)
 
 
 @compiled()
@@ -170,7 +187,7 @@ def lower(flat: np.ndarray, rows: Any, out: Any, left: Any, right: Any, shift: i
         flat[target + m] = min(flat[target + m], least)
 
 
-@compiled(parallel=True)
+@compiled()
 def fill(flat: np.ndarray, rows: Any, seconds: np.ndarray, costs: Any, attached: bool, unit: int, offset: int) -> None:
     """Opt(i, stop, m), less the time of what every schedule runs once, for all intervals and slots m:
 
@@ -185,6 +202,17 @@ def fill(flat: np.ndarray, rows: Any, seconds: np.ndarray, costs: Any, attached:
     schedule that needs least, which is `seconds`. `rows.beyond` is the least possible, or what there is in the last
     slot where that is out of reach.
     """
+    length = len(costs.activation) - 1
+    for size in range(1, length + 2):
+        for i in range(min(length, length + 2 - size)):
+            fill_row(flat, rows, seconds, costs, attached, unit, offset, i, i + size)
+
+
+@compiled(parallel=True)
+def fill_in_parallel(
+    flat: np.ndarray, rows: Any, seconds: np.ndarray, costs: Any, attached: bool, unit: int, offset: int
+) -> None:
+    """What `fill` does, on all cores: rows of one size do not need each other."""
     length = len(costs.activation) - 1
     for size in range(1, length + 2):
         for i in prange(min(length, length + 2 - size)):

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, Persistent, Sequence, min_bytes, simulate, store_all
 from rotor_solver.floating.program import Floating
-from tests.solver.naive import exhaustive_optimum, naive_optimum
+from tests.solver.naive import Columns, exhaustive_optimum, naive_optimum
 from tests.solver.strategies import plain_chains, rich_chains, unit_chain
 
 
 def naive_floating(chain: Chain, limit: int) -> float:
     """The recurrence of `floating` as a memoised recursion in bytes."""
-    length, stages, sizes = len(chain), chain.stages, (*chain.activation, 0)
-
-    def left(i: int) -> int:
-        return sum(stage.gradient for stage in stages[i:])
+    length, stages, columns = len(chain), chain.stages, Columns(chain)
+    sizes, left = (*columns.activation, 0), columns.gradients_from.__getitem__
 
     def output(alone: bool) -> int:
         return sizes[length] if chain.output_held and alone else 0
@@ -35,8 +33,8 @@ def naive_floating(chain: Chain, limit: int) -> float:
         room, after_loss = memory - own, last < length
         if s == length:
             return chain.loss_time if room >= sizes[length] + chain.loss_temp else math.inf
-        others = sizes[last + 1] + left(last + 1) + output(True) if after_loss else 0
-        times, freed = [math.inf], chain.released[s][inside]
+        others = sizes[last + 1] + left(min(last + 1, length)) + output(True) if after_loss else 0
+        times, freed = [math.inf], columns.released[s][inside]
         for option in stages[s].options if s == t else ():
             temp = option.backward_temp_of_replay if after_loss else option.backward_temp
             during = sizes[s] + sizes[s + 1] + left(s + 1) + output(after_loss or s < length - 1) + option.saved + temp
@@ -45,12 +43,12 @@ def naive_floating(chain: Chain, limit: int) -> float:
                 rest = best(s + 1, s + 1, last, room + freed - option.saved, True)
                 skipped = stages[s].skipped_output_time if after_loss and s == last else 0.0
                 times.append(option.forward_time - skipped + option.backward_time + rest)
-        if room >= others + sizes[s + 1] + chain.nograd_temp[s]:
+        if room >= others + sizes[s + 1] + columns.nograd_temp[s]:
             if s < t:
-                times.append(chain.nograd_time[s] + best(s + 1, t, last, memory, False))
+                times.append(columns.nograd_time[s] + best(s + 1, t, last, memory, False))
             for j in range(t + 1, last + 1):
                 both = best(s + 1, j, last, room, False) + best(s, t, j - 1, memory, inside)
-                times.append(chain.nograd_time[s] + both)
+                times.append(columns.nograd_time[s] + both)
         return min(times)
 
     return best(0, 0, length, limit, False)

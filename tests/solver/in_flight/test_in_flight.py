@@ -70,7 +70,7 @@ def chains(draw: st.DrawFn) -> Chain:
 @given(chains(), st.integers(1, 3), st.sampled_from(("any", "reverse")), st.floats(0, 1))
 def test_no_joint_plan_beats_the_bound_or_needs_less(chain: Chain, forwards: int, order: str, share: float) -> None:
     footprints = {Footprint.of(chain, each) for each in all_sequences(chain)}
-    if len(footprints) > 10:
+    if len(footprints) > 6:
         forwards = min(forwards, 2)
     joined = [list(each) for each in product(footprints, repeat=forwards)]
     peaks = [PEAKS[order](each) for each in joined]

@@ -15,7 +15,7 @@ from rotor_solver import Chain, simulate, store_all
 from rotor_solver.inputs_only.heterogeneous import GriewankHeterogeneous
 from rotor_solver.inputs_only.revolve import Revolve, forward_steps
 from tests.solver.classical import forwards, least_limit, limits, makespan, stores_only_inputs
-from tests.solver.naive import naive_optimum
+from tests.solver.naive import Columns, naive_optimum
 from tests.solver.strategies import plain_chains, rich_chains, unit_chain
 
 BOTH = pytest.mark.parametrize("attached", [False, True], ids=["inputs", "attached"])
@@ -23,7 +23,8 @@ BOTH = pytest.mark.parametrize("attached", [False, True], ids=["inputs", "attach
 
 def naive_heterogeneous(chain: Chain, limit: int, attached: bool) -> float:
     """The recurrence as a memoised recursion in bytes; infinite where nothing fits."""
-    length, sizes = len(chain), (*chain.activation, 0)
+    length, columns = len(chain), Columns(chain)
+    sizes, left = (*columns.activation, 0), columns.gradients_from
     options = [min(each.options, key=lambda o: (o.forward_time + o.backward_time, o.saved)) for each in chain]
 
     @cache
@@ -31,24 +32,24 @@ def naive_heterogeneous(chain: Chain, limit: int, attached: bool) -> float:
         """`inside` says that a_i lies in an ā_i, `enable` that [i, last] has to begin with Fe_i."""
         if i == length:
             return chain.loss_time if memory >= sizes[length] + chain.loss_temp else math.inf
-        option, lost, freed = options[i], last < length, chain.released[i][inside]
+        option, lost, freed = options[i], last < length, columns.released[i][inside]
         held = sizes[length] if chain.output_held else 0
-        others = sizes[last + 1] + sum(chain.gradient[last + 1 :]) + held * lost
+        others = sizes[last + 1] + left[min(last + 1, length)] + held * lost
         times = [math.inf]
         if attached or i == last or (i, last) == (length - 1, length):
             temp = option.backward_temp_of_replay if lost else option.backward_temp
-            during = sizes[i] + sizes[i + 1] + sum(chain.gradient[i + 1 :]) + option.saved + temp
+            during = sizes[i] + sizes[i + 1] + left[i + 1] + option.saved + temp
             during += held * (lost or i < length - 1)
-            after = sum(chain.gradient[i:]) + held
+            after = left[i] + held
             if memory >= max(others + option.saved + option.forward_temp, max(during, after) - freed):
                 rest = best(i + 1, last, memory + freed - option.saved, True, False) if i < last else 0.0
-                skipped = chain.skipped_output_time[i] if lost and i == last else 0.0
+                skipped = columns.skipped_output_time[i] if lost and i == last else 0.0
                 times.append(option.forward_time - skipped + option.backward_time + rest)
         for j in range(i + 1, last + 1) if not enable else ():
-            most = max((sizes[k] if k > i else 0) + sizes[k + 1] + chain.nograd_temp[k] for k in range(i, j))
+            most = max((sizes[k] if k > i else 0) + sizes[k + 1] + columns.nograd_temp[k] for k in range(i, j))
             if memory >= others + most:
                 rest = best(j, last, memory - sizes[j], False, attached and j < length)
-                times.append(sum(chain.nograd_time[i:j]) + rest + best(i, j - 1, memory, inside, False))
+                times.append(sum(columns.nograd_time[i:j]) + rest + best(i, j - 1, memory, inside, False))
         return min(times)
 
     return best(0, length, limit - sizes[0], False, False)
@@ -109,6 +110,21 @@ def test_scratch_of_forwards_without_a_graph_counts_beside_gradients(attached: b
         assert math.isinf(naive_heterogeneous(chain, least - 1, attached))
         for limit in range(least, least + 4):
             assert makespan(algorithm, chain, limit) == naive_heterogeneous(chain, limit, attached)
+
+
+@BOTH
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_all_cores_find_what_one_finds(attached: bool, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [(7919 * k * k) % 1_000_003 for k in range(1, length + 2)]
+    times = [float(k % 7 + 1) for k in range(length)]
+    saved = [2 * size for size in sizes[1:]]
+    chain = Chain.from_arrays(times, [*times, 0.0], sizes, saved, [5] * length, [7] * (length + 1))
+    algorithm = GriewankHeterogeneous(attached=attached)
+    least = least_limit(algorithm, chain)
+    within = (least, least + least // 3, 2 * least)
+    alone = [algorithm.solve(chain, limit) for limit in within]
+    monkeypatch.setattr("rotor_solver.inputs_only.heterogeneous._SERIAL", 0)
+    assert [algorithm.solve(chain, limit) for limit in within] == alone
 
 
 @BOTH

@@ -92,9 +92,8 @@ def row_values(filled: Table, row: int) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(("seed", "parallel"), [(0, False), (1, False), (2, False), (1, True)])
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("seed", range(3))
 def test_every_number_is_that_of_the_recurrence(seed: int, whole: bool, parallel: bool, monkeypatch) -> None:
     monkeypatch.setattr(table, "_SERIAL", 0 if parallel else np.inf)
     chain = rich_chain(19 + seed, seed, whole=whole)
