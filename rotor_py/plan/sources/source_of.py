@@ -22,6 +22,8 @@ def source_of(model: nn.Module, granularity: int, compile: Config | None = None)
     layer is measured.
     """
     if compile is not None:
-        return GraphSource(model, granularity, StageCompiler(compile))
+        from rotor_py.partition.stage_partitions import StagePartitions  # here, since most plans do without Inductor
+
+        return GraphSource(model, granularity, StageCompiler(compile, StagePartitions()))
     as_it_stands = is_chain(model) and not gathers_in_another_dtype(model)
     return LayerSource(model) if as_it_stands else GraphSource(model, granularity)
