@@ -109,6 +109,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
     def with_ways(self, ways: tuple[str, ...]) -> CompiledStage:
         """This stage, which can be stored in these ways as well."""
         found = CompiledStage(self.plain, self._name, self._compiler, ways=ways, like=self)
+        found.foreseen = self.foreseen
         remember_effects(found, recall_effects(self))
         remember_moving(found, recall_moving(self))
         return found

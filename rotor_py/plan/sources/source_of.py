@@ -22,7 +22,8 @@ def source_of(model: nn.Module, granularity: int, compile: Config | None = None)
     layer is measured.
     """
     if compile is not None:
-        from rotor_py.partition.stage_partitions import StagePartitions  # here, since most plans do without Inductor
+        # Here, since most plans do without Inductor.
+        from rotor_py.partition.budgets.stage_partitions import StagePartitions
 
         return GraphSource(model, granularity, StageCompiler(compile, StagePartitions()))
     as_it_stands = is_chain(model) and not gathers_in_another_dtype(model)

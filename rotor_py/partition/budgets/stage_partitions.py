@@ -1,4 +1,4 @@
-"""Partitions of compiled stages by PyTorch's memory budgets, and what they would cost, before any is compiled.
+"""Partitions of compiled stages by the budgets that PyTorch's partitioner has.
 
 What to keep is what PyTorch's own partitioner would. The graphs are ours: with a budget, PyTorch's draw the random
 numbers of a dropout anew in the backward (seen in torch 2.13), and ours draw nothing twice.
@@ -14,8 +14,8 @@ from torch import fx
 from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from rotor_py.compiled.budgets import BUDGETS, Foreseen, OnlySurveyedError, way_of
-from rotor_py.partition.choice import Candidate, by_budgets, programs_by_budgets
+from rotor_py.partition.budgets.survey import Survey
+from rotor_py.partition.choice import programs_by_budgets
 from rotor_py.partition.extract import extract
 from rotor_py.partition.joint_graph import JointGraph
 from rotor_py.partition.partitioner import code_digest, prepare
@@ -25,28 +25,10 @@ class StagePartitions:
     """The partitions of stages by budgets."""
 
     def survey(self) -> CustomPartitionerFn:
-        return _Survey()
+        return Survey()
 
     def within(self, budget: float) -> CustomPartitionerFn:
         return _Within(budget)
-
-
-class _Survey(CustomPartitionerFn):
-    """Looks at the partitions of a graph, and ends the compilation."""
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        """Raises OnlySurveyedError."""
-        prepare(gm)
-        joint = JointGraph(gm, kwargs["num_fwd_outputs"])
-        if not joint.backward:
-            raise OnlySurveyedError(())
-        usual, *others = by_budgets(joint, [1, *BUDGETS])
-        ways = zip(map(way_of, BUDGETS), others, strict=True)
-        raise OnlySurveyedError(tuple(_foreseen(way, other, usual) for way, other in ways))
-
-    def uuid(self) -> str:
-        """Of no matter, since nothing is compiled that could be found again."""
-        return "rotor_py.compiled.budgets"
 
 
 @dataclass(frozen=True)
@@ -73,9 +55,3 @@ class _Within(CustomPartitionerFn):
     def uuid(self) -> str:
         """What tells PyTorch's caches of compiled graphs apart: the budget, and this code."""
         return f"rotor_py.compiled.budgets {self.budget} {code_digest()}"
-
-
-def _foreseen(way: str, found: Candidate, usual: Candidate) -> Foreseen:
-    weight, before = found.weight, usual.weight
-    temp = (weight.backward_peak - weight.saved) - (before.backward_peak - before.saved)
-    return Foreseen(way, weight.saved, before.saved, temp, weight.seconds / max(before.seconds, 1e-12))
