@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rotor_profiling import StageCost
+from rotor_py.capture.compiled_ways import may_have_ways, with_ways
 from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.capture.whole_graph import Room, compiled_whole, compiling
 from rotor_py.compiled.compiled_stage import CompiledStage
@@ -52,16 +53,24 @@ def _stage_by_stage(
     if not any(can):
         return []
     _log.info("compiled %d kinds of stages in %.1f s", compiler.kinds - kinds, compiler.seconds - seconds)
-    every = plain.measured_as(_with(plain.cut, _chosen(wrapped, can)))
+    compiled = _chosen(wrapped, can)
+    if surveyed := may_have_ways(compiled, compiler):
+        for stage in compiled:
+            if stage is not None:
+                stage.survey()
+    every = plain.measured_as(_with(plain.cut, compiled))
+    if surveyed and (stored := with_ways(every, compiled, compiler)) != compiled:
+        compiled = stored
+        every = plain.measured_as(_with(plain.cut, compiled), None if progress is None else compiling(progress))
     costs = zip(plain.measurement.stages, every.measurement.stages, strict=True)
     slow = agree([_seconds(now) >= _seconds(before) for before, now in costs])
     fast = [possible and not slower for possible, slower in zip(can, slow, strict=True)]
     if fast == can or not any(fast):
         return [every]
-    return [plain.measured_as(_with(plain.cut, _chosen(wrapped, fast))), every]
+    return [plain.measured_as(_with(plain.cut, _chosen(compiled, fast))), every]
 
 
-def _chosen(wrapped: list[CompiledStage], chosen: list[bool]) -> list[CompiledStage | None]:
+def _chosen(wrapped: Sequence[CompiledStage | None], chosen: Sequence[bool]) -> list[CompiledStage | None]:
     return [stage if taken else None for stage, taken in zip(wrapped, chosen, strict=True)]
 
 

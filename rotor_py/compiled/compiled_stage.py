@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from rotor_profiling import tensors_in
 from rotor_profiling.stage.kind import HasKind, stage_kind
+from rotor_py.compiled.budgets import Foreseen
+from rotor_py.compiled.same_bits import same_bits
 from rotor_py.compiled.stage_code import StageCode
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
-from rotor_py.stage.protocol import StageOffers, offers_of
+from rotor_py.stage.protocol import Run, StageOffers, offers_of
 from rotor_py.stage.surroundings import recall_moving, remember_moving
 
 if TYPE_CHECKING:
@@ -40,14 +43,16 @@ def is_compiled(stage: object) -> bool:
 class CompiledStage(nn.Module, StageOffers, HasKind):
     """`plain`, compiled at its first run, and again for an input of another shape.
 
-    It offers no other ways to run: there is one forward of each kind, see the Note in `stage_code.py`. Where it cannot
-    be compiled, it runs as `plain`; where only pieces of it can be compiled, each of these is a stage of this class.
+    It is stored as AOTAutograd's partitioner would have it, or in one of `ways`, each of which is other code: see the
+    Note in `stage_code.py`. Where it cannot be compiled, it runs as `plain`; where only pieces of it can be compiled,
+    each of these is a stage of this class.
     `name` is how the log calls it. Its `partitioner` decides what is saved, or else AOTAutograd's own. Which inputs
     need a gradient `plain` says, or else it is seen in the first run, or is that of `like`, the same stage for other
     shapes.
     """
 
     saves_through_hooks = False  # code that was compiled without hooks would be compiled again for a run with them
+    ways_are_code = True
 
     def __init__(
         self,
@@ -56,14 +61,20 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         compiler: StageCompiler,
         *,
         partitioner: CustomPartitionerFn | None = None,
+        ways: tuple[str, ...] = (),
         like: CompiledStage | None = None,
     ) -> None:
         super().__init__()
         self._partitioner = partitioner
+        self._ways = ways
         self.plain = plain
         self._name = name
         self._compiler = compiler
-        self._codes: dict[Hashable, StageCode | None] = {}
+        self._codes: dict[Hashable, dict[str | None, StageCode | None]] = {}
+        """By shape and way; None is no way but that of AOTAutograd."""
+        self._survey_wanted = False
+        self.foreseen: tuple[Foreseen, ...] = ()
+        """What other ways to store it would cost: see `survey`."""
         self._needs_gradient = offers_of(plain).needs_gradient
         if self._needs_gradient is None and like is not None:
             self._needs_gradient = like._needs_gradient
@@ -84,7 +95,24 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         """Whether there is code for the first shape that came."""
         if self._in_pieces is not None:
             return any(piece.compiled for piece in self._pieces)
-        return next(iter(self._codes.values()), None) is not None
+        return self.code is not None
+
+    @property
+    def code(self) -> StageCode | None:
+        """The code for the first shape that came; None if there is none, or if it is in pieces."""
+        return next(iter(self._codes.values()), {}).get(None)
+
+    def survey(self) -> None:
+        """Find out in the next run what other ways to store it would cost, for the shape that comes then."""
+        self._survey_wanted = self._partitioner is None and self._in_pieces is None
+
+    def with_ways(self, ways: tuple[str, ...]) -> CompiledStage:
+        """This stage, which can be stored in these ways as well."""
+        found = CompiledStage(self.plain, self._name, self._compiler, ways=ways, like=self)
+        found.foreseen = self.foreseen
+        remember_effects(found, recall_effects(self))
+        remember_moving(found, recall_moving(self))
+        return found
 
     @property
     def room(self) -> int | None:
@@ -93,7 +121,9 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
 
     def like(self, other: nn.Module) -> CompiledStage:
         """This stage for other shapes: `other` is the same piece of the model, plain."""
-        return CompiledStage(other, self._name, self._compiler, partitioner=self._partitioner, like=self)
+        return CompiledStage(
+            other, self._name, self._compiler, partitioner=self._partitioner, ways=self._ways, like=self
+        )
 
     def freely(self) -> CompiledStage:
         """This stage, of which AOTAutograd's own partitioner decides what is saved."""
@@ -108,10 +138,41 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         if self._in_pieces is not None:
             return self._in_pieces(value)
         code = self._code(value)
+        if code is not None and self._survey_wanted:
+            self._survey_wanted = False
+            assert self._needs_gradient is not None
+            self.foreseen = self._compiler.foreseen(code, self.plain, value, self._needs_gradient)
         return self.plain(value) if code is None else code.run(self.plain, value)
 
+    def ways(self) -> tuple[str, ...]:
+        return self._ways
+
+    def ways_for(self, value: Any) -> tuple[str, ...]:
+        usual = self._code(value)
+        codes = {way: self._code(value, way) for way in self._ways}
+        if usual is None or self._needs_gradient is None:
+            return ()
+        found = []
+        for way, code in codes.items():
+            if code is None:
+                continue
+            if same_bits(self.plain, value, self._needs_gradient, usual, code):
+                found.append(way)
+            else:
+                _log.info("%s is not stored %s: its last digits would be others", self._name, way)
+        return tuple(found)
+
+    def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
+        if way not in self._ways:
+            return super().forward_by(way, skip_output=skip_output)
+        return partial(self._run_by, way)
+
+    def _run_by(self, way: str, value: Any) -> Any:
+        code = self._code(value, way)
+        return self(value) if code is None else code.run(self.plain, value)
+
     def kind(self, value: Any) -> Hashable:
-        return stage_kind(self.plain, value), self._partitioner
+        return stage_kind(self.plain, value), self._compiler.config, self._partitioner, self._ways
 
     def gather_begun(self) -> None:
         offers_of(self.plain).gather_begun()
@@ -120,7 +181,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._pieces.append(CompiledStage(piece, f"{self._name}, piece {len(self._pieces) + 1}", self._compiler))
         return self._pieces[-1]
 
-    def _code(self, value: Any) -> StageCode | None:
+    def _code(self, value: Any, way: str | None = None) -> StageCode | None:
         shapes = tuple(
             (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in tree_leaves(value)
@@ -129,15 +190,18 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
             if self._needs_gradient is None:
                 # Seen once: in a later run without a graph, tensors may have forgotten it.
                 self._needs_gradient = [tensor.requires_grad for tensor in tensors_in(value)]
-            if len(self._codes) < MOST_SHAPES:
-                self._codes[shapes] = self._compiler.code(
-                    self.plain, self._name, value, self._needs_gradient, self._partitioner
-                )
-            else:
+            if len(self._codes) == MOST_SHAPES:
                 _log.warning(
                     "%s has been compiled for %d shapes, and runs as it is for another one",
                     self._name,
                     MOST_SHAPES,
                 )
-                self._codes[shapes] = None
-        return self._codes[shapes]
+            full = len(self._codes) >= MOST_SHAPES
+            self._codes[shapes] = dict.fromkeys((None, *self._ways)) if full else {}
+        codes = self._codes[shapes]
+        if way not in codes:
+            assert self._needs_gradient is not None
+            codes[way] = self._compiler.code(
+                self.plain, self._name, value, self._needs_gradient, self._partitioner, way
+            )
+        return codes[way]

@@ -8,9 +8,14 @@
 #
 #  1. A stage is compiled or plain for a whole plan. Which of them it is belongs to the cut (`Cut`), beside the stage's
 #     name. It is no option of a single run, as storing in part is.
-#  2. A kind of stage has one forward and one backward: those of AOTAutograd's partitioner, which stores what is
-#     expensive to make and no more. A run without a graph is the same forward, on inputs that need no gradient. A graph
-#     that is compiled as a whole (`capture/whole_graph.py`) has another partition for each limit. That is other code,
+#  2. A kind of stage has the forward and the backward of AOTAutograd's partitioner, which stores what is expensive to
+#     make and no more. A run without a graph is the same forward, on inputs that need no gradient. With a budget, less
+#     is stored (`budgets.py`). That is other code, which may round otherwise: a value that was written
+#     to memory in bfloat16 is made again in a register in float32. So it is a way to store the stage only if it makes
+#     the same bits of the input that is measured, outputs, buffers and gradients (`same_bits.py`). For other batches,
+#     that is likely and no more. Hence within a plan, all runs of a stage are by one code, that of its run with a
+#     graph (`ways_are_code`): what is run again is what ran first, whatever is in the batch. A graph that is compiled
+#     as a whole (`capture/whole_graph.py`) has another partition for each limit. That is other code,
 #     but never mixed within a plan. What is made again are the same operators on the same values, and on the CPU
 #     Inductor lets the compiler contract no products and sums: mostly, all bits are the same. Sums may be in another
 #     order, so this is no promise.

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rotor_profiling.stage.kind import stage_kind
+from rotor_py.compiled.budgets import Foreseen, OnlySurveyedError, Partitions, budget_of
 from rotor_py.compiled.stage_code import Config, StageCode, compile_code, owned_slots
 from rotor_py.errors import InfeasibleError
 from rotor_py.stage.autocast import autocast_now
@@ -27,18 +28,45 @@ _DEVICES = (torch.device("cpu"), torch.device("cuda"))
 
 
 class StageCompiler:
-    """Compiles the stages of one model with these options of Inductor."""
+    """Compiles the stages of one model with these options of Inductor.
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    With `partitions`, stages can be stored in other ways than AOTAutograd's.
+    """
+
+    def __init__(self, config: Config, partitions: Partitions | None = None) -> None:
+        self.config = config
+        self._partitions = partitions
         self._codes: dict[Hashable, StageCode | None] = {}
+        self._seconds_of: dict[StageCode, float] = {}
+        self._foreseen: dict[StageCode, tuple[Foreseen, ...]] = {}
         self.seconds = 0.0
         """How long compiling has taken so far."""
 
     @property
     def kinds(self) -> int:
-        """How many kinds of stages have been compiled."""
+        """How many kinds of stages have been compiled, each way to store them counted."""
         return sum(code is not None for code in self._codes.values())
+
+    def seconds_of(self, code: StageCode) -> float:
+        """How long it took to compile."""
+        return self._seconds_of[code]
+
+    def foreseen(
+        self, code: StageCode, stage: nn.Module, value: object, needs_gradient: Sequence[bool]
+    ) -> tuple[Foreseen, ...]:
+        """What other partitions of a `stage` would cost that has this `code` on inputs like `value`.
+
+        None of them is compiled: the stage is traced once more.
+        """
+        if code not in self._foreseen:
+            self._foreseen[code] = ()
+            trained = any(tensor.requires_grad for _, _, tensor in owned_slots(stage))
+            if self._partitions is not None and (trained or any(needs_gradient)):
+                try:
+                    compile_code(stage, value, needs_gradient, self.config, self._partitions.survey())
+                except OnlySurveyedError as done:
+                    self._foreseen[code] = done.found
+        return self._foreseen[code]
 
     def code(
         self,
@@ -47,20 +75,22 @@ class StageCompiler:
         value: object,
         needs_gradient: Sequence[bool],
         partitioner: CustomPartitionerFn | None = None,
+        way: str | None = None,
     ) -> StageCode | None:
         """The code for `stage` on inputs like `value`; `needs_gradient` says so of every tensor in it.
 
-        None, after one line in the log, if stages of its kind cannot be compiled. InfeasibleError if the partitioner
-        finds nothing that fits.
+        It stores the stage by the `partitioner` or in a `way`, or else as AOTAutograd does without being told. None,
+        after one line in the log, if stages of its kind cannot be compiled. InfeasibleError if the partitioner finds
+        nothing that fits.
         """
         leaves, spec = tree_flatten(value)
         flags = iter(needs_gradient)
         like = [
             leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
-        kind = _kind(stage, tree_unflatten(like, spec)), partitioner
+        kind = _kind(stage, tree_unflatten(like, spec)), partitioner, way
         if kind not in self._codes:
-            self._codes[kind] = self._compile(stage, name, value, needs_gradient, partitioner)
+            self._codes[kind] = self._compile(stage, name, value, needs_gradient, partitioner, way)
         return self._codes[kind]
 
     def _compile(
@@ -70,10 +100,15 @@ class StageCompiler:
         value: object,
         needs_gradient: Sequence[bool],
         partitioner: CustomPartitionerFn | None,
+        way: str | None,
     ) -> StageCode | None:
         began = time.perf_counter()
+        if way is not None and self._partitions is not None:
+            partitioner = self._partitions.within(budget_of(way))
         try:
-            return compile_code(stage, value, needs_gradient, self._config, partitioner)
+            code = compile_code(stage, value, needs_gradient, self.config, partitioner)
+            self._seconds_of[code] = time.perf_counter() - began
+            return code
         except InfeasibleError:
             raise
         # Whatever AOTAutograd, Inductor or the compiler of the machine raise: plain, the stage trains as well.

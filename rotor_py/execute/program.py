@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Operations
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -55,6 +55,8 @@ class Program:
     awaited: frozenset[int]
     backward_at: dict[int, int]
     moves: Moves | None = None
+    options: Mapping[int, int] = field(default_factory=dict)
+    """By stage, the option by which it is stored, without those that are stored whole."""
 
     def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
         """The inputs that the replay reads until it has come to the backward of all these stages."""
@@ -104,6 +106,7 @@ def program(stages: int, sequence: Sequence) -> Program:
         awaited=frozenset(awaited),
         backward_at=backward_at,
         moves=moves,
+        options={each.stage: each.option for each in operations if isinstance(each, ForwardEnable) and each.option},
     )
 
 

@@ -95,7 +95,8 @@ class Tape:
         store: ActivationStore | None = None,
         tier: Tier | None = None,
     ) -> None:
-        self.runners = runners
+        # By their options from the start: of some stages, runs without a graph differ by option, too.
+        self.runners = [runner.by(instructions.options.get(stage, 0)) for stage, runner in enumerate(runners)]
         self.program = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}

@@ -6,6 +6,7 @@ would have been chosen before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -68,8 +69,19 @@ def fastest_within(found: list[Candidate], limit: int) -> Candidate | None:
 
 def usual(joint: JointGraph) -> Candidate:
     """What PyTorch's partitioner makes of a graph for Inductor without a budget: nothing is known to be faster."""
-    program = in_time(joint, {joint.root.get(node, node) for node in usually_saved(joint)[0]})
-    return Candidate(program, weigh(joint, _costs(joint, fused=True), program))
+    return by_budgets(joint, [1])[0]
+
+
+def by_budgets(joint: JointGraph, budgets: Sequence[float]) -> list[Candidate]:
+    """What PyTorch's partitioner makes of a graph for Inductor with each of its own budgets, parts of what 1 saves."""
+    costs = _costs(joint, fused=True)
+    return [Candidate(each, weigh(joint, costs, each)) for each in programs_by_budgets(joint, budgets)]
+
+
+def programs_by_budgets(joint: JointGraph, budgets: Sequence[float]) -> list[Program]:
+    """The same, without their costs. What draws random numbers runs once, whatever the budget."""
+    kept = [{joint.root.get(node, node) for node in saved} for saved in usually_saved(joint, budgets)]
+    return [in_time(joint, each) for each in kept]
 
 
 def _costs(joint: JointGraph, fused: bool) -> dict[fx.Node, Cost]:

@@ -8,7 +8,7 @@ effects would happen twice, and what reads a buffer that the forward overwrites 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -174,15 +174,18 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def usually_saved(joint: JointGraph) -> list[list[fx.Node]]:
-    """What PyTorch's partitioner saves without a budget, and with one that hardly binds."""
+def usually_saved(joint: JointGraph, budgets: Sequence[float] = (1, 0.9999)) -> list[list[fx.Node]]:
+    """What PyTorch's partitioner saves with each of these budgets, which are parts of what it saves without one.
+
+    By default, that is without one, and with one that hardly binds.
+    """
     found = partitioners.classify_nodes(joint.module, [], joint.num_outputs)
     never = int(1e9)
     for node in reversed(joint.module.graph.nodes):  # its cuts read how far a node is from the backward
         near = [user.dist_from_bw + 1 for user in node.users if node.op != "output"]
         node.dist_from_bw = 0 if node.op != "output" and not found.is_required_fw(node) else min([never, *near])
     # Of several budgets, just one below the whole returns before it solves for anything.
-    return [partitioners.choose_saved_values_set(joint.module.graph, found, ratio) for ratio in (1, 0.9999)]
+    return [partitioners.choose_saved_values_set(joint.module.graph, found, budget) for budget in budgets]
 
 
 def is_number(node: fx.Node) -> bool:

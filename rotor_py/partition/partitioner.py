@@ -70,13 +70,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         """The graphs of the forward and of the backward. Raises InfeasibleError if no partition fits."""
         num_outputs: int = kwargs["num_fwd_outputs"]
         static_inputs: list[int] | None = kwargs.get("static_lifetime_input_indices")
-        gm.graph.eliminate_dead_code()
-        if config.cse:
-            gm.graph = fx_graph_cse(gm.graph)
-        if not config.unsafe_allow_optimization_of_collectives:
-            partitioners.force_save_collectives(gm)
-        partitioners.force_save_effectful_ops(gm)
-        partitioners.force_save_bw_mutation_src(gm)
+        prepare(gm)
         joint = JointGraph(gm, num_outputs, add_stand_ins(gm.graph))
         if not joint.backward:
             return partitioners.default_partition(
@@ -136,7 +130,18 @@ class BudgetPartitioner(CustomPartitionerFn):
         limit: object = self.limit
         if isinstance(limit, str) and limit.rstrip().endswith("%"):  # other bytes on another machine
             limit = [limit_bytes(self.limit, device) for device in (torch.device("cpu"), *_accelerators())]
-        return f"rotor_py.memory_budget {limit} {self.fused} {self.reserve} {_code()}"
+        return f"rotor_py.memory_budget {limit} {self.fused} {self.reserve} {code_digest()}"
+
+
+def prepare(module: fx.GraphModule) -> None:
+    """Do to a joint graph what PyTorch's own partitioner does before it chooses."""
+    module.graph.eliminate_dead_code()
+    if config.cse:
+        module.graph = fx_graph_cse(module.graph)
+    if not config.unsafe_allow_optimization_of_collectives:
+        partitioners.force_save_collectives(module)
+    partitioners.force_save_effectful_ops(module)
+    partitioners.force_save_bw_mutation_src(module)
 
 
 def _device(joint: JointGraph) -> torch.device:
@@ -150,7 +155,7 @@ def _accelerators() -> list[torch.device]:
 
 
 @cache
-def _code() -> str:
+def code_digest() -> str:
     """A digest of the files that decide: with other code, equal budgets may be partitioned otherwise."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):

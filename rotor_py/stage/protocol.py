@@ -78,12 +78,20 @@ class StageOffers:
         """
         return None
 
+    ways_are_code = False
+    """Whether each of its `ways` is other code, which may round otherwise: then all runs of the stage in a plan are by
+    the way in which it is stored, also those that store nothing."""
+
     def ways(self) -> tuple[str, ...]:
         """The names of the ways to store the stage other than whole. Each of them keeps less than those before it.
 
         A name is what follows "stored" in a report. It is written into plans, so it must not change.
         """
         return ()
+
+    def ways_for(self, value: Any) -> tuple[str, ...]:
+        """Those of its `ways` that can be taken on `value`; the stage may be run to find that out."""
+        return self.ways()
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
         """How to run the stage so that it is stored by one of its `ways`.

@@ -94,19 +94,21 @@ class StageRunner:
     @property
     def offered(self) -> tuple[str, ...]:
         """The names of the ways in which the stage can be stored other than whole."""
-        return self._ways_with(self._suiting)
+        return self._ways_with(self._suiting, self._offers.ways())
 
     def paying(self, value: Any) -> tuple[str, ...]:
         """Those of `offered` that are worth measuring on `value`; the stage may be run to find that out."""
         run = partial(_run_to_its_end, self._run_of(None))
-        return self._ways_with([each for each in self._suiting if each.pays(run, self.function, value)])
+        paying = [each for each in self._suiting if each.pays(run, self.function, value)]
+        return self._ways_with(paying, self._offers.ways_for(value))
 
     @property
     def _suiting(self) -> list[Keeper]:
         return [keeper for keeper in self._keepers if keeper.suits(self.function)]
 
-    def _ways_with(self, keepers: Sequence[Keeper]) -> tuple[str, ...]:
-        own, kept = self._offers.ways(), [keeper.name for keeper in keepers]
+    @staticmethod
+    def _ways_with(keepers: Sequence[Keeper], own: Sequence[str]) -> tuple[str, ...]:
+        kept = [keeper.name for keeper in keepers]
         return (*own, *kept, *(both(each, keeper) for keeper in kept for each in own))
 
     @property
@@ -163,8 +165,9 @@ class StageRunner:
         return partial(run_with_graph, self._function()) if dependent else self._function()
 
     def _function(self, skip_output: bool = False) -> Callable[[Any], Any]:
-        # Without a graph nothing is stored, so all options are the same.
-        run = self._run_of(self._way if torch.is_grad_enabled() else None, skip_output)
+        # Without a graph nothing is stored, so all options are the same, but for the digits of other code.
+        by_way = torch.is_grad_enabled() or offers_of(self.function).ways_are_code
+        run = self._run_of(self._way if by_way else None, skip_output)
         run = partial(_run_to_its_end, run)
         return partial(self._in_context, run) if self.context else run
 

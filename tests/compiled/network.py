@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,10 +55,10 @@ def loss(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
-def network(compile: Compile = True, blocks: int = 4, **given: Any) -> Checkpointable:
+def network(compile: Compile = True, blocks: int = 4, *, budgets: bool = False, **given: Any) -> Checkpointable:
     """A `Net` whose stages run compiled one by one, all that can be, whatever was measured."""
     torch.manual_seed(0)
-    with stage_by_stage():
+    with stage_by_stage(budgets=budgets):
         found = Checkpointable(
             Net(blocks), batch(), "1GB", compile=compile, loss=loss, fresh_grads=True, granularity=blocks, **given
         )
@@ -66,11 +67,25 @@ def network(compile: Compile = True, blocks: int = 4, **given: Any) -> Checkpoin
 
 
 @contextmanager
-def stage_by_stage() -> Iterator[None]:
-    """What is measured inside is not compiled as a whole, although it fits."""
+def stage_by_stage(*, budgets: bool = False) -> Iterator[None]:
+    """What is measured inside is not compiled as a whole, although it fits.
+
+    Without `budgets`, stages are stored in one way alone: each takes seconds to compile. With them, the other ways of
+    the most frequent kind are compiled, whether or not a plan would use them, which is a matter of times.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        if budgets:
+            patch.setattr("rotor_py.capture.compiled_ways._wanted", _all_ways)
+        else:
+            patch.setattr("rotor_py.capture.variants.may_have_ways", lambda *_: False)
         patch.setattr("rotor_py.capture.variants.compiled_whole", lambda *_: None)
         yield
+
+
+def _all_ways(_: object, stages: list[Any]) -> list[tuple[Any, str]]:
+    ((code, _count),) = Counter(stage.code for stage in stages).most_common(1)
+    foreseen = next(stage.foreseen for stage in stages if stage.code is code)
+    return [(code, each.way) for each in foreseen]
 
 
 def run_compiled(found: Checkpointable) -> None:

@@ -15,7 +15,7 @@ from rotor_py.measure.measurement import Way
 from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_py.stage.ways.names import base_of
 
-_LEAST_SHARE = 0.05
+LEAST_SHARE = 0.05
 """The part of what is saved that a way has to spare: what it costs is found by clocks, and less is lost in their
 noise."""
 
@@ -50,7 +50,7 @@ def saving_ones(
     for name, way in ways:
         base = base_of(name, saved)
         before = whole.saved_bytes if base is None else saved[base]
-        if anywhere(way.saved_bytes <= (1 - _LEAST_SHARE) * before and way.saved_bytes < before, group, device):
+        if anywhere(way.saved_bytes <= (1 - LEAST_SHARE) * before and way.saved_bytes < before, group, device):
             found.append((name, way))
             if word_of([name]) is None:
                 replaced.add(base)

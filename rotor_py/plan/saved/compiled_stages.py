@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rotor_py.compiled.budgets import is_budget
 from rotor_py.compiled.compiled_stage import CompiledStage
 from rotor_py.compiled.stage_code import Config
 from rotor_py.compiled.stage_compiler import StageCompiler
@@ -65,15 +66,19 @@ class CompiledStages:
         """The options as Inductor is told them."""
         return tuple(sorted(self.options.items()))
 
-    def compiled_again(self, cut: Cut, compiler: StageCompiler) -> Cut:
-        """The same cut, with these stages compiled by `compiler` when they run for the first time."""
+    def compiled_again(self, cut: Cut, compiler: StageCompiler, ways: Sequence[Sequence[str]]) -> Cut:
+        """The same cut, with these stages compiled by `compiler` when they run for the first time.
+
+        `ways` are those in which each stage of the cut may be stored.
+        """
         from rotor_py.partition.partitioner import BudgetPartitioner
 
         partitioner = None if self.room is None else BudgetPartitioner(self.room, fused=True)
         stages: list[Layer] = []
-        for name, function in cut.stages:
+        for (name, function), names in zip(cut.stages, ways, strict=True):
             if name in self.stages:
-                compiled = CompiledStage(function, f"stage {name}", compiler, partitioner=partitioner)
+                own = tuple(filter(is_budget, names))
+                compiled = CompiledStage(function, f"stage {name}", compiler, partitioner=partitioner, ways=own)
                 remember_effects(compiled, recall_effects(function))
                 stages.append((name, compiled))
             else:

@@ -22,6 +22,9 @@ def source_of(model: nn.Module, granularity: int, compile: Config | None = None)
     layer is measured.
     """
     if compile is not None:
-        return GraphSource(model, granularity, StageCompiler(compile))
+        # Here, since most plans do without Inductor.
+        from rotor_py.partition.budgets.stage_partitions import StagePartitions
+
+        return GraphSource(model, granularity, StageCompiler(compile, StagePartitions()))
     as_it_stands = is_chain(model) and not gathers_in_another_dtype(model)
     return LayerSource(model) if as_it_stands else GraphSource(model, granularity)

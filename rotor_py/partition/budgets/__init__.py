@@ -1,0 +1,1 @@
+"""Compiled stages, partitioned by the budgets that PyTorch's partitioner has."""
