@@ -95,7 +95,10 @@ def _may_gain(function: nn.Module, value: Any) -> bool:
 
 
 def _saved_bytes(function: nn.Module, value: Any, device: torch.device) -> int:
-    """Bytes that autograd saves of a run of a layer, beside its parameters, input and output."""
+    """Bytes that autograd saves of a run of a layer, beside its parameters, input and output.
+
+    0 for a layer that refuses to be run with hooks, as one does that transforms functions: it has run without them.
+    """
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,7 +108,10 @@ def _saved_bytes(function: nn.Module, value: Any, device: torch.device) -> int:
 
     leaf = leaves_of(value)
     with isolated(function, device) as parameters, torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            made = function(leaf)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                made = function(leaf)
+        except RuntimeError:
+            return 0
         there = storages([*parameters, *function.parameters(), *function.buffers(), *tensors_in((leaf, made))])
     return sum(nbytes for address, nbytes in saved.items() if address not in there)
