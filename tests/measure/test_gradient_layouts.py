@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from rotor_profiling import loss_layouts, measured_peak, stage_layouts
 from rotor_py import Checkpointable, store_all
-from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_py.measure.walks.gradient_layouts import GradientLayouts
+from rotor_py.measure.walks.survey import Survey
 from rotor_py.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
@@ -119,12 +119,12 @@ def test_a_chain_is_measured_again_only_where_layouts_differ(
     make: Callable[[], nn.Sequential], walks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    survey = StageMeasurer._survey
+    walk = Survey.walk
 
-    def counting(stages: StageMeasurer, *progress: Any, **until: Any) -> Any:
+    def counting(survey: Survey, *progress: Any, **until: Any) -> Any:
         counted.append(1)
-        return survey(stages, *progress, **until)
+        return walk(survey, *progress, **until)
 
-    monkeypatch.setattr(StageMeasurer, "_survey", counting)
+    monkeypatch.setattr(Survey, "walk", counting)
     Checkpointable(make(), loss=square).measure(torch.randn(16, 12, 48))
     assert len(counted) == walks
