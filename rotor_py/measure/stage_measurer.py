@@ -39,7 +39,7 @@ from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.measure.cache.kept_kinds import KeptKinds
 from rotor_py.measure.cache.measurement_cache import measurement_cache
-from rotor_py.measure.certified.possible_times import PossibleTimes, ends_of, possible_times
+from rotor_py.measure.certified.possible_times import PossibleTimes, possible_times
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement, Way
 from rotor_py.measure.prefix import run_prefix
@@ -166,7 +166,7 @@ class StageMeasurer:
 
         It is asked before every walk. `loss` is what the loss costs.
         """
-        self._time_until(lambda: enough(self._possible_times(loss)))
+        self._time_until(lambda: enough(possible_times(self.measurement(loss))))
 
     def _time_until(self, enough: Callable[[], bool], *, only_fewest: bool = False) -> None:
         """Walk and time the stages while any are wanted, and it is not `enough`; keep what was found."""
@@ -182,18 +182,11 @@ class StageMeasurer:
             runs = self._times.runs_of(kind)
             self._kept.keep_measured(kind, self._known[kind].weighed, runs, enough=kind not in short)
 
-    def _possible_times(self, loss: LossCost) -> PossibleTimes:
-        """What was measured, and what it would be with times at the ends of their intervals."""
-        ends = {
-            kind: ends_of(self._times.runs_of(kind), self._known[kind].weighed.ways, self._times.node_seconds)
-            for kind in set(self._kinds)
-        }
-        return possible_times(self.measurement(loss), [ends[kind] for kind in self._kinds])
-
     def measurement(self, loss: LossCost) -> Measurement:
         """What was measured, and what the loss costs."""
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
         ways = tuple(of_kind[kind][1] for kind in self._kinds)
+        ends = {kind: self._times.ends(kind, self._known[kind].weighed.ways) for kind in of_kind}
         return Measurement(
             names=tuple(name for name, _ in self._stages),
             stages=tuple(of_kind[kind][0] for kind in self._kinds),
@@ -207,6 +200,7 @@ class StageMeasurer:
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),
             spread=self._times.spread(self._kinds),
+            intervals=tuple(ends[kind] for kind in self._kinds),
         )
 
     def _begin(self) -> None:

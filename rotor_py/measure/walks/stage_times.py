@@ -12,6 +12,8 @@ from math import hypot, sqrt
 
 from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, spread_of
 from rotor_profiling.timing import together
+from rotor_py.measure.certified.possible_times import ends_of
+from rotor_py.measure.measurement import Ends
 
 # Guesses, but for this: times that are wrong by 30 % for each stage, independently, cost a plan 1.4 % at most.
 FEWEST_RUNS = 3
@@ -63,10 +65,9 @@ class StageTimes:
         found = estimate(self._runs[kind])
         return [replace(way, nograd_seconds=way.nograd_seconds + self._node_seconds) for way in found]
 
-    @property
-    def node_seconds(self) -> float:
-        """What is added to the time of a run without a graph."""
-        return self._node_seconds
+    def ends(self, kind: Hashable, ways: Sequence[str]) -> Ends:
+        """The least and the most seconds of a stage of a `kind`, which may be stored in these `ways`."""
+        return ends_of(self._runs[kind], ways, self._node_seconds)
 
     def wanted(self, kinds: Sequence[Hashable], *, only_fewest: bool = False) -> set[int]:
         """Which stages of a chain to time in the next walk, by position; `kinds` has that of each stage.
