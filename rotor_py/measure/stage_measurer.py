@@ -28,7 +28,6 @@ from rotor_profiling import (
     leaves_of,
     measure_ways,
     stage_kind,
-    stage_layouts,
     storage_bytes,
     storages,
     tensors_in,
@@ -36,30 +35,26 @@ from rotor_profiling import (
 )
 from rotor_profiling.instruments import stopwatch
 from rotor_profiling.isolate import trained_parameters
-from rotor_profiling.stage.kind import HasKind
-from rotor_profiling.timing import together
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
-from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cache.kept_kinds import KeptKinds
 from rotor_py.measure.cache.measurement_cache import measurement_cache
-from rotor_py.measure.certified.possible_times import PossibleTimes, ends_of, possible_times
+from rotor_py.measure.certified.possible_times import PossibleTimes, possible_times
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement, Way
 from rotor_py.measure.prefix import run_prefix
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.measure.walks.carried_tensors import CarriedTensors
-from rotor_py.measure.walks.found import Surveyed, Weighed
-from rotor_py.measure.walks.gradient_layouts import GradientLayouts
+from rotor_py.measure.walks.found import Weighed
 from rotor_py.measure.walks.layer_offers import LayerOffers
 from rotor_py.measure.walks.movable_bytes import MovableBytes
-from rotor_py.measure.walks.stage_times import StageTimes
+from rotor_py.measure.walks.stage_times import MOST_WALKS, StageTimes
 from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, worth_choosing
+from rotor_py.measure.walks.survey import Survey
+from rotor_py.measure.walks.walked_chain import WalkedChain
 from rotor_py.stage.activity import During
-from rotor_py.stage.attached_stage import edges_of, leaves_behind
 from rotor_py.stage.decisions import decided_bytes
-from rotor_py.stage.foreign_parameters import ForeignParameters
-from rotor_py.stage.graph_effects import find_effects, recall_effects, remember_effects
+from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moving
@@ -102,18 +97,11 @@ class StageMeasurer:
         self._cut = cut
         self._stages = cut.stages
         self._device = device
-        self._silent = silent
         self._group = group
-        self._preserve_rng_state = preserve_rng_state
         self._fresh_gradients = fresh_gradients
-        # The regions of a sharded model are stored by `torch.utils.checkpoint`, which has hooks of its own.
-        self._keepers = () if cut.sharding else tuple(keepers)
-        # Where parameters are sharded, they are not there when the backward makes values again.
-        self._layer_offers = None if cut.sharding else layer_offers
         self.stepped = stepped
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
-        self._surveyed: dict[Hashable, Surveyed] = {}
         self._known: dict[Hashable, _Found] = {}
         self._movable = MovableBytes(device) if elsewhere else None
         self._times = StageTimes(node_seconds)
@@ -123,10 +111,16 @@ class StageMeasurer:
             if cache and not cut.sharding
             else None
         )
-        self._needs_gradient: dict[int, list[bool]] = {}
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
         self._input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(self._input))
-        self._layouts = GradientLayouts(len(cut.stages))
+        # The regions of a sharded model are stored by `torch.utils.checkpoint`, which has hooks of its own.
+        storing = () if cut.sharding else tuple(keepers)
+        # Where parameters are sharded, they are not there when the backward makes values again.
+        offers = None if cut.sharding else layer_offers
+        self._chain = WalkedChain(cut, self._input, device, silent, group, preserve_rng_state, storing, offers)
+        self._survey = Survey(self._chain, stepped)
+        self._walks = 0
+        """for times"""
         self._begin()
 
     def of(self, cut: Cut) -> StageMeasurer:
@@ -137,13 +131,15 @@ class StageMeasurer:
 
     def take(self, cut: Cut) -> None:
         """Begin anew, with `cut` as the cut of the same chain."""
-        self._cut, self._stages, self._layouts = cut, cut.stages, GradientLayouts(len(cut.stages))
+        self._cut, self._stages, self._chain = cut, cut.stages, replace(self._chain, cut=cut)
+        self._survey = self._survey.of(self._chain)
+        self._walks = 0
         self._begin()
 
     def walk(self, progress: Progress | None = None) -> Any:
         """Measure all stages; return the chain's output."""
-        output = self._survey(progress)
-        self._settle_layouts()
+        output = self._survey.walk(progress)
+        self._survey.settle()
         self._measure(progress)
         return output
 
@@ -152,29 +148,9 @@ class StageMeasurer:
 
         `of_output` are the layouts of the gradients of the chain's output, as the loss makes them.
         """
-        self._layouts.give_output(of_output)
-        if self._settle_layouts():
+        self._survey.give_output(of_output)
+        if self._survey.settle():
             self._measure()
-
-    def _survey(self, progress: Progress | None = None, last: int | None = None) -> Any:
-        """The first walk, up to the stage `last`; returns its output, by default the chain's."""
-        value = self._input
-        for number, (name, _) in enumerate(self._stages[: None if last is None else last + 1]):
-            if progress is not None:
-                progress(0, len(self._stages), name)
-            value = self._survey_stage(number, value)
-        return value
-
-    def _settle_layouts(self) -> bool:
-        """Walk until gradients arrive in the layouts that are known; whether they did not before."""
-        walked = False
-        # This ends: the gradients of a stage depend on the stages after it alone, so every walk settles one more.
-        while anywhere((last := self._layouts.last_that_differs()) is not None, self._group, self._device):
-            self._layouts.take_over()
-            # Processes have to run equally many stages, and others may differ at later ones.
-            self._survey(last=None if together() else last)
-            walked = True
-        return walked
 
     def _measure(self, progress: Progress | None = None) -> None:
         """The other walks."""
@@ -195,31 +171,27 @@ class StageMeasurer:
 
         It is asked before every walk. `loss` is what the loss costs.
         """
-        self._time_until(lambda: enough(self._possible_times(loss)))
+        self._time_until(lambda: enough(possible_times(self.measurement(loss))))
 
     def _time_until(self, enough: Callable[[], bool], *, only_fewest: bool = False) -> None:
         """Walk and time the stages while any are wanted, and it is not `enough`; keep what was found."""
         timed = set()
-        while (wanted := self._wanted(only_fewest=only_fewest)) and not enough():
+        while wanted := self._wanted(only_fewest=only_fewest or self._walks >= MOST_WALKS):
+            if enough():
+                break
             self._time_stages(wanted)
+            self._walks += 1
             timed |= {self._kinds[number] for number in wanted}
         short = {self._kinds[number] for number in self._times.wanted(self._kinds)} if timed else set()
         for kind in timed:
             runs = self._times.runs_of(kind)
             self._kept.keep_measured(kind, self._known[kind].weighed, runs, enough=kind not in short)
 
-    def _possible_times(self, loss: LossCost) -> PossibleTimes:
-        """What was measured, and what it would be with times at the ends of their intervals."""
-        ends = {
-            kind: ends_of(self._times.runs_of(kind), self._known[kind].weighed.ways, self._times.node_seconds)
-            for kind in set(self._kinds)
-        }
-        return possible_times(self.measurement(loss), [ends[kind] for kind in self._kinds])
-
     def measurement(self, loss: LossCost) -> Measurement:
         """What was measured, and what the loss costs."""
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
         ways = tuple(of_kind[kind][1] for kind in self._kinds)
+        ends = {kind: self._times.ends(kind, self._known[kind].weighed.ways) for kind in of_kind}
         return Measurement(
             names=tuple(name for name, _ in self._stages),
             stages=tuple(of_kind[kind][0] for kind in self._kinds),
@@ -233,6 +205,7 @@ class StageMeasurer:
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),
             spread=self._times.spread(self._kinds),
+            intervals=tuple(ends[kind] for kind in self._kinds),
         )
 
     def _begin(self) -> None:
@@ -242,70 +215,6 @@ class StageMeasurer:
         self._steps = self.stepped.by_stage(self._cut)
         self._decided_bytes = 0  # of what the stages decide, if all of them have to be run again
         self.activation_bytes = self._input_bytes
-
-    def _survey_stage(self, number: int, value: Any) -> Any:
-        """What a stage has to be run for before it is measured; returns its output, the input of the next one."""
-        name, function = self._stages[number]
-        silent, arriving = self._silent_of(number), self._layouts.arriving[number]
-        with gathered(function, self._cut.sharding):
-            kind = (stage_kind(function, value), silent, arriving)
-            # Where stages wait for other processes, all of them run a stage that is new to any of them.
-            if anywhere(kind not in self._surveyed, self._group, self._device):
-                self._surveyed[kind] = self._look_at(number, value)
-            found = self._surveyed[kind]
-            remember_effects(function, found.effects)
-            if self._layer_offers is not None:
-                self._layer_offers.look_at(function, name, stage_kind(function, value), value, self._device)
-            # Run again for its output: a stage of a known kind did not run, and its numbers are its own.
-            value = self._run(self._runner(number), value)
-            self._layouts.note(number, found.layouts, tensors_in(value))
-        self._needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
-        return value
-
-    def _look_at(self, number: int, value: Any) -> Surveyed:
-        """Run a stage with a graph and without one."""
-        name, function = self._stages[number]
-        silent, arriving = self._silent_of(number), self._layouts.arriving[number]
-        with During("measuring", name):
-            self._refuse_lost_gradients(number, value)  # before anything goes backward
-            effects = find_effects(function, value, self._device)
-            if self.stepped:
-                self._refuse_foreign_parameters(number, value)
-        remember_effects(function, effects)  # before there is a runner: it asks for them when it is made
-        layouts = stage_layouts(self._runner(number), value, self._device, silent=silent, arriving=arriving)
-        return Surveyed(effects, layouts)
-
-    def _refuse_lost_gradients(self, number: int, value: Any) -> None:
-        """UnsupportedModelError if a stage uses a parameter of a layer that it only refers to, in a list for example.
-
-        Where the stage is run again, its graph ends at its own parameters, and that one would get no gradient.
-        """
-        name, function = self._stages[number]
-        if isinstance(function, HasKind):  # it says all that it does, and a captured one has all that it uses
-            return
-        leaf = leaves_of(value)
-        with isolated(function, self._device) as parameters, torch.enable_grad():
-            output = self._runner(number).forward(leaf)
-            known = {id(tensor) for tensor in (*tensors_in(leaf), *parameters)}
-            lost = [each for each in leaves_behind(edges_of(output)) if id(each) not in known]
-        if lost:
-            raise UnsupportedModelError(
-                f"stage {name!r} ({type(function).__name__}) uses a parameter of shape {tuple(lost[0].shape)} that is "
-                "not its own, and would get no gradient there when the stage is run again; make the module that has it "
-                "a submodule of the stage (an attribute, or in an nn.ModuleList)"
-            )
-
-    def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
-        """UnsupportedModelError if a stage reads a parameter that it does not have and that the backward steps."""
-        name, function = self._stages[number]
-        with ForeignParameters(function, self.stepped.parameters) as reads:
-            self._run(self._runner(number), value)
-        if reads.found:
-            raise UnsupportedModelError(
-                f"stage {name!r} reads a parameter of shape {tuple(reads.found[0].shape)} that is not its own, and "
-                "step_in_backward may have stepped it before the stage is run again; make its owner a submodule of the "
-                "stage, or leave step_in_backward out"
-            )
 
     def _measure_stage(self, number: int, value: Any) -> Any:
         """Measure the bytes of a stage on its input; return its output, the input of the next one."""
@@ -318,8 +227,8 @@ class StageMeasurer:
             self._decided_bytes += found.weighed.decided_bytes
             self.activation_bytes = cost.activation_bytes
             if self._movable is not None:
-                self._movable.measure(self._kinds[-1], self._runner(number), value)
-            value = self._run(self._runner(number), value)
+                self._movable.measure(self._kinds[-1], self._chain.runner(number), value)
+            value = self._chain.run(self._chain.runner(number), value)
             self._carried.count_gradients(cost.gradient_storage_bytes)
             self._carried.pass_on(carried, value, number + 1, [*self._owned, *beside])
         return value
@@ -343,33 +252,29 @@ class StageMeasurer:
                         run, output = time_ways(ways, value, found.place, watch)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
-                        output = self._run(self._runner(number), value)
+                        output = self._chain.run_without_graph(self._chain.runner(number), value)
                     value = self._handed_on(number, output)
                     del output
 
     def _handed_on(self, number: int, output: Any) -> Any:
         """The output of a stage as the input of the next one, with `requires_grad` where training has it."""
         value = leaves_of(output)
-        for tensor, needed in zip(tensors_in(value), self._needs_gradient[number], strict=True):
+        for tensor, needed in zip(tensors_in(value), self._survey.needs_gradient[number], strict=True):
             tensor.requires_grad_(needed)
         return value
 
     def _bytes_of_silent(self, output: Any) -> int:
         """Bytes of what the caller gets of the chain's output without a gradient, beside what is carried."""
         tensors = tensors_in(output)
-        positions = [i for i in self._silent if i not in self._carried.now.values()]
+        positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
         return storage_bytes([tensors[i] for i in positions], self._owned)
-
-    def _silent_of(self, number: int) -> tuple[int, ...]:
-        """The positions of the stage's outputs that get no gradient."""
-        return self._silent if number == len(self._stages) - 1 else ()
 
     def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> _Found:
         """What measuring the bytes of a stage finds, or what it found of an earlier stage of its kind."""
         _, function = self._stages[number]
-        silent = self._silent_of(number)
+        silent = self._chain.silent_of(number)
         apart = tuple({*carried.values(), *silent})
-        arriving = self._layouts.arriving[number]
+        arriving = self._survey.arriving[number]
         last = number == len(self._stages) - 1
         # The bytes of the input belong to the key: they do not follow from its shape, since what is carried or owned
         # does not count.
@@ -394,13 +299,13 @@ class StageMeasurer:
         """The bytes of a stage, measured here or in an earlier run."""
         kept = self._kept.measured(kind)
         # An earlier run may have found more ways: where it was planned for, the same layer may not be captured here.
-        if kept is not None and {*kept[0].ways} <= {*self._runner(number).offered}:
+        if kept is not None and {*kept[0].ways} <= {*self._chain.runner(number).offered}:
             weighed, runs, enough = kept
             self._times.settle(kind, runs, enough=enough)
             return weighed
         name, function = self._stages[number]
         with During("measuring", name), isolated(function, self._device), torch.enable_grad():
-            paying = self._runner(number).paying(leaves_of(value))
+            paying = self._chain.runner(number).paying(leaves_of(value))
         offered = offered_everywhere(paying, self._group, self._device)
         whole, *others = measure_ways(self._stored(number, offered), value, place)
         less = saving_ones(whole, list(zip(offered, others, strict=True)), self._group, self._device)
@@ -409,7 +314,7 @@ class StageMeasurer:
 
     def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
         """A runner that stores a stage whole, and one for each of its other `ways`."""
-        runner = self._runner(number, ways)
+        runner = self._chain.runner(number, ways)
         return [runner.by(option) for option in range(1 + len(ways))]
 
     def _costs_of(self, kind: Hashable) -> tuple[StageCost, tuple[Way, ...]]:
@@ -422,16 +327,6 @@ class StageMeasurer:
             nbytes = min(self._movable.of(kind), whole.saved_bytes - whole.output_released_bytes)
             ways = (*ways, Way(ELSEWHERE.name, whole, nbytes)) if nbytes > 0 else ways
         return whole, ways
-
-    def _runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
-        name, function = self._stages[number]
-        offers = None if self._layer_offers is None else self._layer_offers.of(function)
-        return StageRunner(function, name, self._preserve_rng_state, ways=ways, keepers=self._keepers, offers=offers)
-
-    def _run(self, runner: StageRunner, value: Any) -> Any:
-        """The input of the following stage, with `requires_grad` where training has it."""
-        with isolated(runner.function, self._device), torch.enable_grad():
-            return leaves_of(runner.forward(leaves_of(value)))
 
 
 @dataclass(frozen=True, slots=True)

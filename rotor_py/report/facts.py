@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rotor_py.devices.device import Devices
 from rotor_py.devices.reservation import Reservation
+from rotor_py.measure.certified.regret import known_regret
 from rotor_py.measure.step_memory import peak_of
 from rotor_py.report.basis import Basis
 from rotor_py.report.batch_choice import BatchChoice
@@ -111,6 +112,13 @@ class ReportFacts(PlanNumbers):
         said = format_seconds if basis is None else basis.range
         found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
         return found if basis is None else [*found, ("fitted to", basis.anchor)]
+
+    @property
+    def regret(self) -> float | None:
+        """By how much another plan could be faster at most, since times are not exact; None where nobody can say."""
+        if self.mem_limit is None or self.predicted_for is not None or not self.fits:
+            return None
+        return known_regret(self.sequence, self.measurement, self.budget, self.mem_limit)
 
     def which_forward(self) -> str | None:
         """Which of the forwards in flight is shown, in one sentence; None where they all follow one sequence."""

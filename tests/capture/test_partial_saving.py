@@ -445,3 +445,30 @@ def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None
     y = graph.call_function(torch.ops.rotor_tests.halved.default, (graph.call_function(torch.tanh, (x,)),))
     graph.output((y,))
     assert find_saved_parts(fx.GraphModule({}, graph), 0, Sizes()) == {}
+
+
+def test_a_stage_with_nothing_to_make_again_is_not_run_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def asking(body: fx.GraphModule, sizes: Sizes) -> Any:
+        asked.append(1)
+        return find_saved_values(body, sizes)
+
+    monkeypatch.setattr("rotor_py.capture.graph.parts.choice.find_saved_values", asking)
+
+    def parts(*operators: Any) -> dict[str, Any]:
+        graph = fx.Graph()
+        value = graph.placeholder("x")
+        value.meta["example_value"] = torch.randn(4, 4, requires_grad=True)
+        for each in operators:
+            made = each(value.meta["example_value"])
+            value = graph.call_function(each, (value,))
+            value.meta["example_value"] = made
+        graph.output((value,))
+        return find_saved_parts(fx.GraphModule({}, graph), 0, Sizes())
+
+    # What comes out is there for the next stage in any case.
+    assert parts(torch.tanh) == {}
+    assert not asked
+    assert parts(torch.sin, torch.tanh, torch.exp)
+    assert asked

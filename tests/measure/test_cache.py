@@ -20,7 +20,7 @@ from rotor_py.measure import stage_measurer
 from rotor_py.measure.cache import stable_key
 from rotor_py.measure.cache.measurement_cache import MeasurementCache, cache_folder
 from rotor_py.measure.cache.stable_key import UnstableKeyError, digest_of, environment
-from rotor_py.measure.walks import stage_times
+from rotor_py.measure.walks import stage_times, survey
 from rotor_py.stage.graph_effects import GraphEffects
 
 BATCH = torch.randn(16, 8)
@@ -141,7 +141,7 @@ def _under_autocast() -> None:
 def test_what_the_first_walk_finds_otherwise_is_measured(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     costs(layers())
     measured.clear()
-    monkeypatch.setattr(stage_measurer, "find_effects", lambda *_: GraphEffects(graph_dependent=True))
+    monkeypatch.setattr(survey, "find_effects", lambda *_: GraphEffects(graph_dependent=True))
     costs(layers())
     assert "measure_ways" in measured
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from rotor_profiling import loss_layouts, measured_peak, stage_layouts
 from rotor_py import Checkpointable, store_all
-from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_py.measure.walks.gradient_layouts import GradientLayouts
+from rotor_py.measure.walks.survey import Survey
 from rotor_py.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
@@ -114,17 +114,29 @@ def test_layouts_that_mean_the_same_do_not_differ() -> None:
     assert layouts.differ()
 
 
+def test_what_a_stage_of_the_same_kind_has_shown_needs_no_walk() -> None:
+    layouts = GradientLayouts(3)
+    for stage in range(3):
+        layouts.note(stage, ((2, 1),), [torch.empty(4, 2)])
+    layouts.give_output(((1, 4),))
+    given = {(2, ((1, 4),)): ((1, 4),), (1, ((1, 4),)): ((2, 1),)}
+    assert layouts.last_that_differs(lambda stage, arriving: given.get((stage, arriving))) is None
+    assert layouts.arriving == [(), ((1, 4),), ((1, 4),)]
+    layouts.give_output(((1, 8),))
+    assert layouts.last_that_differs(lambda stage, arriving: given.get((stage, arriving))) == 2
+
+
 @pytest.mark.parametrize(("make", "walks"), [(with_large_output, 1), (lstms, 2), (with_elementwise_layers, 5)])
 def test_a_chain_is_measured_again_only_where_layouts_differ(
     make: Callable[[], nn.Sequential], walks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    survey = StageMeasurer._survey
+    walk = Survey.walk
 
-    def counting(stages: StageMeasurer, *progress: Any, **until: Any) -> Any:
+    def counting(survey: Survey, *progress: Any, **until: Any) -> Any:
         counted.append(1)
-        return survey(stages, *progress, **until)
+        return walk(survey, *progress, **until)
 
-    monkeypatch.setattr(StageMeasurer, "_survey", counting)
+    monkeypatch.setattr(Survey, "walk", counting)
     Checkpointable(make(), loss=square).measure(torch.randn(16, 12, 48))
     assert len(counted) == walks

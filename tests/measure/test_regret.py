@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ from rotor_py import Checkpointable
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.certified.possible_times import ends_of, possible_times
-from rotor_py.measure.certified.regret import most_regret
+from rotor_py.measure.certified.regret import known_regret, most_regret
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Measurement, Way
 from rotor_py.measure.walks.stage_times import FEWEST_RUNS
 from rotor_py.plan.sources import enough_times
+from rotor_py.report.wording import lost_to_inexact_times
 from rotor_solver import ForwardCheck, ForwardEnable, ForwardNograd, Persistent, Sequence, simulate, store_all
 from rotor_solver.simulate import skipped_outputs
 from tests.solver.naive import naive_optimum
@@ -108,9 +110,11 @@ def test_no_plan_is_faster_by_more_than_the_bound_whatever_the_true_times_are(
     budget = Budget(FixedMemory(), found.chain(fresh_gradients=False))
     least, whole = budget.least_bytes(), budget.peak_bytes(store_all(budget.chain))
     limit = int(least + share * (whole - least))
-    times = possible_times(found, [ends_of(each, ("other",), 0.0) for each in runs])
+    known = replace(found, intervals=tuple(ends_of(each, ("other",), 0.0) for each in runs))
     sequence = budget.solve(limit, Persistent())
-    bound = most_regret(times, budget, limit, Persistent()) * budget.makespan(sequence)
+    regret = most_regret(possible_times(known), budget, limit, Persistent())
+    assert known_regret(sequence, known, budget, limit) == regret  # what the report says
+    bound = regret * budget.makespan(sequence)
 
     truth = [drawn_truth(data, each, number, sequence) for number, each in enumerate(runs)]
     true = replace(
@@ -128,10 +132,25 @@ def test_without_any_doubt_the_bound_is_the_gap_of_the_solver_and_where_nothing_
     costs = [StageCost(run.ways[0][0], run.nograd, run.ways[0][1], 4, 9, *(0, 0, 0, 0, 0, 0)) for run in runs]
     found = Measurement(tuple("abcd"), tuple(costs), (0,) * 4, 4, LossCost(0.0, 0, 0))
     budget = Budget(FixedMemory(), found.chain(fresh_gradients=False))
-    times = possible_times(found, [ends_of([run] * 3, (), 0.0) for run in runs])
+    times = possible_times(replace(found, intervals=tuple(ends_of([run] * 3, (), 0.0) for run in runs)))
     for limit in range(budget.least_bytes(), budget.peak_bytes(store_all(budget.chain)) + 1):
         assert most_regret(times, budget, limit, Persistent()) < 1e-9
     assert most_regret(times, budget, budget.least_bytes() - 1, Persistent()) == 0
+
+
+def test_nothing_is_said_of_times_whose_intervals_are_not_those_of_the_plan() -> None:
+    run = StageRun(1.0, ((1.0, 2.0),), 1.0)
+    cost = StageCost(1.0, 1.0, 2.0, 4, 9, *(0, 0, 0, 0, 0, 0))
+    found = Measurement(
+        tuple("ab"), (cost,) * 2, (0,) * 2, 4, LossCost(0.0, 0, 0), intervals=(ends_of([run] * 3, (), 0.0),) * 2
+    )
+    budget = Budget(FixedMemory(), found.chain(fresh_gradients=False))
+    limit, sequence = budget.peak_bytes(store_all(budget.chain)), store_all(budget.chain)
+    assert known_regret(sequence, found, budget, limit) == 0
+    assert known_regret(sequence, replace(found, intervals=()), budget, limit) is None
+    assert known_regret(sequence, found, replace(budget, forwards=2), limit) is None
+    slower = replace(found, stages=(replace(cost, nograd_seconds=2.0), cost))  # as another process may have it
+    assert known_regret(sequence, found, replace(budget, chain=slower.chain(fresh_gradients=False)), limit) is None
 
 
 def layers() -> nn.Module:
@@ -195,6 +214,19 @@ def test_timing_ends_early_where_everything_is_stored_and_goes_on_for_another_li
     assert set(often.values()) == {FEWEST_RUNS}
     train(half)  # for which it is not good enough
     assert max(often.values()) > FEWEST_RUNS
+
+
+def test_the_report_says_what_inexact_times_may_have_cost_and_a_plan_from_a_file_does_not(tmp_path: Path) -> None:
+    half, _ = limits()
+    model = train(half)
+    regret = model.report().regret
+    assert regret is not None
+    assert regret >= 0
+    assert f"at most {regret:.1%}" in dict(lost_to_inexact_times(regret)).values()
+    model.save_plan(tmp_path / "plan.json")
+    again = Checkpointable(layers(), mem_limit=half, loss=squares, plan=tmp_path / "plan.json")
+    assert again.report().regret is None
+    assert lost_to_inexact_times(None) == []
 
 
 @pytest.mark.timed

@@ -13,7 +13,8 @@ from rotor_profiling.stage.seconds import StageRun
 from rotor_py import Checkpointable
 from rotor_py.execute.node_seconds import node_seconds
 from rotor_py.measure import stage_measurer
-from rotor_py.measure.walks.stage_times import FEWEST_RUNS, MOST_PER_WALK, MOST_RUNS, StageTimes
+from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_py.measure.walks.stage_times import FEWEST_RUNS, MOST_PER_WALK, MOST_RUNS, MOST_WALKS, StageTimes
 
 pytestmark = pytest.mark.timed
 
@@ -41,8 +42,11 @@ def test_on_a_quiet_machine_few_walks_are_enough(kinds: str) -> None:
 
 
 def test_stages_of_one_kind_are_timed_in_turn() -> None:
-    walks = timed(StageTimes(), list("aaaaaaaa"), 0.0, random.Random(0))
-    assert walks == [{0, 1}, {2, 3}]
+    generator = random.Random(0)
+    assert timed(StageTimes(), list("aaaaaaaa"), 0.0, generator) == [{0, 2, 4, 6}]
+    assert timed(StageTimes(), list("aabba"), 0.0, generator) == [{0, 1, 2, 3, 4}, {2, 3}]
+    walks = timed(StageTimes(), list("aaaaaaaa"), 2.0, generator)
+    assert walks[:2] == [{0, 2, 4, 6}, {1, 3, 5, 7}]
 
 
 def test_on_a_noisy_machine_stages_are_timed_more_often_but_not_for_ever() -> None:
@@ -71,6 +75,36 @@ def test_errors_of_many_kinds_make_up_for_each_other_and_those_of_one_kind_do_no
         for seconds in (1.0, 1.05, 1.1):
             times.add(kind, StageRun(seconds, ((seconds, seconds),), seconds))
     assert bool(times.wanted(list(kinds))) == (len(set(kinds)) == 1)
+
+
+def test_of_kinds_that_are_not_known_well_those_are_timed_again_that_matter() -> None:
+    times = StageTimes()
+    for kind, seconds in (("large", 1.0), ("medium", 0.3), ("small", 0.01), ("tiny", 0.002)):
+        for factor in (1.0, 1.5, 2.0):
+            times.add(kind, StageRun(seconds, ((factor * seconds, factor * seconds),), seconds))
+    assert times.wanted(["small", "large", "tiny", "medium"]) == {1, 3}
+
+
+def test_there_are_few_walks_however_noisy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise, walks = random.Random(0), [0]
+    time_ways, time_stages = stage_measurer.time_ways, StageMeasurer._time_stages
+
+    def noisy(runners: Any, *arguments: Any) -> Any:
+        run, output = time_ways(runners, *arguments)
+        seconds = noise.uniform(1, 9)
+        return StageRun(seconds, ((seconds, seconds),) * len(run.ways), seconds), output
+
+    def counting(measurer: StageMeasurer, wanted: set[int]) -> None:
+        walks[0] += 1
+        time_stages(measurer, wanted)
+
+    monkeypatch.setattr(stage_measurer, "time_ways", noisy)
+    monkeypatch.setattr(StageMeasurer, "_time_stages", counting)
+    widths = [8, 16, 24, 32, 40, 48, 56, 64]
+    layers = nn.Sequential(*(nn.Linear(a, b) for a, b in zip([4, *widths], widths, strict=False)))
+    Checkpointable(layers, loss=torch.sum).measure(torch.randn(64, 4))
+    # The gradient that the loss gives is laid out in another way: the last stage is timed once more.
+    assert FEWEST_RUNS < walks[0] <= MOST_WALKS + FEWEST_RUNS
 
 
 def test_runs_of_an_earlier_time_count_unless_the_machine_was_busy() -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from rotor_profiling import StageCost
 from rotor_profiling.stage.seconds import StageRun, StageSeconds, errors_of, estimate
-from rotor_py.measure.measurement import Measurement, Way
+from rotor_py.measure.measurement import Ends, Measurement, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,6 @@ class PossibleTimes:
     def each(self, change: Callable[[Measurement], Measurement]) -> PossibleTimes:
         """The same after a `change` of all three, which leaves the times of stages."""
         return PossibleTimes(change(self.found), change(self.least), change(self.most))
-
-
-Ends = tuple[Mapping[str, StageSeconds], Mapping[str, StageSeconds]]
-"""The least and the most seconds of a stage by the name of the way to store it, "" for whole."""
 
 
 def ends_of(runs: Sequence[StageRun], ways: Sequence[str], node_seconds: float) -> Ends:
@@ -58,9 +54,9 @@ def ends_of(runs: Sequence[StageRun], ways: Sequence[str], node_seconds: float) 
     return end(-1), end(1)
 
 
-def possible_times(found: Measurement, ends: Sequence[Ends]) -> PossibleTimes:
-    """The measurement and its `ends`, given for every stage."""
-    return PossibleTimes(found, *(_timed(found, [each[end] for each in ends]) for end in (0, 1)))
+def possible_times(found: Measurement) -> PossibleTimes:
+    """The measurement, and with the times of its stages at the ends of their `intervals`."""
+    return PossibleTimes(found, *(_timed(found, [each[end] for each in found.intervals]) for end in (0, 1)))
 
 
 def _timed(found: Measurement, seconds: Sequence[Mapping[str, StageSeconds]]) -> Measurement:

@@ -25,14 +25,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf, isfinite
 
 from rotor_py.measure.budget import Budget
-from rotor_py.measure.certified.possible_times import PossibleTimes
+from rotor_py.measure.certified.possible_times import PossibleTimes, possible_times
 from rotor_py.measure.measurement import Measurement
-from rotor_solver import InfeasibleError, Persistent, simulate
+from rotor_solver import InfeasibleError, Persistent, Sequence, simulate
 
 GOOD_ENOUGH = 0.02
 """A plan is good enough if no other one saves more than this, as a part of the step."""
+MOST_STAGES = 100
+"""Longer chains take longer to solve than to time once more."""
 
 
 def most_regret(times: PossibleTimes, budget: Budget, mem_limit: int, algorithm: Persistent) -> float:
@@ -45,10 +48,29 @@ def most_regret(times: PossibleTimes, budget: Budget, mem_limit: int, algorithm:
         sequence = budget.solve(mem_limit, algorithm)
     except InfeasibleError:
         return 0.0
+    return _regret_of(sequence, times, budget, mem_limit, algorithm)
+
+
+def known_regret(sequence: Sequence, found: Measurement, budget: Budget, mem_limit: int) -> float | None:
+    """By how much a plan can be slower than the best one, as a part of its time; None where nobody can say.
+
+    That is so if the intervals of the times that were `found` are not known, if `budget` has the costs of other
+    processes as well, for several forwards in flight, and if something moves.
+    """
+    alone = budget.forwards == 1 and budget.link is None and len(found.stages) <= MOST_STAGES
+    if not (alone and found.intervals and _with(budget, found).chain == budget.chain):
+        return None
+    regret = _regret_of(sequence, possible_times(found), budget, mem_limit, Persistent())
+    return regret if isfinite(regret) else None
+
+
+def _regret_of(
+    sequence: Sequence, times: PossibleTimes, budget: Budget, mem_limit: int, algorithm: Persistent
+) -> float:
     bound = _with(budget, times.least).solve(mem_limit, algorithm).lower_bound
     seconds = budget.makespan(sequence)
     if bound is None or not seconds:
-        return float("inf")
+        return inf
     return max(0.0, simulate(_with(budget, times.most).chain, sequence).makespan - bound) / seconds
 
 

@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rotor_profiling import Layouts, StageBytes
+from rotor_profiling import StageBytes
 from rotor_profiling.stage.seconds import StageRun
-from rotor_py.stage.graph_effects import GraphEffects
-
-
-@dataclass(frozen=True, slots=True)
-class Surveyed:
-    """What the first walk finds: `layouts` are those of the gradients of the stage's input."""
-
-    effects: GraphEffects
-    layouts: Layouts
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,19 @@ backward begins with is as large as the output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from rotor_profiling import Layouts
 from rotor_profiling.storage import local
+
+Known = Callable[[int, Layouts], Layouts | None]
+"""What a stage gives to its input if gradients arrive in these layouts; None if nobody knows yet."""
+
+
+def _nothing_known(stage: int, arriving: Layouts) -> None:
+    return None
 
 
 class GradientLayouts:
@@ -39,10 +46,21 @@ class GradientLayouts:
         """Whether gradients arrive at any stage in other layouts than it was measured with."""
         return self.last_that_differs() is not None
 
-    def last_that_differs(self) -> int | None:
-        """The last stage at which gradients arrive in other layouts than it was measured with."""
-        pairs = enumerate(zip(self._due(), self.arriving, strict=True))
-        return max((stage for stage, (due, arriving) in pairs if due != arriving), default=None)
+    def last_that_differs(self, known: Known = _nothing_known) -> int | None:
+        """The last stage at which gradients arrive in other layouts than it was measured with.
+
+        Where what it gives for them is `known`, the stage counts as measured with them from now on.
+        """
+        last = None
+        for stage in reversed(range(len(self._outputs))):
+            due = _unlike(self._outputs[stage], self._given[stage + 1])
+            if due == self.arriving[stage]:
+                continue
+            if (given := known(stage, due)) is None:
+                last = stage if last is None else last
+            else:
+                self.arriving[stage], self._given[stage] = due, given
+        return last
 
     def take_over(self) -> None:
         """From now on, stages are measured with gradients in the layouts in which they arrive."""

@@ -12,12 +12,16 @@ from math import hypot, sqrt
 
 from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, spread_of
 from rotor_profiling.timing import together
+from rotor_py.measure.certified.possible_times import ends_of
+from rotor_py.measure.measurement import Ends
 
 # Guesses, but for this: times that are wrong by 30 % for each stage, independently, cost a plan 1.4 % at most.
 FEWEST_RUNS = 3
 MOST_RUNS = 8
-MOST_PER_WALK = 2
-"""Of stages of one kind, so many are timed in a walk."""
+MOST_WALKS = 8
+"""A walk takes a forward at least, and as long as several steps where all stages are timed in all ways."""
+MOST_PER_WALK = 4
+"""Of stages of one kind, so many are timed in a walk, as far from each other as can be: between them, others run."""
 GOOD_ENOUGH = 0.02
 """Times are good enough if the time of a whole step is known as well as this."""
 TOO_FAR = 0.10
@@ -61,10 +65,9 @@ class StageTimes:
         found = estimate(self._runs[kind])
         return [replace(way, nograd_seconds=way.nograd_seconds + self._node_seconds) for way in found]
 
-    @property
-    def node_seconds(self) -> float:
-        """What is added to the time of a run without a graph."""
-        return self._node_seconds
+    def ends(self, kind: Hashable, ways: Sequence[str]) -> Ends:
+        """The least and the most seconds of a stage of a `kind`, which may be stored in these `ways`."""
+        return ends_of(self._runs[kind], ways, self._node_seconds)
 
     def wanted(self, kinds: Sequence[Hashable], *, only_fewest: bool = False) -> set[int]:
         """Which stages of a chain to time in the next walk, by position; `kinds` has that of each stage.
@@ -78,8 +81,9 @@ class StageTimes:
         found: set[int] = set()
         for kind in few:
             at = [position for position, each in enumerate(kinds) if each == kind]
-            begin = len(self._runs.get(kind, ()))  # others than in the last walk
-            found |= {at[(begin + i) % len(at)] for i in range(min(MOST_PER_WALK, len(at)))}
+            many = min(MOST_PER_WALK, len(at))
+            begin = len(self._runs.get(kind, ())) // many  # others than in the last walk
+            found |= {at[(begin + i * len(at) // many) % len(at)] for i in range(many)}
         return found
 
     def spread(self, kinds: Sequence[Hashable]) -> float:
@@ -94,10 +98,22 @@ class StageTimes:
         seconds = {kind: kinds.count(kind) * self._seconds(kind) for kind in set(kinds)}
         errors = {kind: _error(self._runs[kind]) for kind in seconds}
         # Stages are timed in turns, so that those of one kind are not slow because those of another are.
-        if hypot(*(errors[kind] * seconds[kind] for kind in seconds)) <= GOOD_ENOUGH * sum(seconds.values()):
+        wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
+        bearable = GOOD_ENOUGH * sum(seconds.values())
+        if hypot(*wrong.values()) <= bearable:
             return set()
-        open_ones = seconds.keys() - self._settled
-        return {kind for kind in open_ones if errors[kind] > GOOD_ENOUGH and len(self._runs[kind]) < MOST_RUNS}
+        open_ones = [
+            kind
+            for kind in seconds.keys() - self._settled
+            if errors[kind] > GOOD_ENOUGH and len(self._runs[kind]) < MOST_RUNS
+        ]
+        # Of those that are left out, all together may be wrong by a half of what is bearable.
+        left_out = 0.0
+        for number, kind in enumerate(sorted(open_ones, key=wrong.__getitem__)):
+            left_out = hypot(left_out, wrong[kind])
+            if left_out > bearable / 2:
+                return set(sorted(open_ones, key=wrong.__getitem__)[number:])
+        return set(open_ones)
 
     def _seconds(self, kind: Hashable) -> float:
         found = self.of(kind)[0]

@@ -10,13 +10,10 @@ import torch
 from rotor_profiling import OptimizerCost
 from rotor_profiling.timing import together
 from rotor_py.measure.certified.possible_times import PossibleTimes
-from rotor_py.measure.certified.regret import GOOD_ENOUGH, most_regret
+from rotor_py.measure.certified.regret import GOOD_ENOUGH, MOST_STAGES, most_regret
 from rotor_py.plan.sources.source import Enough
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import Persistent
-
-_MOST_STAGES = 100
-"""Longer chains take longer to solve than to time once more."""
 
 
 def enough_for_limit(
@@ -40,7 +37,7 @@ def enough_for_limit(
 
     def enough(times: PossibleTimes, sample: Any) -> bool:
         nonlocal hopeless
-        if hopeless or len(times.found.stages) > _MOST_STAGES:
+        if hopeless or len(times.found.stages) > MOST_STAGES:
             return False
         budget = model.with_communication(model.budget(times.found, sample, device, noticed()))
         regret = most_regret(times, budget, model.limit_bytes(device), Persistent(slots=settings.mem_slots))

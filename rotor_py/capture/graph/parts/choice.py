@@ -66,6 +66,8 @@ def find_saved_parts(body: fx.GraphModule, shared: int, sizes: Sizes) -> dict[st
     Each saves a tenth more at least. There is none if that cannot be found. The last `shared` inputs of `body` are
     those that all stages share, and in memory in any case. `sizes` says what its symbols stand for.
     """
+    if not _may_make_again(body):
+        return {}
     nodes = list(body.graph.nodes)
     values = _saved_values(body, sizes)
     if values is None:
@@ -88,6 +90,12 @@ def same_parts(body: fx.GraphModule, sizes: Sizes, parts: Mapping[str, SavedPart
         return SavedPart.of_cut(body, values, kept | (values.saved - dropped))
 
     return {} if values is None else {name: part(each, values) for name, each in parts.items()}
+
+
+def _may_make_again(body: fx.GraphModule) -> bool:
+    """Whether there is a value that may be dropped and made again. To find out what is saved takes much longer."""
+    handed_on = set(body.graph.output_node().all_input_nodes)  # so it is there for the next stage
+    return any(node not in handed_on and (is_cheap(node) or kind_of(node) is not None) for node in body.graph.nodes)
 
 
 def _saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues | None:

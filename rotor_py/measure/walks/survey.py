@@ -1,0 +1,144 @@
+"""The first walks: what a run without a graph would not show, and the layouts of gradients, until these are settled."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from rotor_profiling import Layouts, isolated, leaves_of, stage_kind, stage_layouts, tensors_in
+from rotor_profiling.stage.kind import HasKind
+from rotor_profiling.timing import together
+from rotor_py.distributed.processes import anywhere
+from rotor_py.distributed.whole_parameters import gathered
+from rotor_py.errors import UnsupportedModelError
+from rotor_py.measure.stepped_parameters import SteppedParameters
+from rotor_py.measure.walks.gradient_layouts import GradientLayouts
+from rotor_py.measure.walks.walked_chain import WalkedChain
+from rotor_py.stage.activity import During
+from rotor_py.stage.attached_stage import edges_of, leaves_behind
+from rotor_py.stage.foreign_parameters import ForeignParameters
+from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
+from rotor_solver.progress import Progress
+
+
+class Survey:
+    """What the first walks find of the stages of a chain. The backward steps the parameters in `stepped`."""
+
+    def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
+        self._stepped = stepped
+        self._effects: dict[Hashable, GraphEffects] = {}
+        self._given: dict[Hashable, Layouts] = {}
+        """The layouts of the gradients of a stage's input, by its kind and those of the gradients that arrive."""
+        self.needs_gradient: dict[int, list[bool]] = {}
+        """Which tensors of a stage's output need a gradient in training."""
+        self._chain = chain
+        self._stages = chain.cut.stages
+        self._layouts = GradientLayouts(len(self._stages))
+        self._alike: dict[int, Hashable] = {}
+        """The kind of each stage, whatever gradients arrive there."""
+
+    def of(self, chain: WalkedChain) -> Survey:
+        """A survey of the same chain, run in another way, with what is known of kinds of stages."""
+        other = Survey(chain, self._stepped)
+        other._effects, other._given = self._effects, self._given
+        return other
+
+    @property
+    def arriving(self) -> list[Layouts]:
+        """The layouts of the gradients that arrive at each stage."""
+        return self._layouts.arriving
+
+    def give_output(self, layouts: Layouts) -> None:
+        """The gradients of the chain's output have these layouts."""
+        self._layouts.give_output(layouts)
+
+    def walk(self, progress: Progress | None = None, last: int | None = None) -> Any:
+        """A walk up to the stage `last`; returns its output, by default the chain's."""
+        value = self._chain.value
+        for number, (name, _) in enumerate(self._stages[: None if last is None else last + 1]):
+            if progress is not None:
+                progress(0, len(self._stages), name)
+            value = self._pass(number, value)
+        return value
+
+    def settle(self) -> bool:
+        """Walk until gradients arrive in the layouts that are known; whether they did not before."""
+        chain, before = self._chain, list(self.arriving)
+        # This ends: the gradients of a stage depend on the stages after it alone, so every walk settles one more.
+        while anywhere((last := self._layouts.last_that_differs(self._known)) is not None, chain.group, chain.device):
+            self._layouts.take_over()
+            # Processes have to run equally many stages, and others may differ at later ones.
+            self.walk(last=None if together() else last)
+        return anywhere(self.arriving != before, chain.group, chain.device)
+
+    def _known(self, number: int, arriving: Layouts) -> Layouts | None:
+        """The layouts that a stage gives if gradients arrive like this; None if no stage of its kind has shown that."""
+        return self._given.get((self._alike[number], self._chain.silent_of(number), arriving))
+
+    def _pass(self, number: int, value: Any) -> Any:
+        """Look at a stage unless its kind is known; returns its output, the input of the next one."""
+        name, function = self._stages[number]
+        chain = self._chain
+        with gathered(function, chain.cut.sharding):
+            alike = stage_kind(function, value)
+            # Where stages wait for other processes, all of them run a stage that is new to any of them.
+            if anywhere(alike not in self._effects, chain.group, chain.device):
+                self._effects[alike] = self._look_at(number, value)
+            remember_effects(function, self._effects[alike])  # before there is a runner: it asks when it is made
+            if chain.layer_offers is not None:
+                chain.layer_offers.look_at(function, name, alike, value, chain.device)
+            silent, arriving = chain.silent_of(number), self.arriving[number]
+            kind = (alike, silent, arriving)
+            if anywhere(kind not in self._given, chain.group, chain.device):
+                runner = chain.runner(number)
+                self._given[kind] = stage_layouts(runner, value, chain.device, silent=silent, arriving=arriving)
+            # Run again for its output: a stage of a known kind did not run, and its numbers are its own.
+            value = chain.run(chain.runner(number), value)
+            self._layouts.note(number, self._given[kind], tensors_in(value))
+        self._alike[number] = alike
+        self.needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
+        return value
+
+    def _look_at(self, number: int, value: Any) -> GraphEffects:
+        """Run a stage with a graph and without one."""
+        name, function = self._stages[number]
+        with During("measuring", name):
+            self._refuse_lost_gradients(number, value)  # before anything goes backward
+            effects = find_effects(function, value, self._chain.device)
+            if self._stepped:
+                self._refuse_foreign_parameters(number, value)
+        return effects
+
+    def _refuse_lost_gradients(self, number: int, value: Any) -> None:
+        """UnsupportedModelError if a stage uses a parameter of a layer that it only refers to, in a list for example.
+
+        Where the stage is run again, its graph ends at its own parameters, and that one would get no gradient.
+        """
+        name, function = self._stages[number]
+        if isinstance(function, HasKind):  # it says all that it does, and a captured one has all that it uses
+            return
+        leaf = leaves_of(value)
+        with isolated(function, self._chain.device) as parameters, torch.enable_grad():
+            output = self._chain.runner(number).forward(leaf)
+            known = {id(tensor) for tensor in (*tensors_in(leaf), *parameters)}
+            lost = [each for each in leaves_behind(edges_of(output)) if id(each) not in known]
+        if lost:
+            raise UnsupportedModelError(
+                f"stage {name!r} ({type(function).__name__}) uses a parameter of shape {tuple(lost[0].shape)} that is "
+                "not its own, and would get no gradient there when the stage is run again; make the module that has it "
+                "a submodule of the stage (an attribute, or in an nn.ModuleList)"
+            )
+
+    def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
+        """UnsupportedModelError if a stage reads a parameter that it does not have and that the backward steps."""
+        name, function = self._stages[number]
+        with ForeignParameters(function, self._stepped.parameters) as reads:
+            self._chain.run(self._chain.runner(number), value)
+        if reads.found:
+            raise UnsupportedModelError(
+                f"stage {name!r} reads a parameter of shape {tuple(reads.found[0].shape)} that is not its own, and "
+                "step_in_backward may have stepped it before the stage is run again; make its owner a submodule of the "
+                "stage, or leave step_in_backward out"
+            )
