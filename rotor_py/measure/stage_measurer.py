@@ -255,7 +255,8 @@ class StageMeasurer:
             found = self._surveyed[kind]
             remember_effects(function, found.effects)
             if self._layer_offers is not None:
-                self._layer_offers.look_at(function, name, stage_kind(function, value), value, self._device)
+                with During("measuring", name):
+                    self._layer_offers.look_at(function, name, stage_kind(function, value), value, self._device)
             # Run again for its output: a stage of a known kind did not run, and its numbers are its own.
             value = self._run(self._runner(number), value)
             self._layouts.note(number, found.layouts, tensors_in(value))
