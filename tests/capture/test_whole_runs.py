@@ -81,11 +81,11 @@ def stages_called(monkeypatch: Any) -> list[str]:
 def test_stages_that_are_stored_run_as_one_and_as_in_plain_training(case: Any, share: float, monkeypatch: Any) -> None:
     planned, plain, inputs = case()
     least, whole = limits(planned)
-    limit = int(least + share * (whole - least))
-    planned.compute_sequence(limit)
+    # The optimizer comes with the first step: a limit without room for it would be planned for anew.
+    planned.compute_sequence(10**9 if share == 1 else int(least + share * (whole - least)))
+    assert planned.budget is not None
     called = stages_called(monkeypatch)
     peak = compare(planned, plain, inputs, square if case is mixed else tower_loss, steps=3)
-    assert planned.budget is not None
     assert planned.sequence is not None
     assert peak <= planned.budget.peak_bytes(planned.sequence)
     if share == 1:

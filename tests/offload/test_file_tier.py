@@ -132,7 +132,10 @@ def test_there_is_never_a_file_to_see(tmp_path: Path) -> None:
     del moved, tier  # without a word
     gc.collect()
     assert descriptors() == before
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rotor")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("rotor"):
+            thread.join(timeout=60)  # it is told to end, and nobody waits for it
+            assert not thread.is_alive()
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:

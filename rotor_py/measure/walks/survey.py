@@ -88,7 +88,8 @@ class Survey:
                 self._effects[alike] = self._look_at(number, value)
             remember_effects(function, self._effects[alike])  # before there is a runner: it asks when it is made
             if chain.layer_offers is not None:
-                chain.layer_offers.look_at(function, name, alike, value, chain.device)
+                with During("measuring", name):
+                    chain.layer_offers.look_at(function, name, alike, value, chain.device)
             silent, arriving = chain.silent_of(number), self.arriving[number]
             kind = (alike, silent, arriving)
             if anywhere(kind not in self._given, chain.group, chain.device):
