@@ -55,6 +55,21 @@ class Normed(nn.Module):
         return x + self.outer(F.mish(y).exp().tanh()).view(x.shape)
 
 
+class Routed(nn.Module):
+    """As in a mixture of experts: of the two tensors of `topk`, one is written over, and the other one saved."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        largest, where = torch.topk(torch.sigmoid(x), 3)
+        largest /= largest.detach().sum(-1, keepdim=True) + 1
+        return x + torch.tanh(torch.gather(x, -1, where) * largest).sum(-1, keepdim=True)
+
+
+def test_a_node_that_is_saved_and_written_over_leaves_no_choice() -> None:
+    planned, batch = captured(nn.Linear(WIDTH, WIDTH), Routed(), nn.Linear(WIDTH, WIDTH))
+    planned.mem_limit = "1GB"
+    compare(planned, copy.deepcopy(planned.model), {"x": batch}, loss)
+
+
 @pytest.mark.parametrize("layer", [Residual, Normed])
 def test_a_stage_that_works_in_place_is_stored_in_part(layer: Any) -> None:
     planned, batch = captured(nn.Linear(WIDTH, WIDTH), layer(), layer())

@@ -103,10 +103,13 @@ def _saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues | None:
     if any(node.op == "call_module" or node.target in _MODES for node in body.graph.nodes):
         return None
     try:
-        return find_saved_values(body, sizes)
+        found = find_saved_values(body, sizes)
     except Exception as error:  # an operator may refuse tensors without memory, in ways of its own
         _log.debug("a stage is stored whole or not at all, since its graph cannot be run without memory: %s", error)
         return None
+    # A node may return several tensors, of which one is saved and another one written over. What is kept of a node, and
+    # what can be made from it, would be told apart by tensor then.
+    return None if found.saved & found.overwritten else found
 
 
 class _Choice:
