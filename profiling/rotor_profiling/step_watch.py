@@ -14,7 +14,8 @@ backward, a loss runs that nobody passed in. So a watch is started, marked and s
 #  2. A thread has one profiler. If there is one already, nothing is watched. If another is about to start, a meter of
 #     ours or the user's own, the watch gives way, and has seen nothing.
 #  3. It is stopped where it was started: in the same thread, and not inside of autograd's engine, which puts the
-#     profiler of the thread back after every node.
+#     profiler of the thread back after every node. A watch that is to stop in there, as in a forward that
+#     `torch.utils.checkpoint` recomputes, has seen nothing, and ends with the engine's pass.
 #  4. A free has a size and no address, so that of a block which is older counts as any other, if it is reported: where
 #     an earlier profiler saw a block at that address. If such a block is in `present_bytes`, it has to come from an
 #     earlier watch, or it must not be freed. Of others that are freed, the sums are too small from then on.
@@ -28,7 +29,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -70,7 +72,7 @@ class _CpuWatch:
     def __init__(self, present_bytes: int) -> None:
         self._present_bytes = present_bytes
         self._thread = threading.get_ident()
-        self._listens = True
+        self._listens, self._complete = True, True
         _enable(_config())
         _in_thread.watch = self
 
@@ -81,11 +83,22 @@ class _CpuWatch:
                 pass
 
     def stop(self) -> dict[str, Phase] | None:
-        # Rule 3. In another thread, the profiler goes on until its own comes by, at the next watch or meter.
+        # In another thread, the profiler goes on until its own comes by, at the next watch or meter (Rule 3).
         if not self._listens or threading.get_ident() != self._thread:
             return None
+        if _in_engine():
+            self._complete = False
+            _when_pass_is_freed(self.stop)
+            return None
         self._listens, _in_thread.watch = False, None
-        return _split(_disable(), self._present_bytes)
+        phases = _split(_disable(), self._present_bytes)
+        return phases if self._complete else None
+
+    def give_way(self) -> None:
+        """Stop, for another profiler is about to start."""
+        self.stop()
+        if self._listens and _is_on():  # inside of the engine, which will put it back
+            _disable()
 
 
 class _InThread(threading.local):
@@ -98,7 +111,7 @@ _in_thread = _InThread()
 def give_way() -> None:
     """Stop the watch of this thread, if there is one."""
     if _in_thread.watch is not None:
-        _in_thread.watch.stop()
+        _in_thread.watch.give_way()
 
 
 def _can_listen() -> bool:
@@ -109,7 +122,7 @@ def _can_listen() -> bool:
     if not all(hasattr(*each) for each in (*functions, (torch.autograd.profiler, "_run_on_profiler_start"))):
         return False
     # Not inside of a backward (Rule 3): there, a forward runs as a recomputation.
-    if torch.autograd._profiler_enabled() or torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined] # private
+    if _is_on() or _in_engine():
         return False
     _have_profilers_announced()
     return True
@@ -130,6 +143,30 @@ def _have_profilers_announced() -> None:
     profiler._run_on_profiler_start = announced
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=give_way)
+
+
+def _is_on() -> bool:
+    """Whether this thread has a profiler."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined] # private
+
+
+def _in_engine() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _when_pass_is_freed(do: Callable[[], object]) -> None:
+    """Call `do` when the engine has let go of the pass that it works at, and returns to its caller."""
+
+    def hold(token: object) -> None:
+        """The pass owns its callbacks, and this one the token."""
+
+    token = _Token()
+    weakref.finalize(token, do).atexit = False
+    torch.autograd.Variable._execution_engine.queue_callback(functools.partial(hold, token))
+
+
+class _Token:
+    __slots__ = ("__weakref__",)
 
 
 def _config() -> Any:

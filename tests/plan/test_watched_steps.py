@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
@@ -338,6 +339,12 @@ def without_parameters(planned: Checkpointable) -> None:
     torch.autograd.grad(loss(planned(WORDS)), list(planned.parameters()))
 
 
+def recomputed(planned: Checkpointable) -> None:
+    # A second forward runs inside of the engine, where no watch can be stopped.
+    output: torch.Tensor = checkpoint(planned, WORDS, use_reentrant=False)
+    loss(output).backward()
+
+
 def backward_in_a_thread(planned: Checkpointable) -> None:
     value = loss(planned(WORDS))
     thread = threading.Thread(target=value.backward)
@@ -349,7 +356,16 @@ def backward_in_a_thread(planned: Checkpointable) -> None:
 
 @pytest.mark.parametrize(
     "ending",
-    [step, dropped, failing_loss, failing_forward, failing_backward, without_parameters, backward_in_a_thread],
+    [
+        step,
+        dropped,
+        failing_loss,
+        failing_forward,
+        failing_backward,
+        without_parameters,
+        recomputed,
+        backward_in_a_thread,
+    ],
 )
 def test_a_watch_ends_with_its_step_and_leaves_nothing(ending: Callable[[Checkpointable], None]) -> None:
     planned = planned_for(watch=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -78,6 +79,46 @@ def test_nothing_is_watched_inside_of_a_backward() -> None:
     leaf.register_hook(lambda _: found.append(watch_step(CPU, 0, 0)))
     leaf.sum().backward()
     assert found == [None]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_watch_that_is_to_stop_inside_of_a_backward_ends_with_the_pass(depth: int) -> None:
+    watch = watch_step(CPU, 0, 0)
+    assert watch is not None
+    found: list[object] = []
+    _backward_with(lambda: found.append(watch.stop()), depth)
+    assert found == [None]
+    assert not torch.autograd._profiler_enabled()
+    assert watch.stop() is None
+    assert watch_step(CPU, 0, 0) is not None
+    give_way()
+
+
+def test_a_watch_gives_way_to_a_profiler_inside_of_a_backward() -> None:
+    watch = watch_step(CPU, 0, 0)
+    assert watch is not None
+    found: list[int] = []
+
+    def measure() -> None:
+        with memory_meter(CPU) as meter:
+            held = kilobytes(2)
+            meter.mark("")
+        found.append(meter.phases[""].end)
+        del held
+
+    _backward_with(measure, 1)
+    assert found == [2048]
+    assert not torch.autograd._profiler_enabled()
+    assert watch.stop() is None
+
+
+def _backward_with(do: Callable[[], object], depth: int) -> None:
+    """Call `do` in a backward, or in one that runs inside of another."""
+    leaf = kilobytes(1).requires_grad_()
+    leaf.register_hook(lambda _: do() if depth == 1 else _backward_with(do, depth - 1))
+    with torch.enable_grad():  # as the engine calls a hook without
+        value = (2 * leaf).sum()
+    value.backward()
 
 
 def test_another_thread_cannot_stop_it_but_its_own_can() -> None:
