@@ -3,6 +3,8 @@
     python benchmarks/predicted.py                # all models of the ecosystem, and a chain of layers
     python benchmarks/predicted.py Llama U-Net    # some; --write puts the table into docs/estimate.md
 
+All families of the zoo are in `predicted_zoo.py`.
+
 Chain and peaks are predicted with the CPU's own operators. Plans are made from them alone, and then steps follow them.
 Stages are stored whole, in all the parts that are found, or not at all: what can be packed shows in values alone.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -61,7 +64,8 @@ def peak(planned: Checkpointable, inputs: dict[str, Any], loss: Any) -> int:
     return measured_peak(step, [*planned.parameters(), *planned.buffers(), *state, *tensors_in(inputs)], CPU)
 
 
-def row(name: str, case: Any) -> dict[str, Any]:
+def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
+    """The case's stages, how many are held alike without memory, and ratios of peaks at three limits."""
     torch.manual_seed(0)
     model, inputs, loss = case()
     # What is without values cannot say where padding is.
@@ -92,6 +96,13 @@ def row(name: str, case: Any) -> dict[str, Any]:
     return {"model": name, "stages": len(alike), "equal": sum(alike), "most_bytes_off": max(off), "ratios": ratios}
 
 
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    off = f", others within {row['most_bytes_off']} B" if row["most_bytes_off"] else ""
+    ratios = " | ".join(f"{each:.4f}" for each in row["ratios"])
+    return f"| {row['model']} | {row['stages']} | {row['equal']}{off} | {ratios} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
@@ -104,9 +115,7 @@ def main() -> None:
     for name in given.names or cases:
         found = row(name, cases[name])
         rows.append(found)
-        off = f", others within {found['most_bytes_off']} B" if found["most_bytes_off"] else ""
-        ratios = " | ".join(f"{each:.4f}" for each in found["ratios"])
-        lines.append(f"| {name} | {found['stages']} | {found['equal']}{off} | {ratios} |")
+        lines.append(line(found))
         print(lines[-1], flush=True)
     if given.write:
         write("predicted", "\n".join(lines), rows, CPU, ROOT / "docs" / "estimate.md")

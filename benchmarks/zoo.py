@@ -14,21 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import multiprocessing
-import resource
-import signal
 import time
 import warnings
 from collections import Counter
-from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
-from ecosystem import Case
 from models import Trainee, planned_model
 from report import ROOT, write
-from zoo_families import TASKS, Family, families
+from zoo_families import TASKS, families
+from zoo_processes import EndedError, OutOfTimeError, Row, in_a_process, sentence
 
 from rotor_py import format_bytes
 from rotor_solver import store_all
@@ -39,8 +33,6 @@ NUMBERS = (
     "stages", "least_bytes", "store_all_bytes", "limit_bytes", "predicted_bytes", "measured_bytes", "difference",
     "planning_seconds",
 )  # fmt: skip
-_PRELOADED = ["torch", "transformers", "rotor_py", "zoo_families", "models"]
-Row = dict[str, Any]
 
 
 def trained(name: str) -> Row:
@@ -50,26 +42,16 @@ def trained(name: str) -> Row:
     make = families()[name]
     row: Row = {"family": name, "task": make.task}
     try:
-        model, inputs, loss = _begun(make)
-        plain = Trainee(_begun(make)[0], inputs, loss)
+        model, inputs, loss = make.begun()
+        plain = Trainee(make.begun()[0], inputs, loss)
         torch.manual_seed(0)
         plain.forward_backward()
     except Exception as error:
-        return {**row, "result": UNBUILT, "why": _sentence(error)}
+        return {**row, "result": UNBUILT, "why": sentence(error)}
     try:
         return {**row, **_compared(model, plain)}
     except Exception as error:
-        return {**row, "result": REFUSED, "why": _sentence(error)}
-
-
-def _begun(make: Family) -> Case:
-    """A new model after one forward: some make up what they are in their first, such as the kind of attention."""
-    torch.manual_seed(0)
-    model, inputs, loss = make.build()
-    if getattr(getattr(model, "config", None), "use_cache", None) is not None:
-        inputs = {**inputs, "use_cache": False}
-    model.train()(**inputs)
-    return model, inputs, loss
+        return {**row, "result": REFUSED, "why": sentence(error)}
 
 
 def _compared(model: torch.nn.Module, plain: Trainee) -> Row:
@@ -103,36 +85,13 @@ def _difference(model: torch.nn.Module, plain: torch.nn.Module) -> float:
     return max([(a - b).abs().max().item() / largest for a, b in found], default=0.0)
 
 
-def _sentence(error: Exception) -> str:
-    """The first line of an error, with paths from the package on."""
-    text = str(error).strip().partition("\n")[0].partition("/site-packages/")
-    return f"{type(error).__name__}: {text[0].rpartition(' ')[0] + ' ' + text[2] if text[2] else text[0]}"[:300]
-
-
-def _send(name: str, seconds: int, pipe: Connection) -> None:
-    used = math.ceil(time.process_time())
-    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, used + seconds))
-    pipe.send(trained(name))
-
-
-def in_a_process(name: str, seconds: int) -> Row:
-    """The row of one family, from a process that is ended after so many seconds of its processor."""
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(_PRELOADED)
-    receiving, sending = processes.Pipe(duplex=False)
-    process = processes.Process(target=_send, args=(name, seconds, sending))
-    process.start()
-    sending.close()
+def row(name: str, seconds: int) -> Row:
+    """The row of one family, from a process of its own."""
     try:
-        return dict(receiving.recv())
-    except EOFError:
-        process.join()
-        killed = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
-        why = f"it took more than {seconds} s" if killed else f"the process ended with {process.exitcode}"
-        return {"family": name, "task": families()[name].task, "result": SLOW if killed else REFUSED, "why": why}
-    finally:
-        process.terminate()
-        process.join()
+        return in_a_process(trained, name, seconds)
+    except (OutOfTimeError, EndedError) as error:
+        result = SLOW if isinstance(error, OutOfTimeError) else REFUSED
+        return {"family": name, "task": families()[name].task, "result": result, "why": str(error)}
 
 
 def in_words(row: Row) -> str:
@@ -176,7 +135,7 @@ def main() -> None:
     known = {row["family"] for row in rows}
     for name in families():
         if name not in known and (options.only is None or name in options.only):
-            rows.append(in_a_process(name, options.seconds))
+            rows.append(row(name, options.seconds))
             print(line(rows[-1]), flush=True)
             if options.write:
                 write("zoo", summary(rows), rows, torch.device("cpu"), ROOT / "docs" / "capture.md")

@@ -124,6 +124,15 @@ class Family:
     build: Callable[[], Case]
     task: str
 
+    def begun(self) -> Case:
+        """A new model after one forward: some make up what they are in their first, such as the kind of attention."""
+        torch.manual_seed(0)
+        model, inputs, loss = self.build()
+        if getattr(getattr(model, "config", None), "use_cache", None) is not None:
+            inputs = {**inputs, "use_cache": False}
+        model.train()(**inputs)
+        return model, inputs, loss
+
 
 def families() -> dict[str, Family]:
     """The families by name: the type of transformers, or the class of diffusers."""

@@ -1,0 +1,97 @@
+"""Every family of the zoo without memory, beside what was measured: stage by stage, and peaks of steps by such plans.
+
+    python benchmarks/predicted_zoo.py                   # on the CPU; prints a line for each
+    python benchmarks/predicted_zoo.py --only llama t5   # these alone
+    python benchmarks/predicted_zoo.py --write           # also into docs/estimate.md and benchmarks/results/
+    python benchmarks/predicted_zoo.py --write --resume  # go on with what benchmarks/results/ has
+
+The families are those that `zoo.py` has trained, each in a process of its own. `predicted.py` says what is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from unittest.mock import patch
+
+import predicted
+import torch
+from report import ROOT, write
+from zoo import OTHER, SAME
+from zoo_families import TASKS, families
+from zoo_processes import EndedError, OutOfTimeError, Row, in_a_process, sentence
+
+RESULTS = ROOT / "benchmarks" / "results"
+WITHIN = 0.01
+
+
+def compared(name: str) -> Row:
+    """What comes of one family: its numbers, or why there are none."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    make = families()[name]
+    # Times are of no use here.
+    once = {"rotor_py.measure.walks.stage_times.FEWEST_RUNS": 1, "rotor_profiling.timing.ENOUGH_SECONDS": 0.0}
+    once["rotor_py.measure.walks.stage_times.GOOD_ENOUGH"] = float("inf")
+    for place, value in once.items():
+        patch(place, value).start()
+    try:
+        return {**predicted.row(name, make.begun), "task": make.task}
+    except Exception as error:
+        return {"model": name, "task": make.task, "why": sentence(error)}
+
+
+def row(name: str, seconds: int) -> Row:
+    """The row of one family, from a process of its own."""
+    try:
+        return in_a_process(compared, name, seconds)
+    except (OutOfTimeError, EndedError) as error:
+        return {"model": name, "task": families()[name].task, "why": str(error)}
+
+
+def summary(rows: list[Row]) -> str:
+    """By task, and each family of which a stage or a peak is not as predicted."""
+    lines = ["| task | families | all stages alike | peaks within 1 % | within 10 % | no plan without values |"]
+    lines.append("| --- |" + " --- |" * 5)
+    for task in [*TASKS, "diffusers"]:
+        found = [row for row in rows if row["task"] == task]
+        planned = [row for row in found if "ratios" in row]
+        alike = sum(row["equal"] == row["stages"] for row in planned)
+        near = [sum(_off(row) <= part for row in planned) for part in (WITHIN, 0.1)]
+        lines.append(f"| {task} | {len(found)} | {alike} | {near[0]} | {near[1]} | {len(found) - len(planned)} |")
+    lines += ["", "| not as predicted | stages | held alike | store-all | half | least |", "| --- |" + " --- |" * 5]
+    for row in sorted((row for row in rows if "ratios" in row), key=_off, reverse=True):
+        if row["equal"] != row["stages"] or _off(row) > WITHIN:
+            lines.append(predicted.line(row))
+    lines += ["", "| no plan without values | why |", "| --- | --- |"]
+    lines += [f"| {row['model']} | {row['why']} |" for row in rows if "why" in row]
+    return "\n".join(lines)
+
+
+def _off(row: Row) -> float:
+    return max(abs(ratio - 1) for ratio in row["ratios"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="names of families")
+    parser.add_argument("--seconds", type=int, default=240, help="seconds of the processor that each may take")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    trained = json.loads((RESULTS / "zoo-cpu.json").read_text())["rows"]
+    earlier = RESULTS / "predicted-zoo-cpu.json"
+    rows: list[Row] = json.loads(earlier.read_text())["rows"] if options.resume and earlier.exists() else []
+    known = {row["model"] for row in rows}
+    for name in (each["family"] for each in trained if each["result"] in (SAME, OTHER)):
+        if name not in known and (options.only is None or name in options.only):
+            rows.append(row(name, options.seconds))
+            print(predicted.line(rows[-1]) if "ratios" in rows[-1] else rows[-1], flush=True)
+            if options.write:
+                write("predicted-zoo", summary(rows), rows, torch.device("cpu"), ROOT / "docs" / "estimate.md")
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()
