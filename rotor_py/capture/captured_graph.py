@@ -15,6 +15,7 @@ from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_py.capture.data_questions import Answers, answers_of, without_questions_about_the_batch
+from rotor_py.capture.graph.autograd_functions import with_saving_functions
 from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points, weights_of
 from rotor_py.capture.graph.function_transforms import with_whole_transforms
 from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_input
@@ -46,6 +47,7 @@ class CapturedGraph:
         granularity: int,
         marks: FSDPMarks | None = None,
     ) -> None:
+        with_saving_functions(graph_module)
         with_whole_transforms(graph_module)
         if several_processes():  # Rule 3 in `data_questions.py`
             graph_module = without_questions_about_the_batch(graph_module)
