@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from rotor_py.distributed.shard_groups import groups_of
+from rotor_py.distributed.shard_groups import ShardGroup, groups_of
 
 
 @contextmanager
@@ -28,4 +28,21 @@ def gathered_again(function: Any) -> Iterator[None]:
         yield
     finally:
         for group in hooked:
+            group.let_go()
+
+
+@contextmanager
+def gathered_to_read(groups: Iterable[ShardGroup]) -> Iterator[None]:
+    """Have the whole parameters of these groups while a backward makes values again from them.
+
+    The operator that asks for a value may belong to another group than those that make it. All processes come here in
+    the same order.
+    """
+    missing = [group for group in groups if not group.is_whole]
+    for group in missing:
+        group.gather()
+    try:
+        yield
+    finally:
+        for group in missing:
             group.let_go()

@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from rotor_py.stage.keepers.keeper import Keeping
-from rotor_py.stage.ways.partial_saving import Call, PartialSaving, Recipe, Value
+from rotor_py.stage.ways.partial_saving import PartialSaving
+from rotor_py.stage.ways.recipe import Call, Recipe, Value
 
 WIDTH = 8
 

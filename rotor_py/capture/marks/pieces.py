@@ -7,7 +7,8 @@ the marks stay outside. Between two marks nothing is gathered and nothing let go
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,9 @@ from rotor_py.capture.graph.graph_facts import GraphFacts
 from rotor_py.capture.graph.graph_nodes import memory_root, need_gradients, new_bytes, overwrites, tensors_of
 from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.capture.marks.mark_nodes import MARKS
+from rotor_py.distributed.gathering import gathered_to_read
 from rotor_py.stage.protocol import StageOffers, Wrap
+from rotor_py.stage.ways.recipe import Around
 
 
 class Piece(nn.Module, StageOffers, HasKind):
@@ -66,6 +69,27 @@ class MarkedStage:
             else:
                 emitter.add_module(f"piece_{number}", wrap(self._piece(nodes, reads, makes, body)), reads, makes)
         return _on_the_tables_of(body, emitter.finish(self.outputs))
+
+    def gathering(self, body: fx.GraphModule) -> Around:
+        """What has the parameters among the values of these numbers gathered: numbers of nodes of `body`, the stage's.
+
+        Which parameters are there when a backward asks for a value is up to FSDP. They are for the module whose
+        backward it is, which need not be the one whose parameters the value is made from.
+        """
+        sharded = {f"{node.name}.{key}": group for node, ((_, key), group) in self.facts.sharded.items()}
+        groups = {
+            number: sharded[str(node.target)]
+            for number, node in enumerate(body.graph.nodes)
+            if node.op == "get_attr" and str(node.target) in sharded
+        }
+
+        def around(numbers: Collection[int]) -> AbstractContextManager[object]:
+            marks = self.facts.marks
+            if marks is None or marks.measuring:
+                return nullcontext()
+            return gathered_to_read(dict.fromkeys(groups[each] for each in sorted(numbers) if each in groups))
+
+        return around
 
     def _piece(
         self, nodes: list[fx.Node], reads: list[fx.Node], makes: list[fx.Node], body: fx.GraphModule
