@@ -8,7 +8,8 @@
 # 1. The first run makes the graph that the backward goes through. In the place of every tensor that it saves, the graph
 #    gets a `_Place`, which holds the run's input and no tensor of its own.
 # 2. The first place that is asked for its tensor has the stages run again. The second run makes a graph as well, which
-#    nobody goes through; what that saves fills the places, in order. It ends with the last tensor that is waited for.
+#    nobody goes through; what that saves fills the places, in order. It ends with the last tensor that is waited for,
+#    unless that may not be whole yet: RReLU saves its noise, and then draws it.
 # 3. A place that has been asked is empty again: what was saved for a node is freed when the node has run. If the graph
 #    is retained, the next backward runs the stages once more.
 # 4. What fills a place may itself be a place, of stages that are run a third time; or stand for a tensor that is made
@@ -24,11 +25,13 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 
+from rotor_profiling.storage import tensors_in
 from rotor_py.stage.attached_stage import enter_graph
+from rotor_py.stage.keepers.handed_over import HandingOver, NobodyWaits, handing_over_now, tensor_of
 from rotor_py.stage.keepers.saved import Saved, SavedAsItIs
-from rotor_py.stage.ways.handed_over import HandingOver, NobodyWaits, handing_over_now, tensor_of
 
 Run = Callable[[Any], Any]
 
@@ -56,6 +59,9 @@ class _Stages:
         self._again = again
         self._input = tree_map_only(torch.Tensor, lambda each: _Held(SavedAsItIs(each), each.requires_grad), value)
         self._places: list[tuple[ref[_Place], torch.Size, torch.dtype]] = []
+        self._last = 0
+        """the number of the node that saved the last tensor, in the order in which autograd makes nodes"""
+        self._to_the_end = False
 
     def run(self, first: Run, value: Any) -> Any:
         """The first run."""
@@ -64,13 +70,16 @@ class _Stages:
         def leave_out(tensor: torch.Tensor) -> _Place:
             place = _Place(self)
             self._places.append((ref(place), tensor.shape, tensor.dtype))
+            self._last = torch._C._autograd._get_sequence_nr() - 1
             if outside is not None:
                 outside.hand_over(place, tensor)
                 outside.end_if_complete()
             return place
 
         with torch.autograd.graph.saved_tensors_hooks(leave_out, tensor_of), NobodyWaits():
-            return first(value)
+            output = first(value)
+        self._to_the_end = _saves_too_early(_node(output, self._last))
+        return output
 
     def run_again(self) -> None:
         """Fill the places."""
@@ -80,8 +89,8 @@ class _Stages:
             self._again(enter_graph(origin, value))
 
     @property
-    def count(self) -> int:
-        return len(self._places)
+    def ends_after(self) -> int | None:
+        return None if self._to_the_end else len(self._places)
 
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
         """Fill a place, if the graph still has it. RuntimeError if it is another tensor's."""
@@ -116,6 +125,25 @@ class _Place:
                 "to do the same thing every time"
             )
         return saved.tensor()
+
+
+def _node(output: Any, number: int) -> Node | None:
+    """The node with this number, in the order in which nodes were made, in the graph behind `output`."""
+    pending = [each.grad_fn for each in tensors_in(output) if each.grad_fn is not None]
+    seen = set()
+    while pending:
+        node = pending.pop()
+        made_at = node._sequence_nr()
+        if made_at == number:
+            return node
+        if made_at > number and node not in seen:  # a node is made after those that it leads to
+            seen.add(node)
+            pending.extend(following for following, _ in node.next_functions if following is not None)
+    return None
+
+
+def _saves_too_early(node: Node | None) -> bool:
+    return node is not None and node.name().startswith("RreluWithNoise")
 
 
 def _tensor(held: _Held) -> torch.Tensor:

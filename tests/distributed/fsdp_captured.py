@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
-from rotor_profiling import tensors_in
+from rotor_profiling import StageCost, tensors_in
 from rotor_profiling.storage import local
 from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.capture.graph.parts import choice
 from rotor_py.capture.marks import fsdp_marks
 from rotor_py.distributed.shard_groups import ShardGroup, groups_of
+from rotor_py.measure import stage_measurer
+from rotor_py.measure.measurement import Way
 from rotor_solver import store_all
 from tests.distributed import fsdp
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
@@ -86,6 +92,39 @@ def same_as_plain(
     measured = measured_peak_of(kind, rank, planned, optimizer, accumulated)
     assert measured_stages == []  # it is not planned again
     return str(sequence), different, limit, predicted, measured
+
+
+@contextmanager
+def free_to_store_in_part() -> Iterator[None]:
+    """Ways to store a stage seem to take no time, and any price is worth paying, so that plans choose them."""
+
+    def at_no_cost(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:
+        seconds = {"forward_seconds": whole.forward_seconds, "backward_seconds": whole.backward_seconds}
+        return tuple(Way(each.name, replace(each.cost, **seconds)) for each in ways)
+
+    usual, price = stage_measurer.worth_choosing, choice._BELOW_A_MIXTURE
+    try:
+        stage_measurer.worth_choosing, choice._BELOW_A_MIXTURE = at_no_cost, 100.0
+        yield
+    finally:
+        stage_measurer.worth_choosing, choice._BELOW_A_MIXTURE = usual, price
+
+
+def same_in_part(rank: int, kind: str, options: str, share: float) -> tuple[Any, ...]:
+    """As `same_as_plain`, with stages stored in part; and how often parameters were gathered to make values again."""
+    gathered, gather = 0, ShardGroup.gather
+
+    def counted(group: ShardGroup) -> None:
+        nonlocal gathered
+        gathered += inspect.stack()[1].function == "gathered_to_read"
+        gather(group)
+
+    try:
+        ShardGroup.gather = counted
+        with free_to_store_in_part():
+            return (*same_as_plain(rank, kind, options, 1, share), gathered)
+    finally:
+        ShardGroup.gather = gather
 
 
 def measured_peak_of(kind: str, rank: int, planned: Checkpointable, optimizer: Optimizer, accumulated: int) -> int:

@@ -22,8 +22,8 @@ class Waiting(Protocol):
         """What stands for `tensor`, the one with this number of those that are saved. Errors if it is another one."""
 
     @property
-    def count(self) -> int:
-        """How many tensors they wait for."""
+    def ends_after(self) -> int | None:
+        """How many tensors they wait for; None if the run has to go on to its end."""
 
 
 class Complete(Exception):  # noqa: N818  # no error: it ends a run
@@ -67,7 +67,7 @@ class HandingOver:
 
     def end_if_complete(self) -> None:
         """Leave the run, by `Complete`, if all was handed over, as nobody needs the rest of it."""
-        if self._handed == self._waiting.count:
+        if self._handed == self._waiting.ends_after:
             raise Complete(self)
 
     def _save(self, tensor: torch.Tensor) -> Saved:
