@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
-from rotor_profiling import StageCost, tensors_in
+from rotor_profiling import tensors_in
 from rotor_profiling.storage import local
 from rotor_py import Checkpointable, UnsupportedModelError
-from rotor_py.capture.graph.parts import choice
 from rotor_py.capture.marks import fsdp_marks
 from rotor_py.distributed.shard_groups import ShardGroup, groups_of
-from rotor_py.measure import stage_measurer
-from rotor_py.measure.measurement import Way
 from rotor_solver import store_all
 from tests.distributed import fsdp
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
 from tests.distributed.processes import here, kept, least_peak, mesh, present_bytes, random_state
+from tests.distributed.ways import free_to_store_in_part
 
 Numbers = dict[str, torch.Tensor]
 
@@ -94,22 +90,6 @@ def same_as_plain(
     return str(sequence), different, limit, predicted, measured
 
 
-@contextmanager
-def free_to_store_in_part() -> Iterator[None]:
-    """Ways to store a stage seem to take no time, and any price is worth paying, so that plans choose them."""
-
-    def at_no_cost(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:
-        seconds = {"forward_seconds": whole.forward_seconds, "backward_seconds": whole.backward_seconds}
-        return tuple(Way(each.name, replace(each.cost, **seconds)) for each in ways)
-
-    usual, price = stage_measurer.worth_choosing, choice._BELOW_A_MIXTURE
-    try:
-        stage_measurer.worth_choosing, choice._BELOW_A_MIXTURE = at_no_cost, 100.0
-        yield
-    finally:
-        stage_measurer.worth_choosing, choice._BELOW_A_MIXTURE = usual, price
-
-
 def same_in_part(rank: int, kind: str, options: str, share: float) -> tuple[Any, ...]:
     """As `same_as_plain`, with stages stored in part; and how often parameters were gathered to make values again."""
     gathered, gather = 0, ShardGroup.gather
@@ -125,6 +105,33 @@ def same_in_part(rank: int, kind: str, options: str, share: float) -> tuple[Any,
             return (*same_as_plain(rank, kind, options, 1, share), gathered)
     finally:
         ShardGroup.gather = gather
+
+
+def rounded(rank: int) -> tuple[list[str], list[str], float]:
+    """With `keep="bf16"`: ways of the stages, names of losses that differ, and the largest difference of a gradient as
+    a part of its length.
+    """
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    batch = here(batches("skips", rank, 1)[0])
+    gradients, losses = [], []
+    with free_to_store_in_part():
+        for keep in (None, "bf16"):
+            model = made("skips", "plain")
+            torch.manual_seed(rank)
+            planned = Checkpointable(model, batch, loss=loss, keep=keep)
+            if keep is not None:
+                assert planned.budget is not None
+                planned.compute_sequence(planned.budget.least_bytes() + 500_000)
+                assert "^" in str(planned.sequence)
+                assert planned.inspection_values is not None
+                names = sorted({each for ways in planned.inspection_values.way_names for each in ways})
+            torch.manual_seed(rank)
+            value = loss(planned(**batch))
+            value.backward()
+            losses.append(kept(value))
+            gradients.append([kept(p.grad.to_local()) for p in model.parameters() if p.grad is not None])
+    apart = max(float((one - other).norm() / one.norm()) for one, other in zip(*gradients, strict=True))
+    return names, [] if torch.equal(*losses) else ["loss"], apart
 
 
 def measured_peak_of(kind: str, rank: int, planned: Checkpointable, optimizer: Optimizer, accumulated: int) -> int:

@@ -55,6 +55,13 @@ def test_stages_are_stored_in_part_inside_the_limit(
         assert bool(gathered) == gathers
 
 
+def test_fewer_bits_are_kept_if_asked_for(processes: Processes) -> None:
+    for names, different, apart in processes.run(fsdp_captured.rounded):
+        assert any("bf16" in each for each in names)
+        assert different == []
+        assert 0 < apart < 0.02
+
+
 @pytest.mark.slow
 def test_four_processes(four_processes: Processes) -> None:
     found = four_processes.run(fsdp_captured.same_as_plain, "skips", "plain")

@@ -117,6 +117,15 @@ def test_views_of_one_storage_are_kept_once() -> None:
     assert torch.equal(plain.grad, x.grad)  # type: ignore[arg-type]  # both are there
 
 
+def test_parameters_that_nobody_named_are_not_kept() -> None:
+    keeper = Copies()
+    weight, value = nn.Parameter(torch.randn(64, 64)), torch.randn(64, 64)
+    with Keeping(keeper) as keeping:
+        saved = [keeping.save(each) for each in (weight, weight.t(), value)]
+    assert len(keeper.kept) == 1
+    assert torch.equal(saved[1].tensor(), weight.t())
+
+
 def test_what_is_in_memory_anyway_is_not_kept() -> None:
     keeper = Copies()
     x = torch.randn(4, WIDTH, requires_grad=True)
