@@ -94,6 +94,11 @@ class _Stages:
 
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
         """Fill a place, if the graph still has it. RuntimeError if it is another tensor's."""
+        if number >= len(self._places):
+            raise RuntimeError(
+                f"a stage saved {len(self._places)} tensors for its backward in the forward, and more when it was run "
+                "again; a stage has to do the same thing every time"
+            )
         place, shape, dtype = self._places[number]
         if tensor.shape != shape or tensor.dtype != dtype:
             raise RuntimeError(

@@ -96,7 +96,7 @@ def same_in_part(rank: int, kind: str, options: str, share: float) -> tuple[Any,
 
     def counted(group: ShardGroup) -> None:
         nonlocal gathered
-        gathered += inspect.stack()[1].function == "gathered_to_read"
+        gathered += inspect.stack()[1].function == "need"
         gather(group)
 
     try:

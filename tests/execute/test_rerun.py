@@ -114,6 +114,26 @@ def test_a_retained_graph_runs_stages_again_and_holds_nothing_meanwhile() -> Non
     assert meter.phases[""].kept == first_bytes
 
 
+def test_gradients_of_gradients_go_through_stages_that_are_run_again_whole() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))).double()
+    batch = torch.randn(4, 8, dtype=torch.double, requires_grad=True)
+    items = regions(Sequence.parse("CF_0, Fn_1, Fe_2, L, B_2, CF_0, Fe_1, B_1, Fe_0, B_0"))
+
+    def penalized(output: torch.Tensor) -> list[torch.Tensor | None]:
+        model.zero_grad()
+        (gradient,) = torch.autograd.grad(output.square().sum(), batch, create_graph=True)
+        gradient.square().sum().backward()
+        return [each.grad for each in model.parameters()]
+
+    expected = penalized(model(batch))
+    found = penalized(run([StageRunner(layer, "layer") for layer in model], items, batch))
+    for one, other in zip(expected, found, strict=True):
+        assert one is not None
+        assert other is not None
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 class Changing(nn.Linear):
     """Saves other tensors every time."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_py.stage.ways.partial_saving import PartialSaving
-from rotor_py.stage.ways.recipe import Around
+from rotor_py.stage.ways.recipe import Around, nothing_around
 
 _MOST_RUNS = 16
 """Runs that a stage remembers. A guess, far above the sequences that a model follows in turn."""
@@ -80,7 +79,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._parts = (
             StageParts(body, *self._skipping_output, len(reads), sizes, signature, {} if known is None else known),
         )
-        self._around: Around = nullcontext if marked is None else marked.gathering(body)
+        self._around: Around = nothing_around if marked is None else marked.gathering(body)
         self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}
         """this stage as one with those that follow it"""
 

@@ -7,7 +7,6 @@ Kept for it are the values that it is made from, and these are often kept anyway
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -19,7 +18,7 @@ from rotor_py.stage.autocast import autocast_now, restored_autocast
 from rotor_py.stage.keepers.handed_over import handing_over_now, tensor_of
 from rotor_py.stage.keepers.keeper import saving_now
 from rotor_py.stage.keepers.saved import Saved
-from rotor_py.stage.ways.recipe import Around, Recipe
+from rotor_py.stage.ways.recipe import Around, Reading, Recipe, nothing_around
 
 
 class PartialSaving:
@@ -30,7 +29,7 @@ class PartialSaving:
     as it would be without this: as it is, or by a keeper. Values are made again inside of `around`.
     """
 
-    def __init__(self, recipe: Recipe, devices: Iterable[torch.device], around: Around = nullcontext) -> None:
+    def __init__(self, recipe: Recipe, devices: Iterable[torch.device], around: Around = nothing_around) -> None:
         self.recipe = recipe
         self.around = around
         self._save = saving_now()
@@ -135,8 +134,8 @@ class _Dropped:
             there, missing = self._plan()
             # No cache: a weight that is cast here has no history, and a later forward would find it without.
             autocast = restored_autocast(self.run.autocast, cache=False)
-            with torch.no_grad(), autocast, self.run.around(there.keys()):
-                self._make(there, missing)
+            with torch.no_grad(), autocast, self.run.around() as reading:
+                self._make(there, missing, reading)
         return self.made  # type: ignore[no-any-return]  # a tensor
 
     def _plan(self) -> tuple[dict[int, Any], list[int]]:
@@ -158,10 +157,11 @@ class _Dropped:
                 pending.extend(self.run.recipe.calls[number].reads)
         return there, sorted(missing)  # numbers are positions in a graph: none reads a later one
 
-    def _make(self, values: dict[int, Any], missing: list[int]) -> None:
+    def _make(self, values: dict[int, Any], missing: list[int], reading: Reading) -> None:
         calls = self.run.recipe.calls
         last = {read: number for number in missing for read in calls[number].reads}
         for number in missing:
+            reading(calls[number].reads)
             values[number] = calls[number](values)
             shared = self.run.dropped.get(number)
             if shared is not None:

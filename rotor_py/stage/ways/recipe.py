@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,19 @@ class Call:
         return made if self.wanted is None else made.detach()
 
 
-Around = Callable[[Collection[int]], AbstractContextManager[object]]
-"""What has to be around the making of values from those of these numbers: it has parameters of theirs gathered."""
+Reading = Callable[[Collection[int]], None]
+"""Called with the numbers of the values that a call is about to read: some may have to be brought into memory."""
+Around = Callable[[], AbstractContextManager[Reading]]
+"""What is around the making of values."""
+
+
+def reading_all_there(numbers: Collection[int]) -> None:
+    """The values that are read are in memory anyway."""
+
+
+def nothing_around() -> AbstractContextManager[Reading]:
+    """What is around the making of values that are in memory anyway."""
+    return nullcontext(reading_all_there)
 
 
 @dataclass(frozen=True, slots=True)
