@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from rotor_py.distributed.shard_groups import groups_of
+from rotor_py.distributed.shard_groups import ShardGroup, groups_of
 
 
 @contextmanager
@@ -29,3 +29,34 @@ def gathered_again(function: Any) -> Iterator[None]:
     finally:
         for group in hooked:
             group.let_go()
+
+
+class GatheredToRead:
+    """Sharded parameters that a backward makes values from: whole while they are needed, inside of this as a context.
+
+    The operator that asks for a value may belong to another group than those that make it. All processes come here in
+    the same order.
+    """
+
+    def __init__(self) -> None:
+        self._here: list[ShardGroup] = []
+
+    def __enter__(self) -> GatheredToRead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._let_go_of_all_but(())
+
+    def need(self, groups: Collection[ShardGroup]) -> None:
+        """Gather the parameters of these groups. Those of others are let go of: there may be no room for both."""
+        self._let_go_of_all_but(groups)
+        for group in groups:
+            if not group.is_whole:
+                group.gather()
+                self._here.append(group)
+
+    def _let_go_of_all_but(self, groups: Collection[ShardGroup]) -> None:
+        for group in self._here:
+            if group not in groups:
+                group.let_go()
+        self._here = [group for group in self._here if group in groups]

@@ -1,4 +1,4 @@
-"""A sequence as regions of `torch.utils.checkpoint`, nested in each other.
+"""A sequence as nested regions, each of which autograd's own nodes have run again.
 
 A memory-persistent sequence is such a nesting: `CF_i, Fn_{i+1}, …, Fn_{j-1}` opens the region of stages i … j-1, which
 is run again just before its backward, when part of it may again be a region. The engine sees the operators themselves
@@ -8,15 +8,17 @@ stage runs, and again before its backward. That is why such models are not repla
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.distributed.gathering import gathered_again
+from rotor_py.execute.rerun import saved_again
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
@@ -79,42 +81,66 @@ def _stages(items: tuple[int | Region, ...]) -> list[int]:
     return [stage for item in items for stage in (_stages(item.items) if isinstance(item, Region) else [item])]
 
 
-def run(runners: list[StageRunner], items: tuple[int | Region, ...], value: Any) -> Any:
-    """Run a chain forward; what it returns is part of the caller's graph, and regions are run again in the backward.
-
-    `items` are those of `regions`, for as many stages as there are runners.
-    """
-    again = {stage for item in items if isinstance(item, Region) for stage in _stages(item.items)}
-    return _run(runners, items, {}, again, value)
-
-
-def _run(
+def run(
     runners: list[StageRunner],
     items: tuple[int | Region, ...],
-    known: dict[int, Surroundings],
-    again: set[int],
     value: Any,
+    options: Mapping[int, int] = MappingProxyType({}),
 ) -> Any:
-    for item in items:
-        if isinstance(item, Region):
-            # Every stage restores what surrounded it, so `checkpoint` has no random state to keep. Not reentrant: only
-            # then does the engine see the operators of the first run, whose saved tensors are made again when asked.
-            inside = partial(_run, runners, item.items, known, again)
-            value = checkpoint(inside, value, use_reentrant=False, preserve_rng_state=False)
-            for tensor in tensors_in(value):
-                if tensor.requires_grad:
-                    # What a collective is still to bring is waited for before the region is run again: what was sent
-                    # stays in memory until then.
-                    tensor.register_hook(wait_for)
-        elif item not in again:
-            value = runners[item].forward(value)
-        elif item not in known:
-            value, known[item] = runners[item].first(value)
-        else:
-            function = runners[item].function
-            restored = known[item].restored(function, graph=torch.is_grad_enabled(), alike=True)
-            with restored, gathered_again(function):
-                # A module may have begun in an earlier stage, which is not always run again right before this one.
-                offers_of(function).gather_begun()
-                value = runners[item].forward(value)
-    return value
+    """Run a chain forward; what it returns is part of the caller's graph, and regions are run again in the backward.
+
+    `items` are those of `regions`, for as many stages as there are runners. `options` are those by which stages are
+    stored, of stages that are not stored whole.
+    """
+    again = frozenset(stage for item in items if isinstance(item, Region) for stage in _stages(item.items))
+    stored = [runner.by(options.get(stage, 0)) for stage, runner in enumerate(runners)]
+    return _Chain(runners, stored, again).store(items, value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """The stages in one forward: those that are run `again`, and what surrounded the first run of each."""
+
+    runners: list[StageRunner]
+    stored: list[StageRunner]
+    """the stages by the options by which they are stored"""
+    again: frozenset[int]
+    known: dict[int, Surroundings] = field(default_factory=dict)
+
+    def store(self, items: tuple[int | Region, ...], value: Any) -> Any:
+        """Run stages and regions one after the other, so that those that are in no region are stored."""
+        for item in items:
+            if isinstance(item, Region):
+                first, inside = partial(self._leave, _stages(item.items)), partial(self.store, item.items)
+                value = saved_again(first, inside, value)
+                for tensor in tensors_in(value):
+                    if tensor.requires_grad:
+                        # What a collective is still to bring is waited for before the region is run again: what was
+                        # sent stays in memory until then.
+                        tensor.register_hook(wait_for)
+            elif item in self.again:
+                value = self._run_again(self.stored[item], self.known[item], value)
+            else:
+                value = self.stored[item].forward(value)
+        return value
+
+    def _leave(self, stages: list[int], value: Any) -> Any:
+        """Run the stages of a region, of which nothing is stored."""
+        for stage in stages:
+            # In part, the values that are to be made again would be held. But what is other code makes other digits.
+            by_way = offers_of(self.runners[stage].function).ways_are_code
+            runner = self.stored[stage] if by_way else self.runners[stage]
+            if stage in self.known:
+                value = self._run_again(runner, self.known[stage], value)
+            else:
+                value, self.known[stage] = runner.first(value)
+        return value
+
+    @staticmethod
+    def _run_again(runner: StageRunner, surroundings: Surroundings, value: Any) -> Any:
+        function = runner.function
+        restored = surroundings.restored(function, graph=torch.is_grad_enabled(), alike=True)
+        with restored, gathered_again(function):
+            # A module may have begun in an earlier stage, which is not always run again right before this one.
+            offers_of(function).gather_begun()
+            return runner.forward(value)

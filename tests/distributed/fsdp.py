@@ -14,6 +14,7 @@ from rotor_profiling import tensors_in
 from rotor_py import Checkpointable
 from rotor_solver import store_all
 from tests.distributed.processes import here, kept, least_peak, mesh, random_state
+from tests.distributed.ways import free_to_store_in_part
 
 BATCH, WIDTH = 512, 32
 
@@ -69,6 +70,12 @@ def halfway(planned: Checkpointable, rank: int) -> int:
     planned.compute_sequence("1GB")
     assert planned.budget is not None
     return (planned.budget.least_bytes() + planned.budget.peak_bytes(store_all(planned.budget.chain))) // 2
+
+
+def packed(rank: int) -> tuple[str, list[str], int, int, int]:
+    """As `same_as_plain`, with a plan that packs what stages save."""
+    with free_to_store_in_part():
+        return same_as_plain(rank, {})
 
 
 def same_as_plain(rank: int, options: dict[str, Any]) -> tuple[str, list[str], int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from rotor_solver import store_all
 from tests.distributed import fsdp
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
 from tests.distributed.processes import here, kept, least_peak, mesh, present_bytes, random_state
+from tests.distributed.ways import free_to_store_in_part
 
 Numbers = dict[str, torch.Tensor]
 
@@ -86,6 +88,50 @@ def same_as_plain(
     measured = measured_peak_of(kind, rank, planned, optimizer, accumulated)
     assert measured_stages == []  # it is not planned again
     return str(sequence), different, limit, predicted, measured
+
+
+def same_in_part(rank: int, kind: str, options: str, share: float) -> tuple[Any, ...]:
+    """As `same_as_plain`, with stages stored in part; and how often parameters were gathered to make values again."""
+    gathered, gather = 0, ShardGroup.gather
+
+    def counted(group: ShardGroup) -> None:
+        nonlocal gathered
+        gathered += inspect.stack()[1].function == "need"
+        gather(group)
+
+    try:
+        ShardGroup.gather = counted
+        with free_to_store_in_part():
+            return (*same_as_plain(rank, kind, options, 1, share), gathered)
+    finally:
+        ShardGroup.gather = gather
+
+
+def rounded(rank: int) -> tuple[list[str], list[str], float]:
+    """With `keep="bf16"`: ways of the stages, names of losses that differ, and the largest difference of a gradient as
+    a part of its length.
+    """
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    batch = here(batches("skips", rank, 1)[0])
+    gradients, losses = [], []
+    with free_to_store_in_part():
+        for keep in (None, "bf16"):
+            model = made("skips", "plain")
+            torch.manual_seed(rank)
+            planned = Checkpointable(model, batch, loss=loss, keep=keep)
+            if keep is not None:
+                assert planned.budget is not None
+                planned.compute_sequence(planned.budget.least_bytes() + 500_000)
+                assert "^" in str(planned.sequence)
+                assert planned.inspection_values is not None
+                names = sorted({each for ways in planned.inspection_values.way_names for each in ways})
+            torch.manual_seed(rank)
+            value = loss(planned(**batch))
+            value.backward()
+            losses.append(kept(value))
+            gradients.append([kept(p.grad.to_local()) for p in model.parameters() if p.grad is not None])
+    apart = max(float((one - other).norm() / one.norm()) for one, other in zip(*gradients, strict=True))
+    return names, [] if torch.equal(*losses) else ["loss"], apart
 
 
 def measured_peak_of(kind: str, rank: int, planned: Checkpointable, optimizer: Optimizer, accumulated: int) -> int:

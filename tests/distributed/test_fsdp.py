@@ -25,6 +25,13 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(processes: Process
         assert measured <= predicted <= limit
 
 
+def test_stages_are_packed_inside_the_limit(processes: Processes) -> None:
+    for sequence, different, limit, predicted, measured in processes.run(fsdp.packed):
+        assert different == []
+        assert "^" in sequence
+        assert measured <= predicted <= limit
+
+
 @pytest.mark.slow
 def test_four_processes(four_processes: Processes) -> None:
     found = four_processes.run(fsdp.same_as_plain, {})

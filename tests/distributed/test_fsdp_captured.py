@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,35 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(
         assert different == []
         assert "CF_" in sequence
         assert measured <= predicted <= limit
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "share", "in_region", "gathers"),
+    [
+        ("skips", "plain", 0.1, True, False),
+        ("skips in parts", "plain", 0.5, True, True),  # values are made from what another group gathers
+        pytest.param("twice", "mixed", 0.1, True, False, marks=pytest.mark.slow),
+        pytest.param("tied llama", "mixed", 0.3, False, False, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_are_stored_in_part_inside_the_limit(
+    processes: Processes, kind: str, options: str, share: float, in_region: bool, gathers: bool
+) -> None:
+    found = processes.run(fsdp_captured.same_in_part, kind, options, share)
+    assert len({sequence for sequence, *_ in found}) == 1
+    for sequence, different, limit, predicted, measured, gathered in found:
+        assert different == []
+        assert "^" in sequence
+        assert bool(re.search(r"CF_(\d+).* Fe_\1\^", sequence)) == in_region
+        assert measured <= predicted <= limit
+        assert bool(gathered) == gathers
+
+
+def test_fewer_bits_are_kept_if_asked_for(processes: Processes) -> None:
+    for names, different, apart in processes.run(fsdp_captured.rounded):
+        assert any("bf16" in each for each in names)
+        assert different == []
+        assert 0 < apart < 0.02
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A persistent sequence as nested regions of torch.utils.checkpoint does what the sequence says."""
+"""A persistent sequence as nested regions does what the sequence says."""
 
 from __future__ import annotations
 

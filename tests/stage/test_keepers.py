@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from rotor_py.stage.keepers.keeper import Keeping
-from rotor_py.stage.ways.partial_saving import Call, PartialSaving, Recipe, Value
+from rotor_py.stage.ways.partial_saving import PartialSaving
+from rotor_py.stage.ways.recipe import Call, Recipe, Value
 
 WIDTH = 8
 
@@ -114,6 +115,15 @@ def test_views_of_one_storage_are_kept_once() -> None:
     plain = x.detach().clone().requires_grad_()
     Views()(plain).backward()
     assert torch.equal(plain.grad, x.grad)  # type: ignore[arg-type]  # both are there
+
+
+def test_parameters_that_nobody_named_are_not_kept() -> None:
+    keeper = Copies()
+    weight, value = nn.Parameter(torch.randn(64, 64)), torch.randn(64, 64)
+    with Keeping(keeper) as keeping:
+        saved = [keeping.save(each) for each in (weight, weight.t(), value)]
+    assert len(keeper.kept) == 1
+    assert torch.equal(saved[1].tensor(), weight.t())
 
 
 def test_what_is_in_memory_anyway_is_not_kept() -> None:

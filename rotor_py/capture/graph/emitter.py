@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from rotor_profiling.stage.kind import Unlike
 from rotor_py.capture.graph.graph_facts import GraphFacts, Modes
-from rotor_py.capture.graph.graph_nodes import attribute_of
+from rotor_py.capture.graph.graph_nodes import GATHERED, attribute_of
 from rotor_py.capture.marks.fsdp_marks import Table
 from rotor_py.capture.marks.mark_nodes import MARKS
 from rotor_py.distributed.shard_groups import ShardGroup
@@ -93,6 +93,8 @@ class Emitter:
             self.attributes[name] = self.facts.modules.get(node, self.facts.owned.get(node))
             self.copies[node] = self.graph.get_attr(name)
             self.copies[node].meta = dict(node.meta)
+            if node in self.facts.sharded:
+                self.copies[node].meta[GATHERED] = True
         return self.copies[node]
 
     def _switch(self, modes: Modes) -> None:

@@ -85,6 +85,15 @@ def attribute_of(module: Any, target: Any) -> Any:
     return module
 
 
+GATHERED = "gathered"
+"""In `meta` of a node that stands for a sharded parameter, which is whole while the stage runs."""
+
+
+def owned_by(module: Any, node: fx.Node) -> Any:
+    """What a `get_attr` node stands for; a sharded parameter as it looks when it is gathered, without memory."""
+    return node.meta["example_value"] if GATHERED in node.meta else attribute_of(module, node.target)
+
+
 def memory_root(node: fx.Node) -> fx.Node:
     """The node that allocated the memory in which the node's value lies, as far as can be told.
 

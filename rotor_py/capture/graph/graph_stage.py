@@ -29,6 +29,7 @@ from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_py.stage.ways.partial_saving import PartialSaving
+from rotor_py.stage.ways.recipe import Around, nothing_around
 
 _MOST_RUNS = 16
 """Runs that a stage remembers. A guess, far above the sequences that a model follows in turn."""
@@ -75,10 +76,10 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         # In tuples, which modules do not look into: these graphs must not become submodules, since they have no
         # parameters of their own and run on the body's.
         self._skipping_output = (skipping_output(body),)
-        # Not in a sharded model: the parameters that operators read are freed after the forward, and would have to be
-        # gathered again to make their values again.
-        parts = StageParts(body, *self._skipping_output, len(reads), sizes, signature, {} if known is None else known)
-        self._parts = (parts if marked is None else None,)
+        self._parts = (
+            StageParts(body, *self._skipping_output, len(reads), sizes, signature, {} if known is None else known),
+        )
+        self._around: Around = nothing_around if marked is None else marked.gathering(body)
         self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}
         """this stage as one with those that follow it"""
 
@@ -100,16 +101,15 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     def be_stored_like(self, other: GraphStage) -> None:
         """Have the ways of `other`, the same stage for other sizes."""
         (parts,), (theirs,) = self._parts, other._parts
-        if parts is not None and theirs is not None:
-            parts.follow(theirs)
+        parts.follow(theirs)
 
     def ways(self) -> tuple[str, ...]:
         (parts,) = self._parts
-        return () if parts is None else tuple(parts.found)
+        return tuple(parts.found)
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
         (parts,) = self._parts
-        if parts is None or way not in parts.found:
+        if way not in parts.found:
             return super().forward_by(way, skip_output=skip_output)
         return partial(self._run_in_part, parts.found[way], parts.graph(way, skip_output=skip_output))
 
@@ -135,7 +135,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     def _run_in_part(self, part: SavedPart, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
         devices = accelerators(tensor.device for tensor in (*tensors_in(values), *self.parameters()))
-        with PartialSaving(part.recipe, devices) as saving:
+        with PartialSaving(part.recipe, devices, self._around) as saving:
             return self._run(graph, values, saving)
 
     def _run(

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rotor_py.capture.marks.mark_nodes import entering_hook, leaving_hook
 from rotor_py.distributed.shard_groups import ShardedParameter, ShardGroup, Tensors, groups_of
@@ -162,6 +162,16 @@ class FSDPMarks:
         """The group that a mark's `place` names, and the position of the module in it."""
         number, position = map(int, place.split())
         return self.groups[number], position
+
+
+def is_mark(node: fx.Node) -> bool:
+    """Whether a node of a stage calls a hook of FSDP. What it returns is what came in, after the place of the mark."""
+    return isinstance(getattr(node.target, "__self__", None), FSDPMarks)
+
+
+def passed_through(place: str, *tensors: torch.Tensor) -> Tensors:
+    """What a mark returns, without what it does."""
+    return tensors
 
 
 def _in_backward() -> bool:

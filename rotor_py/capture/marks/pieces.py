@@ -7,7 +7,8 @@ the marks stay outside. Between two marks nothing is gathered and nothing let go
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,10 @@ from rotor_py.capture.graph.graph_facts import GraphFacts
 from rotor_py.capture.graph.graph_nodes import memory_root, need_gradients, new_bytes, overwrites, tensors_of
 from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.capture.marks.mark_nodes import MARKS
+from rotor_py.distributed.gathering import GatheredToRead
+from rotor_py.distributed.shard_groups import ShardGroup
 from rotor_py.stage.protocol import StageOffers, Wrap
+from rotor_py.stage.ways.recipe import Around, Reading, reading_all_there
 
 
 class Piece(nn.Module, StageOffers, HasKind):
@@ -66,6 +70,39 @@ class MarkedStage:
             else:
                 emitter.add_module(f"piece_{number}", wrap(self._piece(nodes, reads, makes, body)), reads, makes)
         return _on_the_tables_of(body, emitter.finish(self.outputs))
+
+    def gathering(self, body: fx.GraphModule) -> Around:
+        """What has parameters gathered that are read, by their numbers as nodes of `body`, the stage's graph.
+
+        Which parameters are there when a backward asks for a value is up to FSDP. They are for the module whose
+        backward it is, which need not be the one whose parameters the value is made from.
+        """
+        sharded = {f"{node.name}.{key}": group for node, ((_, key), group) in self.facts.sharded.items()}
+        groups: dict[fx.Node, ShardGroup] = {}
+        for node in body.graph.nodes:
+            if node.op == "get_attr" and str(node.target) in sharded:
+                groups[node] = sharded[str(node.target)]
+            elif len(node.all_input_nodes) == 1 and not new_bytes(node, self.facts.sizes):  # it may be a view of one
+                (read,) = node.all_input_nodes
+                if read in groups:
+                    groups[node] = groups[read]
+        by_number = {number: groups[node] for number, node in enumerate(body.graph.nodes) if node in groups}
+
+        @contextmanager
+        def around() -> Iterator[Reading]:
+            marks = self.facts.marks
+            if marks is None or marks.measuring:
+                yield reading_all_there
+                return
+            with GatheredToRead() as gathered:
+
+                def reading(numbers: Collection[int]) -> None:
+                    if wanted := dict.fromkeys(by_number[each] for each in numbers if each in by_number):
+                        gathered.need(wanted.keys())
+
+                yield reading
+
+        return around
 
     def _piece(
         self, nodes: list[fx.Node], reads: list[fx.Node], makes: list[fx.Node], body: fx.GraphModule

@@ -42,7 +42,7 @@ class Replay:
         with operators():
             if is_sharded(self._model):
                 # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.
-                return regions.run(runners, regions.regions(sequence), value)
+                return regions.run(runners, regions.regions(sequence), value, read[1].options)
             if how.smaller is not None:
                 return GuardedTape(runners, read[1], how.smaller).forward(value)
             return replay(runners, read[1], value, tier=how.tier)

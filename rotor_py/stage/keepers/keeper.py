@@ -34,6 +34,7 @@ from weakref import WeakSet, ref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rotor_py.stage.keepers.handed_over import Complete, handing_over_now, tensor_of
 from rotor_py.stage.keepers.saved import Kept, KeptStorage, Saved, SavedAsItIs, SavedView, memory_of
 
 LEAST_BYTES = 4096
@@ -78,12 +79,13 @@ class Keeping:
         self._fresh: list[ref[KeptStorage]] = []
         self._node = 0
         """of the node that has saved what is fresh, by its number"""
+        self._handing_over = handing_over_now()
         self._hooks: Any = None
         self._outside: Any = None
 
     def __enter__(self) -> Keeping:
         self._outside = _innermost.set(self)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.save, _tensor_of)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, tensor_of)
         self._hooks.__enter__()
         return self
 
@@ -91,12 +93,19 @@ class Keeping:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
         _innermost.reset(self._outside)
-        if error[0] is None:
+        if error[0] is None or error[0] is Complete:
             self._give_fresh()
         self._untouched.clear()
         self._references.clear()
         self._storages.clear()
         self._fresh.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        saved = self.save(tensor)
+        if self._handing_over is not None:
+            self._handing_over.hand_over(saved, tensor)
+            self._handing_over.end_if_complete()
+        return saved
 
     def save(self, tensor: torch.Tensor) -> Saved:
         """What autograd is to save in the place of `tensor`."""
@@ -104,7 +113,7 @@ class Keeping:
         if node != self._node:
             self._give_fresh()
             self._node = node
-        kept = self._storage_of(tensor) if _is_plain(tensor) else None
+        kept = self._storage_of(tensor) if _is_plain(tensor) and not _is_parameter(tensor) else None
         if kept is None or kept.dtype != tensor.dtype:
             return SavedAsItIs(tensor)
         return SavedView(kept, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -151,12 +160,13 @@ def saving_now() -> Callable[[torch.Tensor], Saved]:
     return SavedAsItIs if keeping is None else keeping.save
 
 
-def _tensor_of(saved: Saved) -> torch.Tensor:
-    return saved.tensor()
-
-
 def _reference(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one: sharded ones are gathered in the run, and not known before."""
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

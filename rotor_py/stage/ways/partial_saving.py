@@ -6,61 +6,19 @@ Kept for it are the values that it is made from, and these are often kept anyway
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch
-from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_py.stage.autocast import autocast_now, restored_autocast
+from rotor_py.stage.keepers.handed_over import handing_over_now, tensor_of
 from rotor_py.stage.keepers.keeper import saving_now
 from rotor_py.stage.keepers.saved import Saved
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A value in the arguments of a `Call`, by its number."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """An operator that makes a value again, from those that it `reads`.
-
-    If `wanted` is not None, it runs with a graph, in which gradients are wanted of these values.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    reads: tuple[int, ...]
-    wanted: frozenset[int] | None = None
-
-    def __call__(self, values: Mapping[int, Any]) -> Any:
-        """The value, made from `values`."""
-
-        def read(each: Any) -> Any:
-            if not isinstance(each, Value):
-                return each
-            found = values[each.number]
-            return found.detach().requires_grad_() if self.wanted and each.number in self.wanted else found
-
-        with torch.set_grad_enabled(self.wanted is not None):
-            args, kwargs = map_aggregate((self.args, self.kwargs), read)
-            made = self.function(*args, **kwargs)
-        return made if self.wanted is None else made.detach()
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How to make values again: `calls` for them and for what is between, and the kept values that each `needs`."""
-
-    calls: dict[int, Call]
-    needs: dict[int, frozenset[int]]
+from rotor_py.stage.ways.recipe import Around, Reading, Recipe, nothing_around
 
 
 class PartialSaving:
@@ -68,11 +26,12 @@ class PartialSaving:
 
     The run happens inside it as a context, on tensors on the CPU and on `devices`. It calls `keep` and `drop` for its
     values as soon as it has made them; each of these has memory of its own. What is not dropped is saved
-    as it would be without this: as it is, or by a keeper.
+    as it would be without this: as it is, or by a keeper. Values are made again inside of `around`.
     """
 
-    def __init__(self, recipe: Recipe, devices: Iterable[torch.device]) -> None:
+    def __init__(self, recipe: Recipe, devices: Iterable[torch.device], around: Around = nothing_around) -> None:
         self.recipe = recipe
+        self.around = around
         self._save = saving_now()
         self.autocast = autocast_now(devices)
         # Weak: when autograd has let go of all that it saved of a value, nobody will ask for it.
@@ -80,10 +39,12 @@ class PartialSaving:
         self._kept: dict[int, _Kept] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
         self._saved: dict[int, list[_Early]] = {}
+        self._to_drop = len(recipe.needs)
+        self._handing_over = handing_over_now()
         self._hooks: Any = None
 
     def __enter__(self) -> PartialSaving:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, tensor_of)
         self._hooks.__enter__()
         return self
 
@@ -110,9 +71,23 @@ class PartialSaving:
             saved = each.saved()
             if saved is not None and each.dtype == value.dtype:
                 saved.content = self._part(number, each.view)
+        self._to_drop -= 1
+        self._end_if_complete()
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         """What autograd is to save in the place of `tensor`."""
+        saved = self._save_in_part(tensor)
+        if self._handing_over is not None:
+            self._handing_over.hand_over(saved, tensor)
+            self._end_if_complete()
+        return saved
+
+    def _end_if_complete(self) -> None:
+        # Before the last value is dropped, something is held of it that was saved before.
+        if self._handing_over is not None and not self._to_drop:
+            self._handing_over.end_if_complete()
+
+    def _save_in_part(self, tensor: torch.Tensor) -> _Saved:
         storage, view = tensor.untyped_storage(), _View.of(tensor)
         found = self._storages.get(storage._cdata)
         # A view in another dtype is kept: the parts of a value that is made again are all of the value's own dtype.
@@ -130,18 +105,6 @@ class PartialSaving:
             kept = {each: self._kept[each] for each in self.recipe.needs[number]}
             handle = self.dropped[number] = _Dropped(self, number, kept)
         return _Part(handle, view)
-
-
-def _unpack(saved: _Saved) -> torch.Tensor:
-    part = saved.content
-    if not isinstance(part, _Part):
-        return part.tensor()
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "create_graph=True cannot go through a stage that makes tensors again in the backward; raise the memory "
-            "limit until nothing is recomputed, or train this loss without Checkpointable"
-        )
-    return part.handle.value().as_strided(part.view.size, part.view.stride, part.view.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +133,9 @@ class _Dropped:
         if self.made is None:
             there, missing = self._plan()
             # No cache: a weight that is cast here has no history, and a later forward would find it without.
-            with torch.no_grad(), restored_autocast(self.run.autocast, cache=False):
-                self._make(there, missing)
+            autocast = restored_autocast(self.run.autocast, cache=False)
+            with torch.no_grad(), autocast, self.run.around() as reading:
+                self._make(there, missing, reading)
         return self.made  # type: ignore[no-any-return]  # a tensor
 
     def _plan(self) -> tuple[dict[int, Any], list[int]]:
@@ -193,10 +157,11 @@ class _Dropped:
                 pending.extend(self.run.recipe.calls[number].reads)
         return there, sorted(missing)  # numbers are positions in a graph: none reads a later one
 
-    def _make(self, values: dict[int, Any], missing: list[int]) -> None:
+    def _make(self, values: dict[int, Any], missing: list[int], reading: Reading) -> None:
         calls = self.run.recipe.calls
         last = {read: number for number in missing for read in calls[number].reads}
         for number in missing:
+            reading(calls[number].reads)
             values[number] = calls[number](values)
             shared = self.run.dropped.get(number)
             if shared is not None:
@@ -214,6 +179,18 @@ class _Saved:
 
     def __init__(self, content: Saved | _Part) -> None:
         self.content = content
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, made again if it was dropped. RuntimeError where a gradient of gradients is asked for then."""
+        part = self.content
+        if not isinstance(part, _Part):
+            return part.tensor()
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True cannot go through a stage that makes tensors again in the backward; raise the "
+                "memory limit until nothing is recomputed, or train this loss without Checkpointable"
+            )
+        return part.handle.value().as_strided(part.view.size, part.view.stride, part.view.offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from torch import fx
 
 from rotor_py.capture.graph.parts.prices import is_cheap
 from rotor_py.capture.graph.parts.saved_values import SavedValues
-from rotor_py.stage.ways.partial_saving import Call, Recipe, Value
+from rotor_py.capture.marks.fsdp_marks import is_mark, passed_through
+from rotor_py.stage.ways.recipe import Call, Recipe, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Ca
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_in(numbers))
     # Methods by name: those of a DTensor are none of a plain tensor.
     function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
+    if is_mark(node):  # making a value again is no forward of the module
+        function = passed_through
     reads = tuple(numbers[each] for each in node.all_input_nodes)
     # With a graph, operators may choose another kernel: `matmul` folds a batch into one product where a gradient is
     # wanted. What is cheap, and views, have one kernel each.

@@ -18,9 +18,10 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from rotor_profiling.storage import local
-from rotor_py.capture.graph.graph_nodes import attribute_of, overwrites
+from rotor_py.capture.graph.graph_nodes import GATHERED, overwrites, owned_by
 from rotor_py.capture.graph.parts.prices import FlopCount, kind_of
 from rotor_py.capture.graph.sizes import Sizes, example_of
+from rotor_py.capture.marks.fsdp_marks import is_mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +138,16 @@ def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: 
     if node.op == "placeholder":
         return fx.node.map_aggregate(example_of(node), lambda each: _like(each, sizes))
     if node.op == "get_attr":
-        found = attribute_of(body, node.target)
+        found = owned_by(body, node)
         if not isinstance(found, torch.Tensor):
             return found
+        if GATHERED in node.meta:
+            return _like(found, sizes)
         _refuse_special(found)
         return mode.from_tensor(found)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    if is_mark(node):
+        return args[1:]
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]  # a function

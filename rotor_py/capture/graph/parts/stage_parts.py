@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from rotor_profiling.storage import local
-from rotor_py.capture.graph.graph_nodes import attribute_of, tensors_of
+from rotor_py.capture.graph.graph_nodes import owned_by, tensors_of
 from rotor_py.capture.graph.parts.choice import find_saved_parts, same_parts
 from rotor_py.capture.graph.parts.saved_part import SavedPart
 from rotor_py.capture.graph.sizes import Sizes
@@ -87,7 +87,7 @@ class StageParts:
     def _kind(self) -> Hashable:
         nodes = self._body.graph.nodes
         given = [tensors_of(node) for node in nodes if node.op == "placeholder"]
-        owned = [attribute_of(self._body, node.target) for node in nodes if node.op == "get_attr"]
+        owned = [owned_by(self._body, node) for node in nodes if node.op == "get_attr"]
         tensors = (each for each in (*chain.from_iterable(given), *owned) if isinstance(each, torch.Tensor))
         # The nodes as well: where regions of autocast end, the signature does not say.
         return self._signature, tuple(node.op for node in nodes), tuple(map(self._layout, tensors))

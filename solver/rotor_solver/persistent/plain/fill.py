@@ -60,7 +60,7 @@ class RowFiller:
         self.begin, self.high, self.position, self.limit, self.final, _ = (each.tolist() for each in rows)
         self.place, self.state, self.offset = grid.place.tolist(), grid.state.tolist(), grid.offset.tolist()
         self._flat, self._unit, self._width = flat, grid.unit, grid.width
-        self._band, self._base, self._node = grid.band.tolist(), grid.base.tolist(), grid.node.tolist()
+        self._band, self._bases, self._node = grid.band.tolist(), grid.base.tolist(), grid.node.tolist()
         self._slots, self._remainder = grid.slots.tolist(), grid.remainder.tolist()
         self._row, self._after = grid.row.tolist(), grid.after.tolist()
         self._run, self._forwards, self._floor = (each.tolist() for each in (costs.run, costs.split, costs.split_floor))
@@ -100,7 +100,7 @@ class RowFiller:
         """Run the stage with a graph by option k: Fe_i, [i+1, last], B_i."""
         i, state, begin, seconds = self.place[s], self.state[s], self.begin[row], self._extra[k]
         backward = self._backward_need[0 if last == len(self._band) else 1][k] - self._released[state][i]
-        need = max(self._base[last] + self._forward_need[k], backward)
+        need = max(self._bases[last] + self._forward_need[k], backward)
         low = max(begin, -((self.offset[s] - need) // self._unit))
         stored = low  # the first slot in which what follows is at its `final`
         if last > i:
@@ -127,7 +127,7 @@ class RowFiller:
             left, right = lefts[j - 1], rights[j]
             shift = self._slots[j] - (1 if self._remainder[j] < offset else 0)
             low = max(begin, self.begin[left], self.begin[right] + shift)
-            low = max(low, -((offset - self._base[last] - needs[j]) // self._unit))
+            low = max(low, -((offset - self._bases[last] - needs[j]) // self._unit))
             # Where forwards alone take no less than what is known already, nothing is gained, there or later.
             known = self.begin[left] < self._width
             if known and low < high and floor < times[low - begin]:
