@@ -25,7 +25,8 @@
 #     run is given copies.
 #  4. The backward gives none of its memory away (`donated_buffer`): a graph that is retained goes backward twice.
 #  5. Outputs have the strides that eager mode gives them (`keep_output_stride`, Inductor's default), so that a stage
-#     and its neighbours fit together, whichever of them are compiled.
+#     and its neighbours fit together, whichever of them are compiled. Inputs are saved as they were given, too, and not
+#     as copies in another layout (`saved_inputs.py`).
 #
 # The numbers therefore depend on which stages are compiled, and that may differ from plan to plan. They do not depend
 # on what is stored.
@@ -210,6 +211,8 @@ def _compile_quietly(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from torch.utils._python_dispatch import _disable_current_modes
 
+    from rotor_py.compiled.saved_inputs import saving_inputs
+
     # Fake tensors in a mode with shapes: without that, Inductor does not look into its cache on disk.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake = [
@@ -230,7 +233,7 @@ def _compile_quietly(
             donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
         ),
     ):
-        call = compile_fx(function.as_graph(), fake, config_patches=dict(config))
+        call = compile_fx(function.as_graph(), fake, config_patches=saving_inputs(dict(config)))
     # PyTorch takes None, which stands for "nobody looked", for "some", and would refuse a graph that is retained.
     if context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
