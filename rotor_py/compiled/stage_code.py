@@ -38,6 +38,7 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 
 Config = tuple[tuple[str, Any], ...]
 """Options of Inductor, by name."""
+
+Place = tuple[dict[str, Any], str]
+"""A table of a module's parameters or buffers, and a name in it."""
 
 
 class NotCompilableError(Exception):
@@ -70,11 +74,15 @@ class StageCode:
         self._call = call
         self._outputs = outputs
         self._spec = spec
+        self._places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
+        """By stage that has run, where it keeps its tensors: to look for them takes longer than a small kernel."""
 
     def run(self, stage: nn.Module, value: Any) -> Any:
         """Run `stage`, which has to be of the kind that was compiled, on `value`."""
+        if stage not in self._places:
+            self._places[stage] = _places_of(stage)
         arguments = [
-            *owned_tensors(stage),
+            *(table[name] for table, name in self._places[stage]),
             *(leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)),
         ]
         del value
@@ -87,6 +95,11 @@ class StageCode:
             each.value if each.source == "constant" else sources[each.source][each.value] for each in self._outputs
         ]
         return tree_unflatten(leaves, self._spec)
+
+
+def _places_of(stage: nn.Module) -> list[Place]:
+    """Where `stage` keeps its `owned_tensors`. They may be replaced there by others."""
+    return list({id(tensor): (table, name) for table, name, tensor in owned_slots(stage)}.values())
 
 
 def owned_slots(stage: nn.Module) -> list[Slot]:
