@@ -39,6 +39,12 @@ _UNCERTAIN = 1.1
 operators do not allocate what they hand to each other, so most graphs take less than they show.
 """
 
+_TURNS = 4
+"""How often two ways are timed to be compared. A guess."""
+_CLEARLY = 0.02
+"""How much slower compiled code has to be not to be taken: times are known no better (`GOOD_ENOUGH`), and whoever asked
+for it would else get other last digits from one day to the next."""
+
 
 class Room(Protocol):
     """What a step leaves for a graph that is compiled whole, in bytes."""
@@ -79,7 +85,7 @@ def compiled_whole(
 ) -> MeasuredGraph | None:
     """The graph as one compiled stage, the fastest inside the room.
 
-    None if there is none that fits, or if plain it fits as well, and is faster.
+    None if there is none that fits, or if plain it fits as well, and is clearly faster.
     """
     if plain.cut.prefix:  # its stages take what the layers before them return, which nobody has at hand
         return None
@@ -124,12 +130,13 @@ def compiled_whole(
 
 
 def slower(found: MeasuredGraph, other: MeasuredGraph) -> bool:
-    """Whether a step with everything stored takes longer than another way of it."""
-    return _seconds(found) > _seconds(other)
+    """Whether a step with everything stored takes longer than another way of it, clearly.
 
-
-def _seconds(graph: MeasuredGraph) -> float:
-    return sum(stage.forward_seconds + stage.backward_seconds for stage in graph.measurement.stages)
+    Both are timed anew, in turns, since a busy machine disturbs one for a while and then the other. What disturbs a run
+    makes it longer: the shortest of each counts.
+    """
+    turns = [(found.stages.time_again(), other.stages.time_again()) for _ in range(_TURNS)]
+    return min(mine for mine, _ in turns) > (1 + _CLEARLY) * min(theirs for _, theirs in turns)
 
 
 def compiling(progress: Progress) -> Progress:

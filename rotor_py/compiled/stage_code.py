@@ -25,7 +25,8 @@
 #     run is given copies.
 #  4. The backward gives none of its memory away (`donated_buffer`): a graph that is retained goes backward twice.
 #  5. Outputs have the strides that eager mode gives them (`keep_output_stride`, Inductor's default), so that a stage
-#     and its neighbours fit together, whichever of them are compiled.
+#     and its neighbours fit together, whichever of them are compiled. Inputs are saved as they were given, too, and not
+#     as copies in another layout (`saved_inputs.py`).
 #
 # The numbers therefore depend on which stages are compiled, and that may differ from plan to plan. They do not depend
 # on what is stored.
@@ -37,6 +38,7 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
 
 Config = tuple[tuple[str, Any], ...]
 """Options of Inductor, by name."""
+
+Place = tuple[dict[str, Any], str]
+"""A table of a module's parameters or buffers, and a name in it."""
 
 
 class NotCompilableError(Exception):
@@ -69,11 +74,15 @@ class StageCode:
         self._call = call
         self._outputs = outputs
         self._spec = spec
+        self._places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
+        """By stage that has run, where it keeps its tensors: to look for them takes longer than a small kernel."""
 
     def run(self, stage: nn.Module, value: Any) -> Any:
         """Run `stage`, which has to be of the kind that was compiled, on `value`."""
+        if stage not in self._places:
+            self._places[stage] = _places_of(stage)
         arguments = [
-            *owned_tensors(stage),
+            *(table[name] for table, name in self._places[stage]),
             *(leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)),
         ]
         del value
@@ -86,6 +95,11 @@ class StageCode:
             each.value if each.source == "constant" else sources[each.source][each.value] for each in self._outputs
         ]
         return tree_unflatten(leaves, self._spec)
+
+
+def _places_of(stage: nn.Module) -> list[Place]:
+    """Where `stage` keeps its `owned_tensors`. They may be replaced there by others."""
+    return list({id(tensor): (table, name) for table, name, tensor in owned_slots(stage)}.values())
 
 
 def owned_slots(stage: nn.Module) -> list[Slot]:
@@ -210,6 +224,8 @@ def _compile_quietly(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from torch.utils._python_dispatch import _disable_current_modes
 
+    from rotor_py.compiled.saved_inputs import saving_inputs
+
     # Fake tensors in a mode with shapes: without that, Inductor does not look into its cache on disk.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake = [
@@ -230,7 +246,7 @@ def _compile_quietly(
             donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
         ),
     ):
-        call = compile_fx(function.as_graph(), fake, config_patches=dict(config))
+        call = compile_fx(function.as_graph(), fake, config_patches=saving_inputs(dict(config)))
     # PyTorch takes None, which stands for "nobody looked", for "some", and would refuse a graph that is retained.
     if context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []

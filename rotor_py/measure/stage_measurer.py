@@ -171,6 +171,11 @@ class StageMeasurer:
         """
         self._time_until(lambda: enough(possible_times(self.measurement(loss))))
 
+    def time_again(self) -> float:
+        """Time all stages once more, whether or not they are known well; return the seconds of a step in this walk."""
+        self._time_stages({*range(len(self._stages))})
+        return sum(self._times.runs_of(kind)[-1].total for kind in self._kinds)
+
     def _time_until(self, enough: Callable[[], bool], *, only_fewest: bool = False) -> None:
         """Walk and time the stages while any are wanted, and it is not `enough`; keep what was found."""
         timed = set()

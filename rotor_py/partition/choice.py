@@ -80,8 +80,9 @@ def by_budgets(joint: JointGraph, budgets: Sequence[float]) -> list[Candidate]:
 
 def programs_by_budgets(joint: JointGraph, budgets: Sequence[float]) -> list[Program]:
     """The same, without their costs. What draws random numbers runs once, whatever the budget."""
-    kept = [{joint.root.get(node, node) for node in saved} for saved in usually_saved(joint, budgets)]
-    return [in_time(joint, each) for each in kept]
+    early = set(joint.early)
+    kept = [[node for node in saved if node in joint.root or node in early] for saved in usually_saved(joint, budgets)]
+    return [in_time(joint, {joint.allocating(node) for node in each}) for each in kept]
 
 
 def _costs(joint: JointGraph, fused: bool) -> dict[fx.Node, Cost]:

@@ -19,7 +19,7 @@ def extract(
     """The graphs of the forward and of the backward, which run in the order of `program`."""
     graph = fx.Graph()
     copies: dict[fx.Node | Run, fx.Node] = {}
-    runs = set(joint.forward)
+    runs = {*joint.forward, *program.forward}
     for node in joint.module.graph.nodes:
         if node.op in ("placeholder", "get_attr") or node in runs:
             copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -58,14 +58,34 @@ class JointGraph:
     @cached_property
     def forward(self) -> list[fx.Node]:
         """What runs forward, in order: what the outputs need, and what is not known to belong to the backward."""
+        before = self._before_gradients
+        # With what these read: a pass may have put a node of the backward in the place of an equal one of the forward.
+        needed = ancestors([*self.outputs, *(node for node in before if not _tagged_backward(node))])
+        return [node for node in before if node in needed]
+
+    @cached_property
+    def early(self) -> list[fx.Node]:
+        """What autograd runs backward and may as well run forward: it reads no gradient. A ReLU's mask, for example.
+
+        No random operator is among it: it would draw in another order.
+        """
+        forward = set(self.forward)
+        found, ready = [], {*self.primals, *forward}
+        for node in self._before_gradients:
+            functional = node.target is operator.getitem or self._is_function(node)
+            inputs = (each for each in node.all_input_nodes if each.op != "get_attr")
+            if node not in forward and functional and not _must_run_backward(node) and ready.issuperset(inputs):
+                found.append(node)
+                ready.add(node)
+        return found
+
+    @cached_property
+    def _before_gradients(self) -> list[fx.Node]:
         after: set[fx.Node] = {node for node in self.inputs if _is_tangent(node)}
         for node in self._calls:
             if not after.isdisjoint(node.all_input_nodes):
                 after.add(node)
-        before = [node for node in self._calls if node not in after]
-        # With what these read: a pass may have put a node of the backward in the place of an equal one of the forward.
-        needed = ancestors([*self.outputs, *(node for node in before if not _tagged_backward(node))])
-        return [node for node in before if node in needed]
+        return [node for node in self._calls if node not in after]
 
     @cached_property
     def backward(self) -> list[fx.Node]:
@@ -95,6 +115,13 @@ class JointGraph:
     def order(self) -> dict[fx.Node, int]:
         return {node: position for position, node in enumerate(self.module.graph.nodes)}
 
+    def in_turn(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """`nodes` of the forward, some of which may be `early`: these run right after what they read."""
+        when = {node: self.order[node] for node in self.forward}
+        for node in self.early:
+            when[node] = max((when[each] for each in node.all_input_nodes if each in when), default=0)
+        return sorted(nodes, key=lambda node: (when[node], self.order[node]))
+
     @cached_property
     def allocations(self) -> dict[fx.Node, dict[int, int]]:
         """By node, the storages behind its tensors, and their bytes. A view has the storage of what it views."""
@@ -117,6 +144,15 @@ class JointGraph:
                 viewed = next(given, None) if mine else None
             found[node] = node if viewed is None else found[viewed]
         return found
+
+    def allocating(self, node: fx.Node) -> fx.Node:
+        """The node that allocated the memory of a node of the forward, or of one that runs `early`."""
+        if node in self.root or node.target is operator.getitem:
+            return self.root.get(node, node)
+        mine = self.allocations[node]
+        viewed = (each for each in node.all_input_nodes if not mine.keys().isdisjoint(self.allocations[each]))
+        found = next(viewed, None)
+        return node if found is None else self.allocating(found)
 
     def bytes_of(self, node: fx.Node) -> int:
         """The bytes of the memory that a node allocates or views."""
@@ -199,7 +235,12 @@ def known(size: Any) -> int:
 
 
 def _tagged_backward(node: fx.Node) -> bool:
-    return partitioners._has_tag_is_backward(node) or partitioners._has_tag_must_be_in_backward(node)
+    return partitioners._has_tag_is_backward(node) or _must_run_backward(node)
+
+
+def _must_run_backward(node: fx.Node) -> bool:
+    found: bool = partitioners._has_tag_must_be_in_backward(node)
+    return found
 
 
 def _storages(value: Any) -> dict[int, int]:

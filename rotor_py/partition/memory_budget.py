@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import warnings
 from contextvars import ContextVar, Token
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rotor_py.units import parse_bytes
+
+if TYPE_CHECKING:
+    from rotor_py.partition.partitioner import BudgetPartitioner
 
 # torch is asked for its backends only when something is compiled: importing them takes a second.
 
@@ -43,9 +46,14 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
     @property
     def options(self) -> dict[str, Any]:
         """Options of `torch.compile` for the backend inductor."""
+        from rotor_py.compiled.saved_inputs import saving_inputs
+
+        return saving_inputs({"custom_partitioner_fn": self._partitioner()})
+
+    def _partitioner(self) -> BudgetPartitioner:
         from rotor_py.partition.partitioner import BudgetPartitioner
 
-        return {"custom_partitioner_fn": BudgetPartitioner(self.limit, fused=True)}
+        return BudgetPartitioner(self.limit, fused=True)
 
     def __enter__(self) -> memory_budget:
         self._tokens.append(_current.set(self))
@@ -80,17 +88,16 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
             # Options go with no mode, so the mode is spelt out.
             options = torch._inductor.list_mode_options(mode, settings.get("dynamic"))
         options = dict(options or {})
-        if (
-            options.get("custom_partitioner_fn", self.options["custom_partitioner_fn"])
-            != self.options["custom_partitioner_fn"]
-        ):
+        partitioner = self._partitioner()
+        if options.get("custom_partitioner_fn", partitioner) != partitioner:
             raise ValueError(
                 "options have a custom_partitioner_fn, and memory_budget brings its own; leave one of the two out"
             )
+        from rotor_py.compiled.saved_inputs import saving_inputs
         from rotor_py.partition.watched_inductor import WatchedInductor
 
-        partitioner = self.options["custom_partitioner_fn"]
-        backend = WatchedInductor(options | self.options, settings.get("dynamic"), partitioner)
+        options = saving_inputs({**options, "custom_partitioner_fn": partitioner})
+        backend = WatchedInductor(options, settings.get("dynamic"), partitioner)
         return {**settings, "backend": backend, "mode": None, "options": None}
 
     def _bound_backend(self, backend: Any) -> Any:

@@ -44,7 +44,7 @@ class BackwardWriter:
 
     joint: JointGraph
     kept: set[fx.Node]
-    """What the forward keeps: nodes that allocate memory."""
+    """What the forward keeps: nodes that allocate memory, those that run early included."""
     runs: list[Run] = field(default_factory=list)
     there: dict[fx.Node, Run] = field(default_factory=dict)
     """Values of the forward that have been made again, and values of the backward."""
@@ -55,7 +55,7 @@ class BackwardWriter:
 
     def write(self, node: fx.Node) -> None:
         """Run a node of the backward."""
-        if node in self.there:  # unpacked already
+        if node in self.there or node in self.kept:  # unpacked already, or made by the forward
             return
         for each in node.all_input_nodes:
             self.make(each)
@@ -93,18 +93,18 @@ class BackwardWriter:
         saved |= {node for node in joint.gradients if node not in self.there and node not in tangents}
         saved -= tangents
         needed_forward = ancestors([*joint.outputs, *saved])
-        forward = [node for node in joint.forward if node in needed_forward]
+        forward = joint.in_turn(node for node in (*joint.forward, *joint.early) if node in needed_forward)
         return Program(tuple(forward), frozenset(saved), tuple(reversed(backward)))
 
     def _is_there(self, node: fx.Node) -> bool:
         return node in self.there or self._from_outside(node)
 
     def _from_outside(self, node: fx.Node) -> bool:
-        if node.op != "call_function":
+        if node.op != "call_function" or node in self.kept:
             return True
         if node not in self.forward:
             return False
-        return node in self.kept or node not in self.joint.replayable or is_number(node)
+        return node not in self.joint.replayable or is_number(node)
 
     def _run(self, node: fx.Node) -> None:
         if node in self.joint.stand_ins:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rotor_py import Checkpointable
+from rotor_py.capture.whole_graph import slower
 from rotor_py.compiled import stage_compiler
 from rotor_py.compiled.stage_code import NotCompilableError
 from rotor_py.plan.ways import fastest
@@ -98,6 +100,32 @@ def test_where_no_way_fits_the_error_names_the_least_limit_of_all() -> None:
     with pytest.raises(InfeasibleError) as caught:
         fastest(ways, ways.__getitem__, lambda budget: budget.solve(5), lambda *_: 0.0)  # type: ignore[attr-defined]
     assert caught.value.min_bytes == 40
+
+
+@pytest.mark.parametrize(
+    ("compiled", "plain", "expected"),
+    [
+        ((9.0, 1.0, 9.0, 9.0), (1.1, 1.1, 1.1, 1.1), False),  # a busy machine has disturbed three of its runs
+        ((1.01, 1.0, 1.01, 1.0), (1.0, 0.99, 1.0, 1.0), False),  # no slower than times are known
+        ((1.1, 1.1, 1.1, 1.1), (1.0, 9.0, 9.0, 9.0), True),
+    ],
+)
+def test_compiled_code_is_slower_only_if_it_is_at_its_best_and_clearly(
+    compiled: tuple[float, ...], plain: tuple[float, ...], expected: bool
+) -> None:
+    order: list[str] = []
+
+    def timed(name: str, seconds: tuple[float, ...]) -> Any:
+        remaining = iter(seconds)
+
+        def time_again() -> float:
+            order.append(name)
+            return next(remaining)
+
+        return SimpleNamespace(stages=SimpleNamespace(time_again=time_again))
+
+    assert slower(timed("compiled", compiled), timed("plain", plain)) == expected
+    assert order == ["compiled", "plain"] * 4  # in turns
 
 
 def test_a_stage_that_cannot_be_compiled_runs_as_it_is(

@@ -1,0 +1,91 @@
+"""What the backward of a graph computes without a gradient: the forward may run it, and save that and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import AotAutograd
+from torch._dynamo.backends.debugging import boxed_nop
+
+from rotor_py.partition import partitioner
+from rotor_py.partition.choice import Candidate, usual
+from rotor_py.partition.joint_graph import JointGraph, usually_saved
+from rotor_py.partition.partitioner import BudgetPartitioner
+from tests.partition.compiled_steps import Residual
+
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.convolution.default}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "norm": lambda: nn.Sequential(
+        nn.Linear(16, 16),
+        Residual(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)),
+        Residual(nn.LayerNorm(16), nn.Linear(16, 16)),
+        nn.LayerNorm(16),
+        nn.Linear(16, 16),
+    ),
+    "mask": lambda: nn.Sequential(
+        nn.Linear(16, 64), nn.ReLU(), nn.Unflatten(1, (8, 8)), nn.Softmax(1), nn.Flatten(1), nn.Linear(64, 3)
+    ),
+}
+"""Of the norm, its deviations divided by its width are saved, and of the ReLU where it was zero."""
+
+
+def step(model: nn.Module, value: torch.Tensor, **partition: Any) -> list[torch.Tensor]:
+    """The gradients of a step in the operators that Inductor would be given, which run one by one."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    torch._dynamo.reset()
+    table = select_decomp_table()
+    backend = AotAutograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, decompositions=table, **partition)
+    run: Any = torch.compile(model, backend=backend)
+    run(value).square().sum().backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JointGraph, Candidate]]:
+    """Every graph that is partitioned from now on, and what is chosen for it."""
+    found: list[tuple[JointGraph, Candidate]] = []
+
+    def choose(joint: JointGraph) -> Candidate:
+        found.append((joint, usual(joint)))
+        return found[-1][1]
+
+    monkeypatch.setattr(partitioner, "usual", choose)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_pytorch_saves_of_it_is_saved_and_no_product_runs_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = noted(monkeypatch)
+    torch.manual_seed(0)
+    model, value = MODELS[name](), torch.randn(8, 16)
+    made = step(model, value, partition_fn=BudgetPartitioner("1GB", fused=True))
+    ((joint, chosen),) = found
+    (saved,) = usually_saved(joint, [1])
+    early = {node for node in saved if joint.allocating(node) in joint.early}
+    assert early, "the model shows nothing"
+    assert early <= chosen.program.saved
+    assert not PRODUCTS & {node.target for node in chosen.program.replayed}
+    storages = {key: size for node in saved for key, size in joint.allocations[node].items()}
+    callers = {key for node in (*joint.primals, *joint.outputs) for key in joint.allocations[node]}
+    assert chosen.weight.saved == sum(size for key, size in storages.items() if key not in callers)
+    model.zero_grad()
+    assert all(map(torch.equal, made, step(model, value)))
+
+
+def test_what_runs_early_runs_right_after_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the forward, all that it reads would be there at once, and the peak would be another one."""
+    found = noted(monkeypatch)
+    step(MODELS["norm"](), torch.randn(8, 16), partition_fn=BudgetPartitioner("1GB", fused=True))
+    ((joint, chosen),) = found
+    position = {node: number for number, node in enumerate(chosen.program.forward)}
+    ran = [node for node in chosen.program.forward if node in joint.early]
+    assert ran
+    for node in ran:
+        latest = max(position[each] for each in node.all_input_nodes if each in position)
+        assert set(chosen.program.forward[latest + 1 : position[node]]) <= set(joint.early)
