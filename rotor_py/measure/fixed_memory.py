@@ -60,13 +60,15 @@ def known_memory(
     `optimizer` is None where nothing is known about it. Gradients of parameters that are `stepped` in the backward are
     not fixed.
     """
-    sizes = storages(_on(device, model.parameters()))
+    parameters, buffers = storages(_on(device, model.parameters())), storages(_on(device, model.buffers()))
     return FixedMemory(
-        parameters=sum(sizes.values()),
-        buffers=storage_bytes(_on(device, model.buffers()), owned_elsewhere=sizes),  # some are views of parameters
+        parameters=sum(parameters.values()),
+        # Some are views of parameters.
+        buffers=sum(size for storage, size in buffers.items() if storage not in parameters),
         gradients=kept_gradient_bytes(model, device, fresh=fresh_gradients, stepped=stepped),
         optimizer=optimizer.state_bytes if optimizer else 0,
-        batch=storage_bytes(_on(device, tensors_in(sample))),
+        # What goes into a captured graph are also buffers, such as the mask of an attention.
+        batch=storage_bytes(_on(device, tensors_in(sample)), owned_elsewhere={**parameters, **buffers}),
     )
 
 
