@@ -61,7 +61,8 @@ class MemoryMeter(Protocol):
 class CpuMeter:
     """Allocator events of the CPU, collected by the profiler of PyTorch.
 
-    Frees of blocks that are older than the meter are not counted: the profiler does not know their sizes.
+    Frees of blocks that are older than the meter are not counted: the profiler does not know their sizes. Of operators
+    it records nothing: with small ones, that would take longer than they do.
     """
 
     phases: dict[str, Phase] = field(default_factory=dict)
@@ -74,16 +75,20 @@ class CpuMeter:
         self._profile = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
         with _quiet():
             self._profile.__enter__()
+        _record_operators(False)
         return self
 
     def mark(self, name: str) -> None:
         # An event among the allocations, so that one clock orders both.
+        _record_operators(True)
         with torch.profiler.record_function(_MARK + name):
             pass
+        _record_operators(False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _record_operators(True)
         profile, self._profile = self._profile, None
         with _quiet():
             profile.__exit__(kind, error, trace)
@@ -91,6 +96,11 @@ class CpuMeter:
             # The tree is in the order of who called whom, not of time.
             events = sorted(_events(profile.kineto_results.experimental_event_tree()))
             self.phases, self.curve = _split(events)
+
+
+def _record_operators(enabled: bool) -> None:
+    """Whether profilers see the operators that this thread runs, as they do by default."""
+    torch._C._autograd._enable_record_function(enabled)  # a switch of this thread, for which torch has no public name
 
 
 def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:

@@ -33,6 +33,10 @@ class StageOffers:
     carried: Mapping[str, int] = MappingProxyType({})
     """The tensors of the output that are handed on beside the chain: name, and position among the output's tensors."""
 
+    handed_on: Mapping[int, int] = MappingProxyType({})
+    """The tensors of the output that are some of the input, and that the stage does not use otherwise: the position
+    among the output's tensors, and that among the input's. Their gradients pass through its backward as they are."""
+
     wiring: Hashable = None
     """Which values of its input the stage reads and which it hands on, by position. Stages of one kind (`stage_kind`)
     cost the same whichever values they read, but code that was compiled for one reads what that one does."""

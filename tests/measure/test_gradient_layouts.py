@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from rotor_profiling import loss_layouts, measured_peak, stage_layouts
 from rotor_py import Checkpointable, store_all
+from rotor_py.capture.graph import graph_stage
 from rotor_py.measure.walks.gradient_layouts import GradientLayouts
 from rotor_py.measure.walks.survey import Survey
 from rotor_py.stage.runner import StageRunner
@@ -140,3 +141,44 @@ def test_a_chain_is_measured_again_only_where_layouts_differ(
     monkeypatch.setattr(Survey, "walk", counting)
     Checkpointable(make(), loss=square).measure(torch.randn(16, 12, 48))
     assert len(counted) == walks
+
+
+class Skipping(nn.Module):
+    """Its first value comes back after all layers, each of a kind of its own. Its gradient is a part of a wider one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(22, 4)
+        self.layers = nn.ModuleList(nn.Linear(width, width + 1) for width in range(8, 14))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        skipped = value = self.first(value)
+        for layer in self.layers:
+            value = layer(value).tanh()
+        return self.last(torch.cat([value, skipped], dim=1))
+
+
+def test_a_gradient_that_only_passes_through_a_stage_needs_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    surveys: list[Survey] = []
+    walks: list[int] = []
+    walk = Survey.walk
+
+    def counting(survey: Survey, *progress: Any, **until: Any) -> Any:
+        walks.append(1)
+        surveys[:] = [survey]
+        return walk(survey, *progress, **until)
+
+    def found() -> tuple[list[Any], int]:
+        walks.clear()
+        Checkpointable(Skipping(), loss=square, cache=False).measure(torch.randn(5, 8))
+        return surveys[0].arriving, len(walks)
+
+    monkeypatch.setattr(Survey, "walk", counting)
+    arriving, few = found()
+    with monkeypatch.context() as patch:
+        patch.setattr(graph_stage, "_handed_on", lambda *nodes: {})
+        expected, many = found()
+    assert arriving == expected
+    assert sum((22, 1) in layouts for layouts in arriving) > 6
+    assert few <= 3
+    assert many > 6

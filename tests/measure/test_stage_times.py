@@ -44,7 +44,7 @@ def test_on_a_quiet_machine_few_walks_are_enough(kinds: str) -> None:
 def test_stages_of_one_kind_are_timed_in_turn() -> None:
     generator = random.Random(0)
     assert timed(StageTimes(), list("aaaaaaaa"), 0.0, generator) == [{0, 2, 4, 6}]
-    assert timed(StageTimes(), list("aabba"), 0.0, generator) == [{0, 1, 2, 3, 4}, {2, 3}]
+    assert timed(StageTimes(), list("aabca"), 0.0, generator) == [{0, 1, 2, 3, 4}, {2, 3}]
     walks = timed(StageTimes(), list("aaaaaaaa"), 2.0, generator)
     assert walks[:2] == [{0, 2, 4, 6}, {1, 3, 5, 7}]
 
@@ -129,7 +129,7 @@ def test_stages_are_timed_walk_by_walk_and_not_several_times_in_a_row(monkeypatc
     widths = [8, 16, 24, 32]
     layers = nn.Sequential(*(nn.Linear(a, b) for a, b in zip([4, *widths], widths, strict=False)))
     Checkpointable(layers, loss=torch.sum).measure(torch.randn(64, 4))
-    assert order[: 3 * len(widths)] == widths * 3
+    assert order[: FEWEST_RUNS * len(widths)] == widths * FEWEST_RUNS
 
 
 def test_a_node_takes_time_and_it_counts_where_a_stage_is_one() -> None:

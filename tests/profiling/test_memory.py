@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rotor_profiling import Phase, measured_curve, measured_peak, memory_meter
+from rotor_profiling.memory import CpuMeter
 from tests.profiling.costs import CPU
 
 KIB = 1024
@@ -22,6 +23,22 @@ def test_a_meter_of_nothing_reads_zero() -> None:
     with memory_meter(CPU) as meter:
         pass
     assert meter.phases == {"": Phase(0, 0, 0)}
+
+
+def test_a_meter_does_not_record_operators_and_leaves_that_to_others_as_it_was() -> None:
+    value = torch.randn(4)
+    meter = CpuMeter()
+    with meter:
+        value.exp().cos()
+        profile = meter._profile
+    recorded = [event.name for event in profile.kineto_results.experimental_event_tree()]
+    assert recorded
+    assert set(recorded) == {"[memory]"}
+    with pytest.raises(ValueError, match="inside"), memory_meter(CPU):
+        raise ValueError("inside")
+    with torch.autograd.profiler.profile() as after:
+        value.exp()
+    assert "aten::exp" in {event.name for event in after.function_events}
 
 
 def test_work_before_the_first_mark_is_the_nameless_phase() -> None:

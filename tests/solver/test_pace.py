@@ -8,8 +8,11 @@ from types import ModuleType
 
 import pytest
 
+from rotor_solver import solve
 from rotor_solver.arrays import pace
+from rotor_solver.persistent import table
 from tests.solver.pace import fresh_process
+from tests.solver.persistent.test_scale import limit_between, random_chain
 from tests.solver.test_solve import run
 
 LAYOUT = "rotor_solver.persistent.layout"
@@ -26,6 +29,14 @@ def test_a_small_chain_is_planned_without_numba() -> None:
         "solve(unit_chain(20), 12), limit_for(unit_chain(9), slots=40); print('numba' in sys.modules)"
     )
     assert run(script) == "False"
+
+
+def test_the_first_plan_of_a_few_hundred_stages_compiles_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(pace, "on_disk", lambda module: False)
+    monkeypatch.setattr(table, "prepare", lambda *kernel: pytest.fail("a kernel is compiled"))
+    chain = random_chain(270)
+    solve(chain, limit_between(chain, 0.5))
+    assert not pace._Pace.compiled
 
 
 @pytest.mark.parametrize("kept", [True, False])

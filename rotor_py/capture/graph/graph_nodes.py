@@ -33,7 +33,10 @@ def carries_gradient(node: fx.Node) -> bool:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """The tensors of the node's value as Dynamo saw them: fake tensors, which have no data."""
-    return [leaf for leaf in tree_leaves(example_of(node)) if isinstance(leaf, torch.Tensor)]
+    example = example_of(node)
+    if isinstance(example, torch.Tensor):  # of most nodes; all of them are asked many times
+        return [example]
+    return [leaf for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor)]
 
 
 def need_gradients(nodes: Iterable[fx.Node]) -> list[bool]:

@@ -41,9 +41,9 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     Its input and output are tuples of tensors and numbers: first what is live there, then the values that all stages
     share, `shared` in number. The stage reads the shared values at the positions `reads`, and hands all of them on
     unless it is the `last`. `signature` is equal for pieces that do the same. `sizes` are those of the input that the
-    graph was cut for. `carried` and `needs_gradient` are what `StageOffers` says of them. In the graph of a sharded
-    model, `begun` are the groups of parameters that the stage uses, of modules that begin before it, and `marked` are
-    its nodes. `known` are the parts of other stages of the graph.
+    graph was cut for. `carried`, `handed_on` and `needs_gradient` are what `StageOffers` says of them. In the graph of
+    a sharded model, `begun` are the groups of parameters that the stage uses, of modules that begin before it, and
+    `marked` are its nodes. `known` are the parts of other stages of the graph.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         shared: int,
         last: bool,
         carried: dict[str, int],
+        handed_on: dict[int, int],
         signature: Hashable,
         sizes: Sizes,
         needs_gradient: Sequence[bool],
@@ -71,6 +72,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self.last = last
         self.wiring = (reads, shared, last)
         self.carried = carried
+        self.handed_on = handed_on
         self._signature = signature
         self._sizes = sizes
         # In tuples, which modules do not look into: these graphs must not become submodules, since they have no
@@ -216,6 +218,7 @@ def stages_of(
             shared=len(shared),
             last=last,
             carried={node.name: tensors.index(node) for node in cuts.carried if node in tensors},
+            handed_on=_handed_on(piece, inputs, outputs),
             signature=tuple(emitter.signature),
             sizes=facts.sizes,
             needs_gradient=need_gradients([*inputs, *shared]),
@@ -226,6 +229,13 @@ def stages_of(
         result.append((name, stage))
         inputs = outputs
     return result, shared, leaving
+
+
+def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[int, int]:
+    """The tensors of `outputs` that are `inputs` which no node of the piece reads, by position."""
+    read = {each for node in piece for each in node.all_input_nodes}
+    given, made = ([node for node in nodes if tensors_of(node)] for nodes in (inputs, outputs))
+    return {made.index(node): at for at, node in enumerate(given) if node in made and node not in read}
 
 
 def context_of(facts: GraphFacts, wanted: Sequence[fx.Node]) -> fx.GraphModule:

@@ -16,7 +16,7 @@ from rotor_py.measure.certified.possible_times import ends_of
 from rotor_py.measure.measurement import Ends
 
 # Guesses, but for this: times that are wrong by 30 % for each stage, independently, cost a plan 1.4 % at most.
-FEWEST_RUNS = 3
+FEWEST_RUNS = 2
 MOST_RUNS = 8
 MOST_WALKS = 8
 """A walk takes a forward at least, and as long as several steps where all stages are timed in all ways."""

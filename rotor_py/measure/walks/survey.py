@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from rotor_py.stage.activity import During
 from rotor_py.stage.attached_stage import edges_of, leaves_behind
 from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
+from rotor_py.stage.protocol import offers_of
 from rotor_solver.progress import Progress
 
 
@@ -30,7 +31,8 @@ class Survey:
         self._stepped = stepped
         self._effects: dict[Hashable, GraphEffects] = {}
         self._given: dict[Hashable, Layouts] = {}
-        """The layouts of the gradients of a stage's input, by its kind and those of the gradients that arrive."""
+        """The layouts of the gradients of a stage's input, by its kind and those of the gradients that arrive, but of
+        tensors that it only hands on."""
         self.needs_gradient: dict[int, list[bool]] = {}
         """Which tensors of a stage's output need a gradient in training."""
         self._chain = chain
@@ -75,7 +77,30 @@ class Survey:
 
     def _known(self, number: int, arriving: Layouts) -> Layouts | None:
         """The layouts that a stage gives if gradients arrive like this; None if no stage of its kind has shown that."""
-        return self._given.get((self._alike[number], self._chain.silent_of(number), arriving))
+        given = self._given.get(self._asked(number, arriving))
+        return None if given is None else self._with_handed_on(number, given, arriving)
+
+    def _asked(self, number: int, arriving: Layouts) -> Hashable:
+        """What the layouts that a stage gives are known by."""
+        passed = tuple(self._handed_on(number).items())
+        return self._alike[number], self._chain.silent_of(number), passed, self._to_run(number, arriving)
+
+    def _handed_on(self, number: int) -> Mapping[int, int]:
+        return offers_of(self._stages[number][1]).handed_on
+
+    def _to_run(self, number: int, arriving: Layouts) -> Layouts:
+        """Of the gradients that arrive, the layouts on which it depends what the stage gives."""
+        passed = self._handed_on(number)
+        found = tuple(None if position in passed else each for position, each in enumerate(arriving))
+        return found if any(found) else ()
+
+    def _with_handed_on(self, number: int, given: Layouts, arriving: Layouts) -> Layouts:
+        """The layouts that a stage gives, with those that only pass through it."""
+        found = list(given)
+        for end, begin in self._handed_on(number).items():
+            if end < len(arriving) and arriving[end] is not None and found[begin] is not None:
+                found[begin] = arriving[end]
+        return tuple(found)
 
     def _pass(self, number: int, value: Any) -> Any:
         """Look at a stage unless its kind is known; returns its output, the input of the next one."""
@@ -90,15 +115,21 @@ class Survey:
             if chain.layer_offers is not None:
                 with During("measuring", name):
                     chain.layer_offers.look_at(function, name, alike, value, chain.device)
-            silent, arriving = chain.silent_of(number), self.arriving[number]
-            kind = (alike, silent, arriving)
-            if anywhere(kind not in self._given, chain.group, chain.device):
-                runner = chain.runner(number)
-                self._given[kind] = stage_layouts(runner, value, chain.device, silent=silent, arriving=arriving)
+            self._alike[number] = alike
+            arriving = self.arriving[number]
+            asked = self._asked(number, arriving)
+            if anywhere(asked not in self._given, chain.group, chain.device):
+                self._given[asked] = stage_layouts(
+                    chain.runner(number),
+                    value,
+                    chain.device,
+                    silent=chain.silent_of(number),
+                    arriving=self._to_run(number, arriving),
+                )
             # Run again for its output: a stage of a known kind did not run, and its numbers are its own.
             value = chain.run(chain.runner(number), value)
-            self._layouts.note(number, self._given[kind], tensors_in(value))
-        self._alike[number] = alike
+            given = self._with_handed_on(number, self._given[asked], arriving)
+            self._layouts.note(number, given, tensors_in(value))
         self.needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
         return value
 

@@ -12,7 +12,7 @@ from torch import nn
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.plan.inputs.input_spec import equal_at_sight, same_kind
 
-_TRAINED, _DTYPE, _DEVICE = map(attrgetter, ("requires_grad", "dtype", "device"))
+_MODE, _TRAINED, _DTYPE, _DEVICE = map(attrgetter, ("training", "requires_grad", "dtype", "device"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ModelState:
         modules, parameters = _within(model)
         return cls(
             modules=tuple(map(id, modules)),
-            modes=tuple([module.training for module in modules]),
+            modes=tuple(map(_MODE, modules)),
             parameters=tuple(map(id, parameters)),
             # Not a tuple for each parameter: Python's garbage collection would come more often.
             trained=tuple(map(_TRAINED, parameters)),
@@ -84,14 +84,13 @@ def has_gradients(model: nn.Module) -> bool:
 def _within(model: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """The modules and the parameters of a model; what is there twice comes twice."""
     # Every step comes here. `modules()` and `parameters()` take longer, since they leave out what comes twice.
-    modules: list[nn.Module] = [model]
-    parameters: list[nn.Parameter] = []
+    modules: list[nn.Module | None] = [model]
+    parameters: list[nn.Parameter | None] = []
     for module in modules:  # grows as it goes
-        if children := module._modules:
-            modules += [child for child in children.values() if child is not None]
-        if owned := module._parameters:
-            parameters += [parameter for parameter in owned.values() if parameter is not None]
-    return modules, parameters
+        if module is not None:
+            modules += module._modules.values()
+            parameters += module._parameters.values()
+    return [each for each in modules if each is not None], [each for each in parameters if each is not None]
 
 
 @dataclass(frozen=True, slots=True)

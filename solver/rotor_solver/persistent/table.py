@@ -26,9 +26,10 @@ from rotor_solver.sequence import Sequence
 
 _CUT = 1.001
 """Times up to this multiple of the scale are of use. 1 would leave no room for rounding; how much more is a guess."""
-_DOUBLE = 2e8
+_DOUBLE = 1e9
 """A table is in double precision if its numbers times the chain's stages are no more than this; a guess. In larger
-ones, single precision halves the memory that is read, and reading is what takes them long."""
+ones, single precision halves the memory that is read, and reading is what takes them long. Only compiled kernels fill
+these: with less, the first plan of 300 stages on a machine waited for two sets of kernels, and now takes a second."""
 _SERIAL = 2e7
 """Pairs of slots up to which one core fills a table, in a hundredth of a second; a guess. Several cores wait for each
 other, and long if other programs keep them busy."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import networkx as nx
 from torch import fx
 
+from rotor_py.capture.graph.parts.flow import Network
 from rotor_py.capture.graph.parts.saved_values import SavedValues
 
 
@@ -33,29 +33,28 @@ def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mappin
     can be.
 
     A node is two points of the network, "made" and "kept", and what it costs to keep is the capacity between them. What
-    it costs to make again is that between the source and "made". All other edges have no capacity, which networkx reads
-    as an infinite one: a cut never goes through them.
+    it costs to make again is that between the source and "made". All other edges have no capacity: a cut never goes
+    through them.
     """
-    flow = nx.DiGraph()
-    flow.add_nodes_from(("source", "saved"))
+    flow = Network("source", "saved")
     own = [node for node in values.roots if values.roots[node] is node]
     for node in own:
         if node in values.overwritten:  # nothing is left of it to keep
             flow.add_edge((node, "made"), (node, "kept"))
         else:
-            flow.add_edge((node, "made"), (node, "kept"), capacity=keeping[node])
+            flow.add_edge((node, "made"), (node, "kept"), keeping[node])
         if node in values.saved:
             flow.add_edge((node, "kept"), "saved")
         if node not in again:  # the cut has to pass between it and all that is saved
             flow.add_edge("source", (node, "made"))
         elif again[node]:
-            flow.add_edge("source", (node, "made"), capacity=again[node])
+            flow.add_edge("source", (node, "made"), again[node])
         for each in memory_read(node, values.roots):
             flow.add_edge((each, "kept"), (node, "made"))
-    # networkx returns the cut nearest to the sink, "saved", so as little as possible has to be made again behind it.
-    _, (before, _) = nx.minimum_cut(flow, "source", "saved")
-    made_again = frozenset(node for node in own if (node, "made") not in before)
-    return Cut(frozenset(node for node in own if (node, "kept") not in before) - made_again, made_again)
+    # It is the cut nearest to the sink, "saved", so as little as possible has to be made again behind it.
+    behind = flow.behind_least_cut()
+    made_again = frozenset(node for node in own if (node, "made") in behind)
+    return Cut(frozenset(node for node in own if (node, "kept") in behind) - made_again, made_again)
 
 
 def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
