@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import torch
 
 from rotor_profiling.memory import Phase
-from rotor_profiling.timing import together
+from rotor_profiling.processes import several_processes
 
 _MARK = "rotor_profiling.watch:"
 
@@ -115,7 +115,7 @@ def give_way() -> None:
 
 
 def _can_listen() -> bool:
-    if together():  # Rule 5
+    if several_processes():  # Rule 5
         return False
     # Private functions of torch. Where they are missing, nothing is watched.
     functions = (torch.autograd, "_enable_profiler_legacy"), (torch.autograd, "_disable_profiler_legacy")

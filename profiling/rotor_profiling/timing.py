@@ -10,7 +10,8 @@ from math import sqrt
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
+
+from rotor_profiling.processes import several_processes
 
 # Guesses. Fewer runs make times that jump from plan to plan, more runs make measuring take minutes.
 FEWEST_RUNS = 3
@@ -49,7 +50,7 @@ def seconds_of(run: Callable[[], None], watch: Stopwatch, before: Callable[[], N
     """The seconds of `run`, which is repeated until they rest on enough runs; what comes `before` it is not counted."""
     measured: list[float] = []
     # Processes have to run equally often, but their clocks differ. With equal bounds no clock decides.
-    most = FEWEST_RUNS if together() else MOST_RUNS
+    most = FEWEST_RUNS if several_processes() else MOST_RUNS
     while len(measured) < FEWEST_RUNS or (sum(measured) < ENOUGH_SECONDS and len(measured) < most):
         if before is not None:
             before()
@@ -76,11 +77,6 @@ def spread(samples: list[float]) -> float:
 def error_of(samples: list[float]) -> float:
     """How well their middle is known: how far the middle half is apart, less the more of them there are."""
     return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / sqrt(len(samples))
-
-
-def together() -> bool:
-    """Whether other processes may have to run as often: a collective in a stage waits for all of them."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _quantile(samples: list[float], part: float) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
+from rotor_profiling.processes import several_processes
 from rotor_py.capture.data_questions import Answers, answers_of, without_questions_about_the_batch
 from rotor_py.capture.graph.autograd_functions import with_saving_functions
 from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points, weights_of
@@ -25,7 +26,6 @@ from rotor_py.capture.graph.recurrent_layers import draws_from_own_state, with_l
 from rotor_py.capture.graph.run_graph import line_of, run_graph
 from rotor_py.capture.marks.fsdp_marks import FSDPMarks
 from rotor_py.capture.marks.mark_nodes import enter, leave
-from rotor_py.distributed.processes import several_processes
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Layer
 from rotor_py.measure.measurement import PrefixCost

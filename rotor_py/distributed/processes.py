@@ -54,11 +54,6 @@ def _sharing_parameters(model: nn.Module) -> list[dist.ProcessGroup]:
     return [group for mesh in meshes for group in mesh.get_all_groups()]
 
 
-def several_processes() -> bool:
-    """Whether this process is one of several, whatever they do together."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def meeting_in_stages(model: nn.Module) -> dist.ProcessGroup | None:
     """The processes that wait for each other inside stages of `model`, so that all have to run these equally often."""
     synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())

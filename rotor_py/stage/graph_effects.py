@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, leaves_of, tensors_in
+from rotor_profiling.processes import several_processes
 from rotor_profiling.storage import local, wait_for
-from rotor_profiling.timing import together
 from rotor_profiling.values import equal
 
 
@@ -62,7 +62,7 @@ def find_effects(function: nn.Module, value: Any, device: torch.device) -> Graph
     attached = _outputs(function, value, device, graph=True)
     differs = not _equal(plain, attached)
     # Where a stage waits for other processes, all have to run it equally often, whatever each of them finds.
-    if differs or together():
+    if differs or several_processes():
         differs = _equal(attached, _outputs(function, value, device, graph=True)) and differs
     return GraphEffects(differs, tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad))
 

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.instruments import memory_meter
 from rotor_profiling.memory import MemoryMeter, Phase
+from rotor_profiling.processes import several_processes
 from rotor_profiling.stage.gradients import Layouts, gradients_at, gradients_for, leaves_of, scalar_after
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.stage.stepping import Stepped
 from rotor_profiling.storage import storage_bytes, storages, tensors_in, wait_for
-from rotor_profiling.timing import together
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def measure_bytes(
     """
     # On the CPU, the profiler misses a free if a thread of the backend is the last to let go of what was sent. So what
     # is found is never less than what it is, and the least of several is closest.
-    times = 3 if place.device.type == "cpu" and together() else 1
+    times = 3 if place.device.type == "cpu" and several_processes() else 1
     rounds = [_measure_once(runners, value, parameters, place) for _ in range(times)]
     return tuple(_least(found) for found in zip(*rounds, strict=True))
 

@@ -38,11 +38,6 @@ def gradients_at(value: Any) -> list[torch.Tensor]:
     return [tensor.grad for tensor in tensors_in(value) if tensor.grad is not None]
 
 
-def with_graph(output: Any) -> list[torch.Tensor]:
-    """The tensors of `output` that a backward can start from."""
-    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-
-
 def gradients_for(output: Any, silent: Sequence[int] = (), layouts: Layouts = ()) -> list[torch.Tensor | None]:
     """A gradient of ones for each tensor in `output`, laid out in memory as `layouts` says.
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from rotor_py.capture.graph.graph_nodes import name_of, overwrites
 from rotor_py.capture.graph.run_graph import line_of
+from rotor_py.capture.graph.sizes import example_of
 from rotor_py.errors import UnsupportedModelError
 
 _TRANSFORMS = ("_vmap", "_grad", "_jvp")
@@ -55,7 +56,7 @@ def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
             )
     with graph.inserting_before(region[0]):
         whole = graph.call_function(_function_of(region, inputs, outputs), tuple(inputs))
-        whole.meta = {**region[0].meta, "example_value": tuple(_value(node) for node in outputs)}
+        whole.meta = {**region[0].meta, "example_value": tuple(example_of(node) for node in outputs)}
         for number, node in enumerate(outputs):
             taken = graph.call_function(_take, (whole, number))
             taken.meta = dict(node.meta)
@@ -97,7 +98,3 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
 
 def _take(values: tuple[Any, ...], number: int) -> Any:
     return values[number]
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from rotor_profiling.timing import together
+from rotor_profiling.processes import several_processes
 from rotor_py.measure.cache.stable_key import UnstableKeyError, digest_of, environment
 
 _log = logging.getLogger("rotor_py")
@@ -32,7 +32,7 @@ def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementC
 
     That is so for several processes, which measure together, and inside of a mode that changes what operators do.
     """
-    if together() or _get_current_dispatch_mode() is not None:
+    if several_processes() or _get_current_dispatch_mode() is not None:
         return None
     with suppress(OSError, RuntimeError):  # no home directory, or it cannot be written to
         return MeasurementCache(cache_folder(), (environment(device), settings))

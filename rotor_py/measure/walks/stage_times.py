@@ -10,8 +10,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import hypot, sqrt
 
+from rotor_profiling.processes import several_processes
 from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, spread_of
-from rotor_profiling.timing import together
 from rotor_py.measure.certified.possible_times import ends_of
 from rotor_py.measure.measurement import Ends
 
@@ -76,7 +76,7 @@ class StageTimes:
         """
         few = {kind for kind in kinds if len(self._runs.get(kind, ())) < FEWEST_RUNS} - self._settled
         # Processes have to run equally often, but their clocks differ: then no clock decides.
-        if not few and not only_fewest and not together():
+        if not few and not only_fewest and not several_processes():
             few = self._uncertain(kinds)
         found: set[int] = set()
         for kind in few:

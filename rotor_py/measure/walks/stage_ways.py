@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from rotor_profiling import StageBytes, StageCost
-from rotor_py.distributed.processes import anywhere, largest_anywhere, several_processes
+from rotor_profiling.processes import several_processes
+from rotor_py.distributed.processes import anywhere, largest_anywhere
 from rotor_py.measure.measurement import Way
 from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_py.stage.ways.names import base_of

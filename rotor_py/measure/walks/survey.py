@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rotor_profiling import Layouts, isolated, leaves_of, stage_kind, stage_layouts, tensors_in
+from rotor_profiling.processes import several_processes
 from rotor_profiling.stage.kind import HasKind
-from rotor_profiling.timing import together
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.errors import UnsupportedModelError
@@ -72,7 +72,7 @@ class Survey:
         while anywhere((last := self._layouts.last_that_differs(self._known)) is not None, chain.group, chain.device):
             self._layouts.take_over()
             # Processes have to run equally many stages, and others may differ at later ones.
-            self.walk(last=None if together() else last)
+            self.walk(last=None if several_processes() else last)
         return anywhere(self.arriving != before, chain.group, chain.device)
 
     def _known(self, number: int, arriving: Layouts) -> Layouts | None:

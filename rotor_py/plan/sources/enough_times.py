@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rotor_profiling import OptimizerCost
-from rotor_profiling.timing import together
+from rotor_profiling.processes import several_processes
 from rotor_py.measure.certified.possible_times import PossibleTimes
 from rotor_py.measure.certified.regret import GOOD_ENOUGH, MOST_STAGES, most_regret
 from rotor_py.plan.sources.source import Enough
@@ -30,7 +30,7 @@ def enough_for_limit(
         return None
     if settings.replans or model.offload is not None or settings.forwards_in_flight > 1:
         return None
-    if together() or not model.alone:
+    if several_processes() or not model.alone:
         return None
 
     hopeless = False
