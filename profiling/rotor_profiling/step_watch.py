@@ -14,7 +14,8 @@ backward, a loss runs that nobody passed in. So a watch is started, marked and s
 #  2. A thread has one profiler. If there is one already, nothing is watched. If another is about to start, a meter of
 #     ours or the user's own, the watch gives way, and has seen nothing.
 #  3. It is stopped where it was started: in the same thread, and not inside of autograd's engine, which puts the
-#     profiler of the thread back after every node. A watch that is to stop in there, as in a forward that
+#     profiler of the thread back after every node, and forgets that it was stopped: what listens would never go, and
+#     take the next profiler's memory for its own. A watch that is to stop in there, as in a forward that
 #     `torch.utils.checkpoint` recomputes, has seen nothing, and ends with the engine's pass.
 #  4. A free has a size and no address, so that of a block which is older counts as any other, if it is reported: where
 #     an earlier profiler saw a block at that address. If such a block is in `present_bytes`, it has to come from an
@@ -95,10 +96,13 @@ class _CpuWatch:
         return phases if self._complete else None
 
     def give_way(self) -> None:
-        """Stop, for another profiler is about to start."""
+        """Stop, for another profiler is about to start. RuntimeError if that cannot be done now."""
         self.stop()
-        if self._listens and _is_on():  # inside of the engine, which will put it back
-            _disable()
+        if self._listens and _is_on() and _in_engine():
+            raise RuntimeError(
+                "a profiler cannot start inside of this backward, since the training step is watched, as the first one "
+                "of a plan is; start it before the step, or pass watch=False to Checkpointable"
+            )
 
 
 class _InThread(threading.local):

@@ -94,22 +94,22 @@ def test_a_watch_that_is_to_stop_inside_of_a_backward_ends_with_the_pass(depth: 
     give_way()
 
 
-def test_a_watch_gives_way_to_a_profiler_inside_of_a_backward() -> None:
+def test_no_profiler_starts_inside_of_a_backward_that_is_watched() -> None:
     watch = watch_step(CPU, 0, 0)
     assert watch is not None
-    found: list[int] = []
 
     def measure() -> None:
-        with memory_meter(CPU) as meter:
-            held = kilobytes(2)
-            meter.mark("")
-        found.append(meter.phases[""].end)
-        del held
+        with pytest.raises(RuntimeError, match="watch=False"), memory_meter(CPU):
+            pass
 
     _backward_with(measure, 1)
-    assert found == [2048]
     assert not torch.autograd._profiler_enabled()
     assert watch.stop() is None
+    with memory_meter(CPU) as meter:
+        held = kilobytes(2)
+        meter.mark("")
+    assert meter.phases[""].end == 2048
+    del held
 
 
 def _backward_with(do: Callable[[], object], depth: int) -> None:
