@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 
 from rotor_profiling.memory import Phase
-from rotor_profiling.processes import several_processes
+from rotor_profiling.timing import several_processes
 
 _MARK = "rotor_profiling.watch:"
 

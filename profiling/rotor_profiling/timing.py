@@ -10,8 +10,7 @@ from math import sqrt
 from typing import Protocol
 
 import torch
-
-from rotor_profiling.processes import several_processes
+import torch.distributed as dist
 
 # Guesses. Fewer runs make times that jump from plan to plan, more runs make measuring take minutes.
 FEWEST_RUNS = 3
@@ -77,6 +76,11 @@ def spread(samples: list[float]) -> float:
 def error_of(samples: list[float]) -> float:
     """How well their middle is known: how far the middle half is apart, less the more of them there are."""
     return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / sqrt(len(samples))
+
+
+def several_processes() -> bool:
+    """Whether this process is one of several: they may have to run as often, as a collective waits for all of them."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _quantile(samples: list[float], part: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rotor_profiling.processes import several_processes
+from rotor_profiling.timing import several_processes
 from rotor_py.batch.largest import Largest
 from rotor_py.batch.measured_batches import MeasuredBatches
 from rotor_py.batch.search import Rate

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rotor_profiling import StageCost
-from rotor_profiling.processes import several_processes
+from rotor_profiling.timing import several_processes
 from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.compiled.budgets import Foreseen
 from rotor_py.compiled.compiled_stage import CompiledStage

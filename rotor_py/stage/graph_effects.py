@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, leaves_of, tensors_in
-from rotor_profiling.processes import several_processes
 from rotor_profiling.storage import local, wait_for
+from rotor_profiling.timing import several_processes
 from rotor_profiling.values import equal
 
 

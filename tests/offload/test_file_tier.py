@@ -123,7 +123,7 @@ def test_memory_that_nobody_wants_stays_until_the_copy_is_over(tier: FileTier, m
 
 
 def test_there_is_never_a_file_to_see(tmp_path: Path) -> None:
-    before = descriptors()
+    before, others = descriptors(), set(threading.enumerate())  # other tests may have left models of theirs alive
     tier = FileTier(tmp_path)
     moved = tier.move_out(storage_of(100_000))
     assert list(tmp_path.iterdir()) == []
@@ -132,10 +132,9 @@ def test_there_is_never_a_file_to_see(tmp_path: Path) -> None:
     del moved, tier  # without a word
     gc.collect()
     assert descriptors() == before
-    for thread in threading.enumerate():
-        if thread.name.startswith("rotor"):
-            thread.join(timeout=60)  # it is told to end, and nobody waits for it
-            assert not thread.is_alive()
+    for thread in set(threading.enumerate()) - others:
+        thread.join(timeout=60)  # it is told to end, and nobody waits for it
+        assert not thread.is_alive()
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:

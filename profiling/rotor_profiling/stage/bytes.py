@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.instruments import memory_meter
 from rotor_profiling.memory import MemoryMeter, Phase
-from rotor_profiling.processes import several_processes
 from rotor_profiling.stage.gradients import Layouts, gradients_at, gradients_for, leaves_of, scalar_after
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.stage.stepping import Stepped
 from rotor_profiling.storage import storage_bytes, storages, tensors_in, wait_for
+from rotor_profiling.timing import several_processes
 
 
 @dataclass(frozen=True, slots=True)

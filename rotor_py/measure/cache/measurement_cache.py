@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from rotor_profiling.processes import several_processes
+from rotor_profiling.timing import several_processes
 from rotor_py.measure.cache.stable_key import UnstableKeyError, digest_of, environment
 
 _log = logging.getLogger("rotor_py")

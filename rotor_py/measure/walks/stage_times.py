@@ -10,8 +10,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import hypot, sqrt
 
-from rotor_profiling.processes import several_processes
 from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, spread_of
+from rotor_profiling.timing import several_processes
 from rotor_py.measure.certified.possible_times import ends_of
 from rotor_py.measure.measurement import Ends
 

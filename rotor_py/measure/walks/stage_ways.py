@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rotor_profiling import StageBytes, StageCost
-from rotor_profiling.processes import several_processes
+from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere, largest_anywhere
 from rotor_py.measure.measurement import Way
 from rotor_py.stage.keepers.fewer_bits import word_of

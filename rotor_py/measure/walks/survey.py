@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rotor_profiling import Layouts, isolated, leaves_of, stage_kind, stage_layouts, tensors_in
-from rotor_profiling.processes import several_processes
 from rotor_profiling.stage.kind import HasKind
+from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.errors import UnsupportedModelError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rotor_profiling import OptimizerCost
-from rotor_profiling.processes import several_processes
+from rotor_profiling.timing import several_processes
 from rotor_py.measure.certified.possible_times import PossibleTimes
 from rotor_py.measure.certified.regret import GOOD_ENOUGH, MOST_STAGES, most_regret
 from rotor_py.plan.sources.source import Enough
