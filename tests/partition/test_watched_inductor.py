@@ -140,14 +140,17 @@ def test_where_nothing_helps_it_is_said_once_and_the_best_is_kept(caplog: pytest
     assert 0 <= watch.peak - 5 * UNIT < SCALARS
 
 
-@pytest.mark.slow  # Inductor compiles a Llama twice
+@pytest.mark.slow  # Inductor compiles a Llama twice, or three times: by the times of its operators, it is cut otherwise
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_inductor_stays_within_the_budget_after_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_inductor_comes_to_stay_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, value = Loss(nn.Sequential(*(Block(64) for _ in range(3)))), torch.randn(4, 128, 64)
     with memory_budget("6MB"):
         run = torch.compile(model)
     with caplog.at_level(logging.INFO, logger="rotor_py"):
-        assert take_step(model, run, value).peak <= 6_000_000  # the second step
+        for _ in range(4):  # it is compiled so often at most
+            run(value).backward()
+            model.zero_grad()
+        assert take_step(model, run, value).peak <= 6_000_000
     assert "is compiled again to take less" in caplog.text
