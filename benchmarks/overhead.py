@@ -217,8 +217,8 @@ def main() -> None:
             continue
         rows += run(name, case, options.repeats)
         print(table(rows[-len(SHARES) - 1 :]).splitlines()[-1], flush=True)
-    if options.write and rows:
-        write("overhead", table(rows), rows, CPU, ROOT / "docs" / "report.md")
+        if options.write:
+            write("overhead", table(rows), rows, CPU, ROOT / "docs" / "report.md")
 
 
 if __name__ == "__main__":
