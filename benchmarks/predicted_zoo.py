@@ -10,7 +10,6 @@ The families are those that `zoo.py` has trained, each in a process of its own. 
 
 from __future__ import annotations
 
-import argparse
 import json
 import warnings
 from unittest.mock import patch
@@ -20,7 +19,7 @@ import torch
 from report import ROOT, write
 from zoo import OTHER, SAME
 from zoo_families import TASKS, families
-from zoo_processes import EndedError, OutOfTimeError, Row, in_a_process, sentence
+from zoo_processes import EndedError, OutOfTimeError, Row, asked, in_a_process, sentence
 
 RESULTS = ROOT / "benchmarks" / "results"
 WITHIN = 0.01
@@ -74,12 +73,7 @@ def _off(row: Row) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="names of families")
-    parser.add_argument("--seconds", type=int, default=240, help="seconds of the processor that each may take")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--resume", action="store_true")
-    options = parser.parse_args()
+    options = asked(__doc__)
     trained = json.loads((RESULTS / "zoo-cpu.json").read_text())["rows"]
     earlier = RESULTS / "predicted-zoo-cpu.json"
     rows: list[Row] = json.loads(earlier.read_text())["rows"] if options.resume and earlier.exists() else []

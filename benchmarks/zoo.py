@@ -12,7 +12,6 @@ same random numbers and without a cache; the peak is that of the second step, Ad
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 import warnings
@@ -22,7 +21,7 @@ import torch
 from models import Trainee, planned_model
 from report import ROOT, write
 from zoo_families import TASKS, families
-from zoo_processes import EndedError, OutOfTimeError, Row, in_a_process, sentence
+from zoo_processes import EndedError, OutOfTimeError, Row, asked, in_a_process, sentence
 
 from rotor_py import format_bytes
 from rotor_solver import store_all
@@ -123,12 +122,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="names of families")
-    parser.add_argument("--seconds", type=int, default=240, help="seconds of the processor that each may take")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--resume", action="store_true")
-    options = parser.parse_args()
+    options = asked(__doc__)
     results = ROOT / "benchmarks" / "results" / "zoo-cpu.json"
     rows: list[Row] = json.loads(results.read_text())["rows"] if options.resume and results.exists() else []
     rows = [row for row in rows if row["result"] != SLOW]

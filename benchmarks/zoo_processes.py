@@ -1,7 +1,8 @@
-"""A process for each family of the zoo, with a limit on what it may take of the processor."""
+"""Going through the families of the zoo: a process for each, with a limit on what it may take of the processor."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import multiprocessing
 import resource
@@ -52,6 +53,16 @@ def sentence(error: Exception) -> str:
     """The first line of an error, with paths from the package on."""
     text = str(error).strip().partition("\n")[0].partition("/site-packages/")
     return f"{type(error).__name__}: {text[0].rpartition(' ')[0] + ' ' + text[2] if text[2] else text[0]}"[:300]
+
+
+def asked(description: str | None) -> argparse.Namespace:
+    """What the command line asks of a script that goes through the families."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="names of families")
+    parser.add_argument("--seconds", type=int, default=240, help="seconds of the processor that each may take")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--resume", action="store_true")
+    return parser.parse_args()
 
 
 def _send(work: Callable[[str], Row], name: str, seconds: int, pipe: Connection) -> None:
