@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import statistics
 import time
@@ -27,7 +26,7 @@ import torch
 import torch._functorch.config as functorch_config
 from compile_cases import CASES, checkpointed
 from ecosystem import Case
-from report import ROOT, write
+from report import ROOT, merged, write
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
@@ -162,16 +161,6 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that were written before, with these in the place of those of the same models."""
-    path = ROOT / "benchmarks" / "results" / "compile-cpu.json"
-    before = json.loads(path.read_text())["rows"] if path.exists() else []
-    new = {row["model"] for row in found}
-    names = list(CASES)
-    kept = [row for row in before if row["model"] in names and row["model"] not in new]
-    return sorted([*kept, *found], key=lambda row: names.index(row["model"]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[*CASES, []])
@@ -186,7 +175,7 @@ def main() -> None:
             found = compared(name, CASES[name][0](), options.repeats, options.limits)
             print(table(found), flush=True)
             if options.write:
-                everything = merged(found)
+                everything = merged("compile", found, CPU, CASES)
                 write("compile", table(everything), everything, CPU, ROOT / "docs" / "compile.md")
 
 

@@ -29,7 +29,7 @@ from unittest.mock import patch
 import torch
 from ecosystem import MODELS
 from networks import LEAST_IMAGE, NETWORKS, SHARES
-from report import ROOT, write
+from report import ROOT, merged, write
 from torch import nn
 from torch._dynamo import convert_frame, eval_frame
 
@@ -206,7 +206,6 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    rows: list[dict[str, Any]] = []
     for name in (*NETWORKS, *MODELS):
         if options.only.lower() not in name.lower():
             continue
@@ -215,10 +214,11 @@ def main() -> None:
         if options.busy:
             print(f"{name}: {beside_others(case)}", flush=True)
             continue
-        rows += run(name, case, options.repeats)
-        print(table(rows[-len(SHARES) - 1 :]).splitlines()[-1], flush=True)
+        rows = run(name, case, options.repeats)
+        print(table(rows).splitlines()[-1], flush=True)
         if options.write:
-            write("overhead", table(rows), rows, CPU, ROOT / "docs" / "report.md")
+            everything = merged("overhead", rows, CPU, (*NETWORKS, *MODELS))
+            write("overhead", table(everything), everything, CPU, ROOT / "docs" / "report.md")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ def versions(device: torch.device) -> dict[str, str]:
     cuda = device.type == "cuda"
     hardware = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
     return {"device": hardware, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def merged(
+    name: str, rows: list[dict[str, Any]], device: torch.device, order: Iterable[str], key: str = "model"
+) -> list[dict[str, Any]]:
+    """`rows`, and those of other models that results/ has from before, in this order of models."""
+    path = ROOT / "benchmarks" / "results" / f"{name}-{device.type}.json"
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    names, new = list(order), {row[key] for row in rows}
+    kept = [row for row in before if row.get(key) in names and row[key] not in new]
+    return sorted([*kept, *rows], key=lambda row: names.index(row[key]))
 
 
 def write(

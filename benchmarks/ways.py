@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 from ecosystem import Case, UNet, gpt2, images, llama, vit
-from report import ROOT, write
+from report import ROOT, merged, write
 from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
@@ -202,10 +202,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/ways.md and benchmarks/results/")
     arguments = parser.parse_args()
     names = arguments.models or [name for name in CASES if name != "tiny"]
-    rows = [row for name in names for row in run(name)]
-    print(table(rows))
-    if arguments.write:
-        write("ways", table(rows), rows, CPU, ROOT / "docs" / "ways.md")
+    for name in names:
+        rows = run(name)
+        print(table(rows), flush=True)
+        if arguments.write:
+            everything = merged("ways", rows, CPU, CASES)
+            write("ways", table(everything), everything, CPU, ROOT / "docs" / "ways.md")
 
 
 if __name__ == "__main__":
