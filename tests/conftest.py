@@ -9,6 +9,7 @@ process is left with it when the others are done.
 import gc
 import itertools
 import os
+import signal
 import subprocess
 import sys
 
@@ -58,6 +59,10 @@ LONGEST = (
     "cli/test_compare.py",
 )
 """Files of a dozen seconds and more, the longest first."""
+
+
+# A job in the background of a shell ignores Ctrl-C, which some tests press.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -113,7 +113,12 @@ def test_a_plan_stores_layers_in_part_where_it_would_have_to_run_them_again() ->
     # Seconds of a stage, whatever the clock said: another tenth of its forward for what is made again.
     chain = planned.budget.chain
     stages = [
-        replace(stage, options=tuple(_timed(each, 0.1 * bool(number)) for number, each in enumerate(stage.options)))
+        replace(
+            stage,
+            options=tuple(_timed(each, 0.1 * bool(number)) for number, each in enumerate(stage.options)),
+            nograd_time=1.0,
+            skipped_output_time=0.0,
+        )
         for stage in chain.stages
     ]
     with_parts = replace(chain, stages=tuple(stages))
