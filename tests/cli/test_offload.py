@@ -56,6 +56,23 @@ def test_a_plan_that_moves_is_shown_verified_and_loaded(plan, model_file, tmp_pa
     assert list(folder.iterdir()) == []
 
 
+def test_a_time_is_planned_for_with_moves_at_a_lower_limit(plan, model_file, tmp_path):
+    file, folder = model_file(MODEL), tmp_path / "away"
+    folder.mkdir()
+    alone = json.loads(plan(file, "--max-overhead", "5%", "--fresh-grads", "--json", "-").stdout)
+    options = ("--max-overhead", "5%", "--fresh-grads", "--offload", f"file:{folder}", "--verify", "--sweep")
+    result = plan(file, *options, "--save", tmp_path / "plan.json", "--json", tmp_path / "facts.json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["mem_limit"] == facts["plan"]["peak_bytes"] < alone["mem_limit"]
+    assert facts["plan"]["overhead"] <= 1.05
+    assert facts["plan"]["moved_bytes"] > 0
+    assert facts["verify"]["max_grad_difference"] == 0
+    assert 0.98 * facts["plan"]["peak_bytes"] <= facts["verify"]["measured_peak_bytes"] <= facts["mem_limit"]
+    assert facts["mem_limit"] in [point["mem_limit"] for point in facts["sweep"]["points"]]
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
