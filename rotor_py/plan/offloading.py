@@ -8,7 +8,7 @@ import torch
 
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget
-from rotor_py.offload.offload import Offload
+from rotor_py.offload.offload import Offload, measured_link
 from rotor_solver import Sequence
 from rotor_solver.moving import Link
 
@@ -24,7 +24,7 @@ def link_to(offload: Offload, device: torch.device) -> Link:
             f"offload={offload.name!r} moves memory of {kind} devices, and the model is on {device}; use "
             f"offload={other!r}"
         )
-    return offload.link(device)
+    return measured_link(offload.name, device)
 
 
 def reserve(offload: Offload, budget: Budget, sequence: Sequence) -> None:

@@ -63,11 +63,19 @@ def test_a_plan_that_needs_no_fewer_bits_says_that_it_is_exact(plan, model_file)
     assert "No stage is kept in int8: the plan is exact." in said
 
 
+def test_a_batch_is_chosen_with_fewer_bits_among_the_ways(plan, model_file):
+    text = WIDE.replace("sample = torch.randn(512, 32)", "def sample(batch): return torch.randn(batch, 32)")
+    file = model_file(text.replace("time.sleep(0.02)", "time"))
+    result = plan(file, "--mem-limit", "4MB", "--batch", "max", "--keep", "bf16")
+    assert result.exit_code == 0, result.output
+    assert 'keep="bf16"' in result.stdout
+    assert "kept in bf16" in " ".join(result.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--keep", "fp4"], "'bf16', 'fp8', 'int8'"),
-        (["--keep", "bf16", "--batch", "max"], "leave out --keep"),
         (["--keep", "bf16", "--pipeline", 2], "--keep is about one"),
     ],
 )

@@ -73,6 +73,22 @@ def test_a_time_is_planned_for_with_moves_at_a_lower_limit(plan, model_file, tmp
     assert list(folder.iterdir()) == []
 
 
+def test_a_batch_is_chosen_among_plans_that_move(plan, model_file, tmp_path):
+    file = model_file(
+        MODEL.replace("sample = torch.randn(256, 64)", "def sample(batch): return torch.randn(batch, 64)")
+    )
+    least = json.loads(plan(file, "--mem-limit", "1GB", "--batch", 256, "--fresh-grads", "--json", "-").stdout)
+    options = ("--mem-limit", least["min_bytes"] + 1000, "--fresh-grads", "--batch", "max", "--json", "-")
+    alone = json.loads(plan(file, *options).stdout)
+    result = plan(file, *options, "--offload", f"file:{tmp_path}")
+    assert result.exit_code == 0, result.output
+    moving = json.loads(result.stdout)
+    assert moving["batch"]["batch"] == alone["batch"]["batch"] >= 256
+    assert moving["plan"]["moved_bytes"] > 0
+    assert moving["plan"]["overhead"] < alone["plan"]["overhead"]
+    assert moving["batch"]["measured_peak_bytes"] <= moving["mem_limit"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -81,7 +97,7 @@ def test_a_time_is_planned_for_with_moves_at_a_lower_limit(plan, model_file, tmp
         (["--offload", "file:/not/there"], "no file can be made in /not/there"),
         (["--offload", "file:/tmp", "--forwards-in-flight", 2], "several forwards share the way"),
         (["--offload", "file:/tmp", "--compile"], "Inductor decide"),
-        (["--offload", "file:/tmp", "--batch", "max"], "looks at steps that move nothing"),
+        (["--offload", "file:/not/there", "--batch", "max"], "no file can be made in /not/there"),
         (["--offload", "file:/tmp", "--pipeline", 2], "--offload is about one"),
         (["--offload", "file:/tmp", "--device", "h100"], "--offload measures how fast"),
     ],

@@ -1,4 +1,4 @@
-"""Stages that save oddly, and steps that go oddly, with activations in a file: the bits of plain training, all the same."""
+"""Stages that save oddly, and steps that go oddly, with activations in a file: the bits of plain training."""
 
 from __future__ import annotations
 
