@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+
+from rotor_py import Checkpointable
 
 WIDE = """
 import time
@@ -51,6 +54,23 @@ def test_fewer_bits_need_less_and_are_told_of_wherever_they_are_chosen(plan, mod
     assert set(report["plan"]["fewer_bits"].values()) == {"bf16"}
     assert 0 < report["verify"]["gradient_error"] < 0.01
     assert report["verify"]["measured_peak_bytes"] <= limit
+
+
+def test_what_is_said_of_a_saved_plan_loads_it(plan, model_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    file = model_file(WIDE + "def optimizer(parameters): return torch.optim.SGD(parameters, 0.1)")
+    exact = found(plan(file, "--mem-limit", "1GB", "--json", "-"))
+    limit = (exact["min_bytes"] + 2 * exact["store_all"]["peak_bytes"]) // 3
+    saved = tmp_path / "plan.json"
+    options = ("--keep", "bf16", "--step-in-backward", "--save", saved)
+    said = plan(file, "--mem-limit", limit, *options)
+    assert said.exit_code == 0, said.output
+    (line,) = (each for each in said.stdout.splitlines() if "Checkpointable(model, plan=" in each)
+    names: dict = {"Checkpointable": Checkpointable}
+    exec(Path(file).read_text(), names)
+    names["optimizer"] = names["optimizer"](names["model"].parameters())
+    exec(line.strip(), names)
+    assert names["model"].sequence is not None
 
 
 def test_a_plan_that_needs_no_fewer_bits_says_that_it_is_exact(plan, model_file):

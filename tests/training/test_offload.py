@@ -300,7 +300,10 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(options: dict[str, Any], w
 
 def test_a_sharded_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotor_py.plan.trained_model.is_sharded", lambda *_: True)
-    with pytest.raises(UnsupportedModelError, match=r"offload= is for one process, .* leave offload= out"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"offload= moves what .* Sequential is sharded.* leave offload= out",
+    ):
         planned(chain(), 10**9, tmp_path)
 
 
