@@ -218,7 +218,7 @@ def test_a_batch_of_one_is_chosen_where_two_do_not_fit_unless_the_model_refuses_
         ({"fresh_grads": True, "effective_batch": 8}, "leave one of them out"),
         ({"compile": True}, "compile= is not for choosing a batch"),
         ({"level": 2}, "level= is not for choosing a batch"),
-        ({"step_in_backward": torch.optim.SGD([torch.ones(1)], 0.1)}, "step_in_backward= is not for choosing a batch"),
+        ({"step_in_backward": torch.optim.SGD([torch.ones(1)])}, "step_in_backward= is not for choosing"),
         ({"mem_limit": "4 apples"}, "not a unit of size"),
     ],
 )
