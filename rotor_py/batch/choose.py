@@ -212,8 +212,8 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
         device: a device that need not be here, as for `estimate`, by its name ("h100"). Nothing is measured then,
             and no step is taken: all of it is predicted, for a copy of the model without memory.
         autocast: with `device`, forward and loss run under `torch.autocast` with this dtype.
-        options: other options of `Checkpointable`, without those that plan by hand, compile, step in the backward or read
-            a plan.
+        options: other options of `Checkpointable`, without those that plan by hand, compile, read a plan or step in the
+            backward.
 
     Raises:
         InfeasibleError: not even the smallest batch fits; `min_bytes` is what it needs.
