@@ -100,7 +100,6 @@ class Request:
             "--config": self.config,
             "--pipeline": self.pipeline,
             "--step-in-backward": self.step_in_backward or None,
-            "--keep": self.keep,
         }
         return [name for name, value in given.items() if value is not None]
 

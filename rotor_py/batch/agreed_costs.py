@@ -13,6 +13,7 @@ from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.costliest import costliest
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.plan.agreement import gather_objects, slowest
+from rotor_solver.moving import Link
 
 
 def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torch.device) -> StepCosts:
@@ -28,6 +29,7 @@ def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torc
             raise PlanMismatchError("the stages of the model", found[0].stages, f"{other.stages} on rank {rank}")
     budgets = [each.budget for each in found]
     sizes = {"before_bytes", "snapshot_bytes", "stepping_bytes", "held_beside"}
+    links = [budget.link for budget in budgets if budget.link is not None]
     steps = [budget.step_bytes for budget in budgets if budget.step_bytes is not None]
     budget = replace(
         budgets[0],
@@ -36,6 +38,7 @@ def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torc
             **{each.name: max(getattr(budget.fixed, each.name) for budget in budgets) for each in fields(FixedMemory)}
         ),
         step_bytes=max(steps, default=None),
+        link=Link.slowest(links) if len(links) == len(budgets) else None,
         **{name: max(getattr(budget, name) for budget in budgets) for name in sizes},
     )
     return StepCosts(budget, max(each.before_chain_seconds for each in found))

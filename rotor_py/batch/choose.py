@@ -44,8 +44,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger("rotor_py")
-_ELSEWHERE = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input")
-"""Options of `Checkpointable` that leave nothing to choose, or that are about one batch."""
+_ELSEWHERE = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input", "step_in_backward")
+"""Options of `Checkpointable` that leave nothing to choose, or that are about one batch; and an optimizer that each of
+the plans would have step the same parameters."""
 _AMONG = ("multiple", "effective_batch", "most")
 _ROUNDS = 3
 """How often the limit is lowered for what is reserved. A guess: that follows the limit closely."""
@@ -211,7 +212,8 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
         device: a device that need not be here, as for `estimate`, by its name ("h100"). Nothing is measured then,
             and no step is taken: all of it is predicted, for a copy of the model without memory.
         autocast: with `device`, forward and loss run under `torch.autocast` with this dtype.
-        options: other options of `Checkpointable`, without those that plan by hand, compile or read a plan.
+        options: other options of `Checkpointable`, without those that plan by hand, compile, read a plan or step in the
+            backward.
 
     Raises:
         InfeasibleError: not even the smallest batch fits; `min_bytes` is what it needs.

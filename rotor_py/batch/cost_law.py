@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from rotor_py.batch.step_costs import StepCosts
 from rotor_solver import Option
+from rotor_solver.moving import Link
 
 Costs = TypeVar("Costs")
 
@@ -75,7 +76,7 @@ def on_line(low: Costs, high: Costs, way: _Way) -> Costs:
     that both have.
     """
     found: Any
-    if low is None or isinstance(low, str | bool):
+    if low is None or isinstance(low, str | bool | Link):  # a link is as fast for any batch
         found = low
     elif is_dataclass(low) and not isinstance(low, type):
         found = replace(

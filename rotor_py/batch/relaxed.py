@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from rotor_solver import Chain, Option, Stage
+from rotor_solver.stage import LARGEST_SIZE
 
 
 def relaxed(chains: Sequence[Chain], batches: Sequence[int]) -> Chain | None:
@@ -112,7 +113,7 @@ def _option(ways: Sequence[Option], beside: Sequence[int], here: int, incoming: 
 
     def scratch(temp: Callable[[Option], int]) -> int:
         together = min(size + way.saved + temp(way) for size, way in zip(beside, ways, strict=True))
-        return max(-incoming, together - here - saved)
+        return min(LARGEST_SIZE, max(-incoming, together - here - saved))
 
     return replace(
         ways[0],

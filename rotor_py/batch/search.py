@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from rotor_py.batch.cost_law import CostLaw
 from rotor_py.batch.relaxed import relaxed
 from rotor_solver import InfeasibleError, Persistent
+from rotor_solver.moving.priced import priced
 
 TOLERANCE = 0.005
 """The share of time that another batch would have to save to be looked for: as much as the solver's gap may be."""
@@ -99,7 +100,9 @@ class Search:
         costs = [each for batch in knots if (each := self.law.of(batch)) is not None]
         if len(costs) < len(knots):
             return math.inf if least == most else 0.0
-        chain = relaxed([each.chain for each in costs], knots)
+        # Where something may move: as if the link took no time. What is away takes no memory but in its own operations.
+        moving = costs[0].budget.link is not None
+        chain = relaxed([priced(each.chain, 0.0) if moving else each.chain for each in costs], knots)
         if chain is None:
             return 0.0
         # A plan that computes nothing twice needs no snapshots, so none are taken off.

@@ -40,7 +40,6 @@ class Program:
     """The operations before the loss, those after it (`replay`), and what the tape has to know about stages.
 
     A stage `in_graph` has a graph from its first forward on. It runs in the graph of plain training, and the engine
-    A stage `in_graph` has a graph from its first forward on. It runs in the graph of plain training, and the engine
     runs its backward: the tape has no part in it, unless the stage is `awaited`, because the sequence has forwards or
     `moves` right before its backward. A stage that `runs_again` has more than one forward. `backward_at` says where in
     `replay` the backward of each stage is. The `pieces` of the forward are single operations, and runs of stages that

@@ -56,4 +56,5 @@ def _option(same: Sequence[Option]) -> Option:
         backward_temp=max(option.backward_temp for option in same),
         replay_temp=max(option.backward_temp_of_replay for option in same),
         name=same[0].name,
+        moved=max(option.moved for option in same),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,13 +21,12 @@ _SHARE = 0.8
 
 
 class Offload:
-    """The tier of one model, which is opened when it is first used, and how fast it is."""
+    """The tier of one model, which is opened when it is first used."""
 
     def __init__(self, name: str) -> None:
         """ValueError for what is no tier, and for one that cannot be had here."""
         self.name = checked_name(name)
         self._tier: Tier | None = None
-        self._links: dict[torch.device, Link] = {}
 
     @property
     def tier(self) -> Tier:
@@ -35,12 +35,19 @@ class Offload:
             self._tier = _opened(self.name)
         return self._tier
 
-    def link(self, device: torch.device) -> Link:
-        """How fast memory of `device` goes there and back; measured once. OffloadError if it cannot go there."""
-        if device not in self._links:
-            found = measure_bandwidth(self.tier, device)
-            self._links[device] = Link(math.floor(_SHARE * found.out), math.floor(_SHARE * found.back))
-        return self._links[device]
+
+@cache
+def measured_link(name: str, device: torch.device) -> Link:
+    """How fast memory of `device` goes to a tier and back. OffloadError if it cannot go there.
+
+    Measured once: plans of one process, for other batches or copies of a model, are not to differ by that.
+    """
+    tier = _opened(name)
+    try:
+        found = measure_bandwidth(tier, device)
+    finally:
+        tier.close()
+    return Link(math.floor(_SHARE * found.out), math.floor(_SHARE * found.back))
 
 
 def checked_name(name: str) -> str:

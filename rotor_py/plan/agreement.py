@@ -21,15 +21,20 @@ from rotor_py.measure.budget import Budget
 from rotor_py.measure.costliest import costliest
 from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, Chain, InfeasibleError, Sequence
+from rotor_solver.moving import Link
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one process brings along: its stages, its limit, and the bytes of the limit that are not for the chain."""
+    """What one process brings along: its stages, its limit, and the bytes of the limit that are not for the chain.
+
+    `link` is how fast it moves activations away and back; None where it does not.
+    """
 
     chain: Chain
     mem_limit: int
     fixed_bytes: int
+    link: Link | None
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -47,13 +52,16 @@ def agreed_sequence(
     InfeasibleError, in all processes, if it does not fit one of them; PlanMismatchError if their stages are different.
     """
     # Compared before anything is solved: rank 0's sequence is valid only for as many stages.
-    parts = gather_objects(_Part(budget.chain, mem_limit, budget.fixed.total + budget.snapshot_bytes), group, device)
+    own = _Part(budget.chain, mem_limit, budget.fixed.total + budget.snapshot_bytes, budget.link)
+    parts = gather_objects(own, group, device)
     _refuse_other_stages(parts)
     room = min(part.mem_limit - part.fixed_bytes for part in parts)
     found: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            all_of_them = replace(budget, chain=costliest([part.chain for part in parts]))
+            links = [part.link for part in parts if part.link is not None]
+            link = Link.slowest(links) if len(links) == len(parts) else None
+            all_of_them = replace(budget, chain=costliest([part.chain for part in parts]), link=link)
             # The least room, as a limit of this process: `solve` takes its own fixed part off again.
             found = [all_of_them.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
         except InfeasibleError as error:

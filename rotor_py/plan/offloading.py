@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch.distributed import ProcessGroup
 
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import OffloadError, UnsupportedModelError
 from rotor_py.measure.budget import Budget
-from rotor_py.offload.offload import Offload
+from rotor_py.offload.offload import Offload, measured_link
+from rotor_py.plan.agreement import gather_objects
 from rotor_solver import Sequence
 from rotor_solver.moving import Link
 
@@ -24,13 +26,27 @@ def link_to(offload: Offload, device: torch.device) -> Link:
             f"offload={offload.name!r} moves memory of {kind} devices, and the model is on {device}; use "
             f"offload={other!r}"
         )
-    return offload.link(device)
+    return measured_link(offload.name, device)
 
 
 def reserve(offload: Offload, budget: Budget, sequence: Sequence) -> None:
     """Have room in the tier for all that a step by `sequence` moves. OffloadError if there is less."""
     if nbytes := budget.moved_bytes(sequence):
         offload.tier.reserve(nbytes)
+
+
+def reserve_in_all(
+    offload: Offload, budget: Budget, sequence: Sequence, group: ProcessGroup, device: torch.device
+) -> None:
+    """The same in all processes of `group`, which follow `sequence`. OffloadError in all of them if one has less."""
+    refused = ""
+    try:
+        reserve(offload, budget, sequence)
+    except OffloadError as error:
+        refused = str(error)
+    for rank, each in enumerate(gather_objects(refused, group, device)):
+        if each:
+            raise OffloadError(f"rank {rank}: {each}")
 
 
 def prepare_for_file(offload: Offload | None, budget: Budget, sequence: Sequence) -> None:

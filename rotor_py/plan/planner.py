@@ -71,7 +71,7 @@ from rotor_py.compiled.options import without_cuda_graphs
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.conflicts.offload import refuse_compiled
-from rotor_py.plan.offloading import prepare_for_file
+from rotor_py.plan.offloading import prepare_for_file, reserve
 from rotor_py.plan.out_of_memory.guarded_budget import guarded
 from rotor_py.plan.plan_maker import PlanMaker
 from rotor_py.plan.planned_forwards import PlannedForwards
@@ -157,7 +157,12 @@ class Planner:
         return self.in_use
 
     def follow(self, sequence: Sequence | None) -> None:
-        """Event 3: follow this sequence; None to have one found. ValueError if nothing has been measured."""
+        """Event 3: follow this sequence; None to have one found. ValueError if nothing has been measured.
+
+        OffloadError if the tier has no room for what it moves.
+        """
+        if sequence is not None and self.model.offload is not None:
+            reserve(self.model.offload, self.in_use.budget, sequence)
         self.in_use.sequence = sequence
 
     def divide(self, budget: Budget) -> None:

@@ -12,7 +12,7 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.agreement import agreed_sequence, refuse_other_plans
 from rotor_py.plan.description import summary_of
-from rotor_py.plan.offloading import reserve, tell_of_several_forwards
+from rotor_py.plan.offloading import reserve, reserve_in_all, tell_of_several_forwards
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.steps.step_plans import StepPlans
 from rotor_py.plan.trained_model import TrainedModel
@@ -57,8 +57,12 @@ def solve(
                 found = partial(Budget.solve, mem_limit=most, algorithm=algorithm)
             sequence = fastest_way(plan, found, group, device)
     tell_of_several_forwards(plan.budget)
-    if model.offload is not None:
-        reserve(model.offload, plan.budget, sequence)
+    # Agreed on, it moves in all processes or in none.
+    if model.offload is not None and sequence.moves is not None:
+        if group is not None and size_of(group) > 1:
+            reserve_in_all(model.offload, plan.budget, sequence, group, device)
+        else:
+            reserve(model.offload, plan.budget, sequence)
     plan.sequence, plan.agreed = sequence, sequence if size_of(group) > 1 else None
     plan.found = sequence
     settings.mem_limit = given  # only now: one that does not work is not to count

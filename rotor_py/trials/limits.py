@@ -42,4 +42,4 @@ def least_limit(
     facts = measured(model, sample, options).report()
     if max_overhead is None:
         return facts.budget.least_bytes()
-    return sweep_of(facts, slots).least_for(max_overhead).mem_limit
+    return sweep_of(facts, slots, overhead=max_overhead).least_for(max_overhead).mem_limit

@@ -11,6 +11,7 @@ from rotor_py.batch.step_costs import StepCosts
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_solver import Chain, Option, Stage
+from rotor_solver.moving import Link
 
 STAGE = st.fixed_dictionaries(
     {
@@ -21,13 +22,18 @@ STAGE = st.fixed_dictionaries(
         "weights": st.integers(0, 20),
         "scratch": st.integers(0, 6),
         "in_part": st.booleans(),
+        "elsewhere": st.booleans(),
     }
 )
+LINK = Link(3.0, 2.0)
 STAGES = st.lists(STAGE, min_size=1, max_size=5)
 
 
 def costs_of(stages: list[dict[str, int]], batch: int, disturbed: float = 1.0) -> StepCosts:
-    """A step of `batch` samples, whose seconds were `disturbed` by a factor when they were measured."""
+    """A step of `batch` samples, whose seconds were `disturbed` by a factor when they were measured.
+
+    What stages keep `elsewhere` goes over `LINK`.
+    """
 
     def seconds(launch: float, work: float) -> float:
         return disturbed * (launch + work * batch)
@@ -49,6 +55,8 @@ def costs_of(stages: list[dict[str, int]], batch: int, disturbed: float = 1.0) -
         ways = [option(each, each["kept"], 1.0)]
         if each["in_part"]:
             ways.append(replace(option(each, each["kept"] // 2, 1.3), name="in part"))
+        if each.get("elsewhere"):
+            ways.append(replace(ways[0], saved=each["output"] * batch, moved=each["kept"] * batch, name="elsewhere"))
         made.append(
             Stage(
                 each["output"] * batch,
@@ -62,7 +70,9 @@ def costs_of(stages: list[dict[str, int]], batch: int, disturbed: float = 1.0) -
         )
         incoming = each["output"] * batch
     chain = Chain(tuple(made), 2 * batch, loss_time=seconds(1, 0.1), loss_temp=batch, output_held=True)
-    return StepCosts(Budget(FixedMemory(parameters=50, batch=batch), chain), before_chain_seconds=seconds(1, 0.2))
+    link = LINK if any(each.get("elsewhere") for each in stages) else None
+    budget = Budget(FixedMemory(parameters=50, batch=batch), chain, link=link)
+    return StepCosts(budget, before_chain_seconds=seconds(1, 0.2))
 
 
 def law_of(stages: list[dict[str, int]], measured: dict[int, float]) -> CostLaw:

@@ -19,6 +19,7 @@ from rotor_py import (
 )
 from rotor_py.batch.measured_batches import MeasuredBatches
 from rotor_py.batch.real_steps import step_peak
+from rotor_py.offload.bandwidth import Bandwidth
 from rotor_py.trials.default_loss import default_loss
 from rotor_solver import store_all
 
@@ -49,6 +50,17 @@ class Masked(nn.Module):
             q, k, v = into(x).chunk(3, dim=-1)
             x = x + out(nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
         return {"loss": nn.functional.mse_loss(x, labels)}
+
+
+class Wide(nn.Module):
+    """Most of what it saves can leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh().exp())
 
 
 def sequences(batch: int) -> dict[str, torch.Tensor]:
@@ -117,6 +129,37 @@ def test_the_best_batch_is_as_fast_as_the_two_largest_in_real_steps_and_inside_t
     assert "samples a second" in str(found)
 
 
+def test_batches_whose_activations_move_are_as_large_and_take_less_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e13, 1e13))
+
+    def rows(batch: int) -> torch.Tensor:
+        return torch.randn(16 * batch, 64)
+
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(*(Wide() for _ in range(5))) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    options = {"loss": default_loss, "fresh_grads": True}
+    limit = needs(model, rows, 12, fresh_grads=True)[0] + 1000
+    alone, moving = (largest_batch(model, rows, limit, **options, offload=o) for o in (None, f"file:{tmp_path}"))
+    assert moving.batch == alone.batch >= 12
+    assert moving.overhead < alone.overhead
+    assert moving.measured_peak_bytes is not None
+    assert moving.measured_peak_bytes <= limit
+    assert moving.network.sequence is not None
+    assert moving.network.sequence.moves is not None
+    value = rows(moving.batch)
+    default_loss(moving.network(value)).backward()
+    default_loss(plain(value)).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    best = best_batch(model, rows, limit, **options, offload=f"file:{tmp_path}", multiple=4)
+    assert best.batch <= moving.batch
+    assert best.gap is not None
+    links = {best.network.budget.link, moving.network.budget.link}  # type: ignore[union-attr] # they were measured
+    assert len(links) == 1, "measured once, so that batches are compared by what they cost"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_accumulation_keeps_the_effective_batch():
     model = convolutions()
     limit = needs(model, images, 9)[0]
@@ -175,6 +218,7 @@ def test_a_batch_of_one_is_chosen_where_two_do_not_fit_unless_the_model_refuses_
         ({"fresh_grads": True, "effective_batch": 8}, "leave one of them out"),
         ({"compile": True}, "compile= is not for choosing a batch"),
         ({"level": 2}, "level= is not for choosing a batch"),
+        ({"step_in_backward": torch.optim.SGD([torch.ones(1)])}, "step_in_backward= is not for choosing"),
         ({"mem_limit": "4 apples"}, "not a unit of size"),
     ],
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+
+from rotor_py import Checkpointable
 
 WIDE = """
 import time
@@ -53,6 +56,23 @@ def test_fewer_bits_need_less_and_are_told_of_wherever_they_are_chosen(plan, mod
     assert report["verify"]["measured_peak_bytes"] <= limit
 
 
+def test_what_is_said_of_a_saved_plan_loads_it(plan, model_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    file = model_file(WIDE + "def optimizer(parameters): return torch.optim.SGD(parameters, 0.1)")
+    exact = found(plan(file, "--mem-limit", "1GB", "--json", "-"))
+    limit = (exact["min_bytes"] + 2 * exact["store_all"]["peak_bytes"]) // 3
+    saved = tmp_path / "plan.json"
+    options = ("--keep", "bf16", "--step-in-backward", "--save", saved)
+    said = plan(file, "--mem-limit", limit, *options)
+    assert said.exit_code == 0, said.output
+    (line,) = (each for each in said.stdout.splitlines() if "Checkpointable(model, plan=" in each)
+    names: dict = {"Checkpointable": Checkpointable}
+    exec(Path(file).read_text(), names)
+    names["optimizer"] = names["optimizer"](names["model"].parameters())
+    exec(line.strip(), names)
+    assert names["model"].sequence is not None
+
+
 def test_a_plan_that_needs_no_fewer_bits_says_that_it_is_exact(plan, model_file):
     result = plan(model_file(WIDE), "--mem-limit", "1GB", "--keep", "int8", "--verify", "--json", "-")
     report = found(result)
@@ -63,11 +83,19 @@ def test_a_plan_that_needs_no_fewer_bits_says_that_it_is_exact(plan, model_file)
     assert "No stage is kept in int8: the plan is exact." in said
 
 
+def test_a_batch_is_chosen_with_fewer_bits_among_the_ways(plan, model_file):
+    text = WIDE.replace("sample = torch.randn(512, 32)", "def sample(batch): return torch.randn(batch, 32)")
+    file = model_file(text.replace("time.sleep(0.02)", "time"))
+    result = plan(file, "--mem-limit", "4MB", "--batch", "max", "--keep", "bf16")
+    assert result.exit_code == 0, result.output
+    assert 'keep="bf16"' in result.stdout
+    assert "kept in bf16" in " ".join(result.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--keep", "fp4"], "'bf16', 'fp8', 'int8'"),
-        (["--keep", "bf16", "--batch", "max"], "leave out --keep"),
         (["--keep", "bf16", "--pipeline", 2], "--keep is about one"),
     ],
 )

@@ -56,6 +56,39 @@ def test_a_plan_that_moves_is_shown_verified_and_loaded(plan, model_file, tmp_pa
     assert list(folder.iterdir()) == []
 
 
+def test_a_time_is_planned_for_with_moves_at_a_lower_limit(plan, model_file, tmp_path):
+    file, folder = model_file(MODEL), tmp_path / "away"
+    folder.mkdir()
+    alone = json.loads(plan(file, "--max-overhead", "5%", "--fresh-grads", "--json", "-").stdout)
+    options = ("--max-overhead", "5%", "--fresh-grads", "--offload", f"file:{folder}", "--verify", "--sweep")
+    result = plan(file, *options, "--save", tmp_path / "plan.json", "--json", tmp_path / "facts.json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["mem_limit"] == facts["plan"]["peak_bytes"] < alone["mem_limit"]
+    assert facts["plan"]["overhead"] <= 1.05
+    assert facts["plan"]["moved_bytes"] > 0
+    assert facts["verify"]["max_grad_difference"] == 0
+    assert 0.98 * facts["plan"]["peak_bytes"] <= facts["verify"]["measured_peak_bytes"] <= facts["mem_limit"]
+    assert facts["mem_limit"] in [point["mem_limit"] for point in facts["sweep"]["points"]]
+    assert list(folder.iterdir()) == []
+
+
+def test_a_batch_is_chosen_among_plans_that_move(plan, model_file, tmp_path):
+    file = model_file(
+        MODEL.replace("sample = torch.randn(256, 64)", "def sample(batch): return torch.randn(batch, 64)")
+    )
+    least = json.loads(plan(file, "--mem-limit", "1GB", "--batch", 256, "--fresh-grads", "--json", "-").stdout)
+    options = ("--mem-limit", least["min_bytes"] + 1000, "--fresh-grads", "--batch", "max", "--json", "-")
+    alone = json.loads(plan(file, *options).stdout)
+    result = plan(file, *options, "--offload", f"file:{tmp_path}")
+    assert result.exit_code == 0, result.output
+    moving = json.loads(result.stdout)
+    assert moving["batch"]["batch"] == alone["batch"]["batch"] >= 256
+    assert moving["plan"]["moved_bytes"] > 0
+    assert moving["plan"]["overhead"] < alone["plan"]["overhead"]
+    assert moving["batch"]["measured_peak_bytes"] <= moving["mem_limit"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -64,7 +97,7 @@ def test_a_plan_that_moves_is_shown_verified_and_loaded(plan, model_file, tmp_pa
         (["--offload", "file:/not/there"], "no file can be made in /not/there"),
         (["--offload", "file:/tmp", "--forwards-in-flight", 2], "several forwards share the way"),
         (["--offload", "file:/tmp", "--compile"], "Inductor decide"),
-        (["--offload", "file:/tmp", "--batch", "max"], "looks at steps that move nothing"),
+        (["--offload", "file:/not/there", "--batch", "max"], "no file can be made in /not/there"),
         (["--offload", "file:/tmp", "--pipeline", 2], "--offload is about one"),
         (["--offload", "file:/tmp", "--device", "h100"], "--offload measures how fast"),
     ],

@@ -467,3 +467,10 @@ def test_arguments_are_for_scripts_alone(plan):
 def test_what_a_file_defines_is_told_from_its_text(text, defined, tmp_path):
     (tmp_path / "file.py").write_text(text)
     assert defines(str(tmp_path / "file.py"), ("model", "sample")) == defined
+
+
+def test_a_script_may_be_planned_with_fewer_bits(script):
+    result = script(LOOP, "--keep", "bf16")
+    assert result.exit_code == 0, result.output
+    assert 'keep="bf16"' in result.stdout
+    assert "--keep=bf16" in result.stdout, "as it is, too"

@@ -15,7 +15,6 @@ from rotor_py.plan.trained_model import TrainedModel
 BATCH = torch.randn(4, 8)
 OPTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "step_in_backward": lambda model: {"step_in_backward": torch.optim.SGD(model.parameters(), 0.1)},
-    "offload=": lambda model: {"offload": "file:/tmp"},
     "on_oom='replan'": lambda model: {"on_oom": "replan"},
 }
 

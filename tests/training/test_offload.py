@@ -261,6 +261,24 @@ def test_a_disk_without_room_is_refused_when_it_is_planned_for(tmp_path: Path, m
         planned(chain(), limit_between(chain(), 0.3), tmp_path)
 
 
+def test_a_sequence_that_is_set_has_its_room_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequence = planned(chain(), limit_between(chain(), 0.3), tmp_path).sequence
+    model = planned(chain(), 10**9, tmp_path)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OffloadError, match="cannot be made in"):
+            model.sequence = sequence
+    assert model.sequence is not None
+    assert model.sequence.moves is None
+    model.sequence = sequence
+    assert same(trained(model), trained(chain()))
+    assert model._planner.model.offload.tier.moved_bytes > 0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -282,7 +300,10 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(options: dict[str, Any], w
 
 def test_a_sharded_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotor_py.plan.trained_model.is_sharded", lambda *_: True)
-    with pytest.raises(UnsupportedModelError, match=r"offload= is for one process, .* leave offload= out"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"offload= moves what .* Sequential is sharded.* leave offload= out",
+    ):
         planned(chain(), 10**9, tmp_path)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, Sweep, compare, least_limit, sweep, verify
+from rotor_py.offload.bandwidth import Bandwidth
 from rotor_py.report.sweeping import sweep_of
+from rotor_solver import Persistent
 
 BATCH = torch.randn(64, 16)
 
@@ -18,6 +21,17 @@ BATCH = torch.randn(64, 16)
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+
+
+class Captured(nn.Module):
+    """One stage, whatever is in it."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.layers(value)
 
 
 def test_below_the_least_limit_no_plan_fits_and_at_it_one_does() -> None:
@@ -47,6 +61,32 @@ def test_more_time_is_not_taken_than_was_given() -> None:
     for overhead in (0.0, 0.1, 0.5, 10.0):
         limit = least_limit(model, max_overhead=overhead)
         assert limit == min(point.mem_limit for point in found.points if point.overhead <= 1 + overhead)
+
+
+def test_limits_of_plans_that_move_are_lower_and_each_is_that_of_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = nn.Sequential(*(Captured(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(5)))
+    batch = torch.randn(256, 64)
+    alone = Checkpointable(copy.deepcopy(blocks), batch, loss=torch.sum, fresh_grads=True)
+    rate = 1.5 * alone.report().store_all_bytes / alone.report().store_all_seconds  # so that to move costs something
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(rate, rate))
+    moving = Checkpointable(blocks, batch, loss=torch.sum, fresh_grads=True, offload=f"file:{tmp_path}")
+    assert moving.budget is not None
+    for overhead in (0.0, 0.1):
+        limit = least_limit(moving, max_overhead=overhead)
+        assert limit < least_limit(alone, max_overhead=overhead)
+        report = moving.report()
+        # The least, as closely as is looked: clearly below it, plans are slower.
+        below = limit - (report.store_all_bytes - report.budget.least_bytes()) // 50
+        assert below > report.budget.least_bytes()
+        seconds = moving.budget.makespan(moving.budget.solve(below, Persistent()))
+        assert seconds > (1 + overhead) * report.store_all_seconds
+    found = sweep(moving)
+    assert any(point.sequence.moves is not None for point in found.points)
+    for point in found.points:
+        assert moving.budget.peak_bytes(point.sequence) == point.mem_limit
+        assert moving.budget.makespan(point.sequence) == pytest.approx(point.step_seconds)
 
 
 def test_the_model_stays_as_it_was() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from rotor_cli.commands.network import refuse_offload
 from rotor_cli.errors import INFEASIBLE, Failure, explained
 from rotor_cli.loading.model_file import ModelFile
 from rotor_cli.loading.place import Place, There
@@ -16,6 +17,7 @@ from rotor_py.report.progress import Activities
 
 def choose(found: ModelFile, limit: int, request: Request, shown: Activities, place: Place) -> PlannedBatch:
     """The batch inside `limit` bytes, and the model planned for it. Failure if not even the smallest fits."""
+    refuse_offload(request)
     aim: Aim = "max" if request.batch_aim == "max" else "best"
     choose_at = largest_batch if aim == "max" else best_batch
     if isinstance(place, There):
@@ -38,6 +40,8 @@ def choose(found: ModelFile, limit: int, request: Request, shown: Activities, pl
                 forwards_in_flight=request.forwards_in_flight,
                 backward_order=request.backward_order,
                 cache=not request.no_cache,
+                keep=request.keep,
+                offload=request.offload,
             )
         except InfeasibleError as error:
             raise Failure(str(error), INFEASIBLE) from error

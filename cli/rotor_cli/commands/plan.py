@@ -131,7 +131,7 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
 def _sweep(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:
     others = leanest_of_each(facts, network.model, request.slots, shown.doing("sweeping"))
     with watched(shown.doing("sweeping")):
-        return replace(facts, sweep=sweep_of(facts, request.slots, others))
+        return replace(facts, sweep=sweep_of(facts, request.slots, others, request.overhead))
 
 
 def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:

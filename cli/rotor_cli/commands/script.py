@@ -77,6 +77,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
             "progress": False if request.quiet else None,
             "cache": not request.no_cache,
             "compile": request.compile,
+            "keep": request.keep,
             "offload": request.offload,
         },
         limited=request.limited and request.overhead is None,

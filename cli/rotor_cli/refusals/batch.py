@@ -20,8 +20,6 @@ def refuse_batch(request: Request) -> None:
         raise usage(
             f"--batch {aim} looks at plain stages; leave out --compile, and plan with it for the batch that it finds"
         )
-    if request.keep is not None:
-        raise usage(f"--batch {aim} looks at exact plans; leave out --keep, and plan with it for the batch it finds")
     if effective is None:
         return
     if request.fresh_grads:

@@ -54,8 +54,6 @@ def _refuse_offload(request: Request) -> None:
     others = {
         "--forwards-in-flight": (request.forwards_in_flight > 1, "has several forwards share the way there"),
         "--compile": (request.compile, "has Inductor decide what a stage saves"),
-        "--max-overhead": (request.max_overhead is not None, "chooses among plans that move nothing"),
-        f"--batch {request.batch}": (request.batch_aim is not None, "looks at steps that move nothing"),
     }
     for option, (given, does) in others.items():
         if given:

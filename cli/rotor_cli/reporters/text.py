@@ -68,9 +68,9 @@ def usage(facts: Facts, saved_plan: str | None) -> Table:
 def usage_lines(facts: Facts, saved_plan: str | None) -> str:
     """Three lines of Python: the plan in the user's own program, from the file `saved_plan` if there is one."""
     argument, others = f"mem_limit={typed(facts.mem_limit, facts.peak_bytes)}", facts.arguments
-    if saved_plan:  # where things go is said anew, for each machine
-        moves = facts.sequence.moves is not None
-        others = tuple(each for each in others if moves and each.startswith("offload="))
+    if saved_plan:  # what a file does not say: where things go on a machine, the word for fewer bits, the optimizer
+        again = ("step_in_backward=", "keep=", *(("offload=",) if facts.sequence.moves is not None else ()))
+        others = tuple(each for each in others if each.startswith(again))
         argument = f'plan="{saved_plan}"'
     argument = ", ".join([argument, *others])
     step = "loss(model(batch)).backward()"
@@ -82,6 +82,7 @@ def usage_lines(facts: Facts, saved_plan: str | None) -> str:
         limit = typed(facts.mem_limit, facts.peak_bytes).strip('"')
         command = ["rotor-plan", taken.script, "--mem-limit", limit.replace("_", ""), "--run"]
         command += ["--offload", facts.budget.link_name] if facts.budget.link is not None else []
+        command += ["--" + each.replace('"', "") for each in facts.arguments if each.startswith("keep=")]
         lines += f"\n# or as it is: {shlex.join([*command, *(('--', *taken.arguments) if taken.arguments else ())])}"
     return lines
 

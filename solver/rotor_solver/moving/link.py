@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -26,3 +27,9 @@ class Link:
     def seconds_per_byte(self) -> float:
         """Seconds in which a byte goes out and comes back."""
         return 1 / self.out_bytes_per_second + 1 / self.in_bytes_per_second
+
+    @classmethod
+    def slowest(cls, links: Iterable[Link]) -> Link:
+        """As fast each way as the slowest of `links`."""
+        out, back = zip(*((link.out_bytes_per_second, link.in_bytes_per_second) for link in links), strict=True)
+        return cls(min(out), min(back))
