@@ -450,9 +450,9 @@ def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None
 def test_a_stage_with_nothing_to_make_again_is_not_run_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def asking(body: fx.GraphModule, sizes: Sizes) -> Any:
+    def asking(body: fx.GraphModule, sizes: Sizes, arguments: Any) -> Any:
         asked.append(1)
-        return find_saved_values(body, sizes)
+        return find_saved_values(body, sizes, arguments)
 
     monkeypatch.setattr("rotor_py.capture.graph.parts.choice.find_saved_values", asking)
 
