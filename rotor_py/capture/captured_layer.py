@@ -80,7 +80,9 @@ class CapturedLayer(StageOffers):
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             graphs.append(graph)
-            self._stage(graph, arguments)
+            stage = self._stage(graph, arguments)
+            if stage is not None:
+                stage.ways_for(graph.enter(arguments)[0])
             return graph.run_unplanned(arguments)
 
         with isolated(self.layer, device), torch.enable_grad():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import RLock
 
 planning = RLock()
@@ -11,3 +14,22 @@ PyTorch's profiler cannot run twice in a process; two models that run at once wo
 measured so; and some of Numba's threading layers must not be used by two callers. Reentrant, because what measures
 holds it and then solves, which takes it as well.
 """
+
+
+@contextmanager
+def old_objects_aside() -> Iterator[None]:
+    """As long as this lasts, Python's garbage collector does not walk through what is there already.
+
+    To capture a graph makes objects by the hundred thousand, which have the collector look at all that there are: those
+    of torch and of libraries around it take it as long as ten steps of a small model. What was garbage already is found
+    afterwards.
+    """
+    if gc.get_freeze_count():  # what somebody else has put aside would be taken back
+        yield
+        return
+    gc.collect(1)  # what is young, and may hold tensors
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -15,7 +15,7 @@ from rotor_profiling.step_watch import give_way
 from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.planning_lock import planning
+from rotor_py.measure.planning_lock import old_objects_aside, planning
 from rotor_py.plan.conflicts.several_processes import refuse_several_processes
 from rotor_py.plan.inputs.input_spec import describe
 from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
@@ -95,7 +95,12 @@ class PlanMaker:
         device = self.model.device_of(spec.input)
         if device.type == "cpu":
             _tell_of_a_profiler()
-        with planning, torch.enable_grad(), telling(self.settings, type(self.model.core).__name__) as progress:
+        with (
+            planning,
+            old_objects_aside(),
+            torch.enable_grad(),
+            telling(self.settings, type(self.model.core).__name__) as progress,
+        ):
             rooms = None if self.settings.inductor is None else self._rooms(device)
             enough = enough_for_limit(self.model, device, lambda: noticed_cost(self)) if to_train else None
             measured = source.measure(value, Measuring(device, self.settings, progress, rooms, enough))

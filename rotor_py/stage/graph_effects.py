@@ -53,13 +53,14 @@ def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
     _remembered[function] = effects
 
 
-def find_effects(function: nn.Module, value: Any, device: torch.device) -> GraphEffects:
-    """Run a stage on `value` with a graph and without one, and compare. Nothing of the stage is changed.
+def find_effects(function: nn.Module, value: Any, made: Any, device: torch.device) -> GraphEffects:
+    """Run a stage on `value` without a graph, and compare with what it `made` with one. Nothing of it is changed.
 
-    A stage that never does the same thing twice does not count as dependent on the graph: a graph would not help.
+    `made` is without its graph, with `requires_grad` where it had one. A stage that never does the same thing twice
+    does not count as dependent on the graph: a graph would not help.
     """
     plain = _outputs(function, value, device, graph=False)
-    attached = _outputs(function, value, device, graph=True)
+    attached = _detached(made)
     differs = not _equal(plain, attached)
     # Where a stage waits for other processes, all have to run it equally often, whatever each of them finds.
     if differs or several_processes():
@@ -79,6 +80,10 @@ def _outputs(function: nn.Module, value: Any, device: torch.device, *, graph: bo
     with isolated(function, device), torch.set_grad_enabled(graph):
         output = function(leaves_of(value))
     wait_for(output)
+    return _detached(output)
+
+
+def _detached(output: Any) -> list[torch.Tensor]:
     return [local(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in tensors_in(output)]
 
 

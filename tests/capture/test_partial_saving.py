@@ -447,12 +447,34 @@ def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None
     assert find_saved_parts(fx.GraphModule({}, graph), 0, Sizes()) == {}
 
 
+def test_a_stage_that_is_measured_is_not_run_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.second(F.silu(self.first(x)))
+            return x + self.second(F.silu(self.first(x)))
+
+    given: list[bool] = []
+
+    def asking(body: fx.GraphModule, sizes: Sizes, arguments: Any) -> Any:
+        given.append(arguments is not None)
+        return find_saved_values(body, sizes, arguments)
+
+    monkeypatch.setattr("rotor_py.capture.graph.parts.choice.find_saved_values", asking)
+    Checkpointable(Gated(), cache=False).measure(torch.randn(64, 8))
+    assert given
+    assert all(given)
+
+
 def test_a_stage_with_nothing_to_make_again_is_not_run_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def asking(body: fx.GraphModule, sizes: Sizes) -> Any:
+    def asking(body: fx.GraphModule, sizes: Sizes, arguments: Any) -> Any:
         asked.append(1)
-        return find_saved_values(body, sizes)
+        return find_saved_values(body, sizes, arguments)
 
     monkeypatch.setattr("rotor_py.capture.graph.parts.choice.find_saved_values", asking)
 

@@ -105,6 +105,7 @@ def test_what_is_made_again_beside_writes_has_the_same_bits(data: st.DataObject)
     except RuntimeError:  # autograd refuses it in plain training, too
         assume(False)
     values = find_saved_values(body, Sizes())
+    assert find_saved_values(body, Sizes(), [example.detach().requires_grad_()]) == values
     own = [node for node, root in values.roots.items() if root is node]
     again = {node: 0 for node in own if is_cheap(node) and node not in values.stale}
     keeping = {node: 1 + (3 * number + seed) % 7 for number, node in enumerate(own)}

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
-from rotor_profiling import stage_kind, value_kind
+from rotor_profiling import isolated, stage_kind, value_kind
 from rotor_profiling.stage.kind import HasKind
 
 
@@ -85,3 +85,12 @@ def test_joined_modules_that_say_their_kind_are_of_one_kind_if_each_of_them_is()
     assert kind(pair("log"), value) == kind(pair("log"), value)
     assert kind(pair("log"), value) != kind(pair("sin"), value)
     assert kind(pair("log"), value) != kind(pair("log"), (torch.zeros(2), torch.zeros(4)))
+
+
+def test_recurrent_layers_that_look_alike_are_of_one_kind_before_and_after_they_have_run() -> None:
+    value = torch.zeros(2, 3, 4)
+    alike, other = [nn.LSTM(4, 5), nn.LSTM(4, 5)], nn.LSTM(4, 6)
+    assert kind(alike[0], value) == kind(alike[1], value) != kind(other, value)
+    with isolated(alike[0], torch.device("cpu")):
+        alike[0](value)
+    assert kind(alike[0], value) == kind(alike[1], value)

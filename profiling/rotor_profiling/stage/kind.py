@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -86,6 +87,9 @@ def _plain(value: Any) -> Hashable:
         return tuple(sorted(value))
     if isinstance(value, FunctionType | partial):
         return _function(value)
+    if isinstance(value, ref):  # recurrent layers have some of their weights
+        there = value()
+        return _plain(there) if there is None or isinstance(there, torch.Tensor) else Unlike.any_but(value)
     return value if _equal_by_value(value) else Unlike.any_but(value)
 
 

@@ -18,19 +18,20 @@ from rotor_profiling.storage import layout_of, local, tensors_in, wait_for
 
 def stage_layouts(
     runner: Runner, value: Any, device: torch.device, *, silent: Sequence[int] = (), arriving: Layouts = ()
-) -> Layouts:
-    """The layouts of the gradients that a stage's backward gives to the tensors of its input `value`.
+) -> tuple[Layouts, Any]:
+    """The layouts of the gradients that a stage's backward gives to the tensors of its input `value`, and its output.
 
     `arriving` are those of the gradients that it is given for its outputs; the ones at the positions `silent` get none.
-    Nothing of the model is changed.
+    The output is without its graph, with `requires_grad` where it had one. Nothing of the model is changed.
     """
     with isolated(runner.function, device), torch.enable_grad():
         leaf = leaves_of(value)
-        outputs = tensors_in(runner.forward(leaf))
+        output = runner.forward(leaf)
+        made, outputs = leaves_of(output), tensors_in(output)
         gradients = gradients_for(outputs, silent, arriving)
         given = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None]
-        del outputs, gradients
-        return _layouts_at(leaf, [y for y, _ in given], [g for _, g in given])
+        del output, outputs, gradients
+        return _layouts_at(leaf, [y for y, _ in given], [g for _, g in given]), made
 
 
 def loss_layouts(loss: Callable[[Any], torch.Tensor], output: Any, device: torch.device) -> Layouts:

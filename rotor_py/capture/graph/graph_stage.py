@@ -12,6 +12,7 @@ from torch import fx, nn
 from rotor_profiling import tensors_in, value_kind
 from rotor_profiling.devices import accelerators
 from rotor_profiling.stage.kind import HasKind
+from rotor_profiling.timing import several_processes
 from rotor_py.capture.graph.cut_points import CutPoints
 from rotor_py.capture.graph.emitter import Emitter
 from rotor_py.capture.graph.graph_facts import GraphFacts
@@ -108,6 +109,14 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     def ways(self) -> tuple[str, ...]:
         (parts,) = self._parts
         return tuple(parts.found)
+
+    def ways_for(self, value: Any) -> tuple[str, ...]:
+        # Where processes wait for each other in a stage, they do not find out equally often what it saves.
+        if self._marked is not None or several_processes():
+            return self.ways()
+        (parts,) = self._parts
+        live, shared = self._divide(value)
+        return tuple(parts.found_on((*live, *(shared[position] for position in self.reads))))
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
         (parts,) = self._parts

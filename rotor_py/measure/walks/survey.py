@@ -109,39 +109,38 @@ class Survey:
         with gathered(function, chain.cut.sharding):
             alike = stage_kind(function, value)
             # Where stages wait for other processes, all of them run a stage that is new to any of them.
-            if anywhere(alike not in self._effects, chain.group, chain.device):
-                self._effects[alike] = self._look_at(number, value)
-            remember_effects(function, self._effects[alike])  # before there is a runner: it asks when it is made
-            if chain.layer_offers is not None:
+            new = anywhere(alike not in self._effects, chain.group, chain.device)
+            if new:
                 with During("measuring", name):
-                    chain.layer_offers.look_at(function, name, alike, value, chain.device)
+                    self._refuse_lost_gradients(number, value)  # before anything goes backward
             self._alike[number] = alike
             arriving = self.arriving[number]
             asked = self._asked(number, arriving)
-            if anywhere(asked not in self._given, chain.group, chain.device):
-                self._given[asked] = stage_layouts(
-                    chain.runner(number),
-                    value,
-                    chain.device,
-                    silent=chain.silent_of(number),
-                    arriving=self._to_run(number, arriving),
-                )
-            # Run again for its output: a stage of a known kind did not run, and its numbers are its own.
-            value = chain.run(chain.runner(number), value)
+            made = None
+            if new or anywhere(asked not in self._given, chain.group, chain.device):
+                with During("measuring", name):
+                    self._given[asked], made = stage_layouts(
+                        chain.runner(number),
+                        value,
+                        chain.device,
+                        silent=chain.silent_of(number),
+                        arriving=self._to_run(number, arriving),
+                    )
+            if new:
+                with During("measuring", name):
+                    self._effects[alike] = find_effects(function, value, made, chain.device)
+                    if self._stepped:
+                        self._refuse_foreign_parameters(number, value)
+            remember_effects(function, self._effects[alike])
+            if chain.layer_offers is not None:
+                with During("measuring", name):
+                    chain.layer_offers.look_at(function, name, alike, value, chain.device)
+            # A stage of a known kind did not run, and its numbers are its own.
+            value = chain.run(chain.runner(number), value) if made is None else made
             given = self._with_handed_on(number, self._given[asked], arriving)
             self._layouts.note(number, given, tensors_in(value))
         self.needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
         return value
-
-    def _look_at(self, number: int, value: Any) -> GraphEffects:
-        """Run a stage with a graph and without one."""
-        name, function = self._stages[number]
-        with During("measuring", name):
-            self._refuse_lost_gradients(number, value)  # before anything goes backward
-            effects = find_effects(function, value, self._chain.device)
-            if self._stepped:
-                self._refuse_foreign_parameters(number, value)
-        return effects
 
     def _refuse_lost_gradients(self, number: int, value: Any) -> None:
         """UnsupportedModelError if a stage uses a parameter of a layer that it only refers to, in a list for example.

@@ -9,8 +9,9 @@ the new part and each of the two: all parts on the lower convex hull, by Eisner 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -60,16 +61,19 @@ class _Part:
         return self.price - before.price <= _BELOW_A_MIXTURE * share * (price - before.price)
 
 
-def find_saved_parts(body: fx.GraphModule, shared: int, sizes: Sizes) -> dict[str, SavedPart]:
+def find_saved_parts(
+    body: fx.GraphModule, shared: int, sizes: Sizes, arguments: Sequence[Any] | None = None
+) -> dict[str, SavedPart]:
     """What `body` keeps in each way to be stored in part, by the way's name; each keeps less than the one before.
 
     Each saves a tenth more at least. There is none if that cannot be found. The last `shared` inputs of `body` are
-    those that all stages share, and in memory in any case. `sizes` says what its symbols stand for.
+    those that all stages share, and in memory in any case. `sizes` says what its symbols stand for. With `arguments`,
+    `body` is run on these to find out.
     """
     if not _may_make_again(body):
         return {}
     nodes = list(body.graph.nodes)
-    values = _saved_values(body, sizes)
+    values = _saved_values(body, sizes, arguments)
     if values is None:
         return {}
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -80,9 +84,14 @@ def find_saved_parts(body: fx.GraphModule, shared: int, sizes: Sizes) -> dict[st
     return {name: SavedPart.of_cut(body, values, part.cut.kept) for name, part in choice.named().items()}
 
 
-def same_parts(body: fx.GraphModule, sizes: Sizes, parts: Mapping[str, SavedPart]) -> dict[str, SavedPart]:
-    """The `parts` of a graph with the same nodes, for tensors of other sizes; none if they cannot be found."""
-    values = _saved_values(body, sizes)
+def same_parts(
+    body: fx.GraphModule, sizes: Sizes, parts: Mapping[str, SavedPart], arguments: Sequence[Any] | None = None
+) -> dict[str, SavedPart]:
+    """The `parts` of a graph with the same nodes, for tensors of other sizes; none if they cannot be found.
+
+    With `arguments`, `body` is run on these to find out.
+    """
+    values = _saved_values(body, sizes, arguments)
     nodes = list(body.graph.nodes)
 
     def part(example: SavedPart, values: SavedValues) -> SavedPart:
@@ -98,14 +107,16 @@ def _may_make_again(body: fx.GraphModule) -> bool:
     return any(node not in handed_on and (is_cheap(node) or kind_of(node) is not None) for node in body.graph.nodes)
 
 
-def _saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues | None:
+def _saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[Any] | None) -> SavedValues | None:
     # A value that was made under a mode would be made again without it.
     if any(node.op == "call_module" or node.target in _MODES for node in body.graph.nodes):
         return None
+    # An operator may refuse tensors without memory, in ways of its own.
+    refusals = Exception if arguments is None else TypeError
     try:
-        found = find_saved_values(body, sizes)
-    except Exception as error:  # an operator may refuse tensors without memory, in ways of its own
-        _log.debug("a stage is stored whole or not at all, since its graph cannot be run without memory: %s", error)
+        found = find_saved_values(body, sizes, arguments)
+    except refusals as error:
+        _log.debug("a stage is stored whole or not at all, since nobody can say what its graph saves: %s", error)
         return None
     # A node may return several tensors, of which one is saved and another one written over. What is kept of a node, and
     # what can be made from it, would be told apart by tensor then.

@@ -1,13 +1,15 @@
-"""Which values of a graph autograd saves for the backward, found by running the graph on tensors without memory.
+"""Which values of a graph autograd saves for the backward, found by running the graph.
 
 torch has no table of what each operator saves: that depends on which inputs need a gradient, and on the version of
-torch. So the stage is run with autograd on, and with hooks that see every saved tensor. On fake tensors that takes
-milliseconds and no memory, for a stage of any size. A real run would need the very memory that the plan is to avoid.
+torch. So the stage is run with autograd on, and with hooks that see every saved tensor. Where a stage is measured, it
+is run on its input. Elsewhere there is none, and it is run on tensors without memory: that takes some milliseconds for
+each operator that is a composition of others to them, longer than most small stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_profiling.storage import local
 from rotor_py.capture.graph.graph_nodes import GATHERED, overwrites, owned_by
@@ -42,8 +45,8 @@ class SavedValues:
     stale: set[fx.Node] = field(default_factory=set)
 
 
-def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues:
-    """What autograd saves of `body`.
+def find_saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[Any] | None = None) -> SavedValues:
+    """What autograd saves of `body`, run on `arguments`, or else on tensors without memory.
 
     `sizes` says what the symbols of the graph stand for. Raises TypeError for tensors of a subclass or without strides,
     and for operators that change a tensor without writing to it. What an operator raises that does not take tensors
@@ -52,8 +55,11 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues:
     found = SavedValues(set(), {}, set(), {})
     memories = _Memories(found)
     values: dict[fx.Node, Any] = {}
+    readers = Counter({node: len(node.users) for node in body.graph.nodes})
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if arguments is None else nullcontext()
+    given = iter(arguments or ())
     with (
-        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        mode,
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(memories.save, lambda tensor: tensor),
     ):
@@ -62,9 +68,11 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues:
                 break
             read = {each: list(_tensors(values[each])) for each in node.all_input_nodes}
             before = [tensor._version for tensors in read.values() for tensor in tensors]
-            # All values stay alive to the end, so that no storage's number is used twice.
             with FlopCount() if kind_of(node) else nullcontext() as count:
-                values[node] = _run(body, node, values, mode, sizes)
+                if isinstance(mode, FakeTensorMode):
+                    values[node] = _without_memory(body, node, values, mode, sizes)
+                else:
+                    values[node] = _on(given, body, node, values)
             if count is not None:
                 found.flops[node] = count.total
             after = [tensor for tensors in read.values() for tensor in tensors]
@@ -74,6 +82,12 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes) -> SavedValues:
             memories.read(node, read)
             memories.write(node, written)
             memories.make(node, list(_tensors(values[node])))
+            del read, after, written
+            # As in training: what nobody reads any more is not held.
+            readers.subtract(node.all_input_nodes)
+            for each in (node, *node.all_input_nodes):
+                if not readers[each]:
+                    values.pop(each, None)
     memories.end()
     return found
 
@@ -87,24 +101,33 @@ class _Memories:
         """the node that allocated a memory, or wrote to it last"""
         self._seen: dict[fx.Node, dict[int, fx.Node]] = {}
         """for each node and memory of its tensors, the last of those nodes that it depends on"""
-        self._saved: dict[int, torch.Tensor] = {}
-        """Some of them no node has returned yet: operators save their own output, or what only they know. The tensors
-        are held, so that a storage's number is not used twice."""
+        self._saved: set[int] = set()
+        """Some of them no node has returned yet: operators save their own output, or what only they know."""
+        self._known: dict[int, StorageWeakRef] = {}
+        """They keep the numbers of memories from being used again, and hold no memory."""
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         # By memory, not by tensor: what is saved is often a view of what a node returned.
-        self._saved[_memory(tensor)] = tensor
+        self._saved.add(self._number(tensor))
         return tensor
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """What the memory of a tensor is known by."""
+        storage = local(tensor).untyped_storage()
+        number = int(storage._cdata)
+        if number not in self._known:
+            self._known[number] = StorageWeakRef(storage)
+        return number
 
     def read(self, node: fx.Node, inputs: Mapping[fx.Node, list[torch.Tensor]]) -> None:
         """A node has read the tensors of these."""
         for each, tensors in inputs.items():
-            if any(self._seen[each][memory] is not self._made_by[memory] for memory in map(_memory, tensors)):
+            if any(self._seen[each][memory] is not self._made_by[memory] for memory in map(self._number, tensors)):
                 self._found.stale.add(node)
 
     def write(self, node: fx.Node, tensors: Iterable[torch.Tensor]) -> None:
         """A node has written to the memory of these."""
-        for memory in {*map(_memory, tensors)}:
+        for memory in {*map(self._number, tensors)}:
             self._found.overwritten.add(self._made_by[memory])
             self._made_by[memory] = node
 
@@ -114,7 +137,7 @@ class _Memories:
         for tensor in tensors:
             if tensor.requires_grad:
                 self._found.in_graph.add(node)
-            memory = _memory(tensor)
+            memory = self._number(tensor)
             made_by = self._made_by.setdefault(memory, node)
             if made_by is not node:  # a view: what is made again from its inputs is what these see
                 before = [self._seen[each].get(memory, made_by) for each in node.all_input_nodes]
@@ -130,11 +153,23 @@ class _Memories:
         self._found.saved.update(node for node in made_by if self._found.roots.get(node) is node)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return int(local(tensor).untyped_storage()._cdata)
+def _on(arguments: Iterator[Any], body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """The value of a node on what the graph is called with: of these `arguments`, every input takes the next one."""
+    if node.op == "placeholder":
+        found = next(arguments)
+    elif node.op == "get_attr":
+        found = owned_by(body, node)
+    else:
+        return _called(node, *fx.node.map_arg((node.args, node.kwargs), values.__getitem__))
+    for tensor in _tensors(found):
+        _refuse_special(tensor)
+    return found
 
 
-def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode, sizes: Sizes) -> Any:
+def _without_memory(
+    body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode, sizes: Sizes
+) -> Any:
+    """The value of a node on tensors of this `mode`."""
     if node.op == "placeholder":
         return fx.node.map_aggregate(example_of(node), lambda each: _like(each, sizes))
     if node.op == "get_attr":
@@ -146,8 +181,10 @@ def _run(body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: 
         _refuse_special(found)
         return mode.from_tensor(found)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-    if is_mark(node):
-        return args[1:]
+    return args[1:] if is_mark(node) else _called(node, args, kwargs)
+
+
+def _called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]  # a function

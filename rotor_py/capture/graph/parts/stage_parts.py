@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor_profiling.storage import local
+from rotor_profiling.storage import local, tensors_in
 from rotor_py.capture.graph.graph_nodes import owned_by, tensors_of
 from rotor_py.capture.graph.parts.choice import find_saved_parts, same_parts
 from rotor_py.capture.graph.parts.saved_part import SavedPart
@@ -44,6 +44,7 @@ class StageParts:
         self._known = known
         self._graphs: dict[tuple[str, bool], fx.GraphModule] = {}
         self._example: StageParts | None = None
+        self._arguments: Sequence[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs, which have no attributes of their own and cannot be copied; a copy makes its own."""
@@ -55,6 +56,14 @@ class StageParts:
         To be called before anybody asks for them.
         """
         self._example = other
+
+    def found_on(self, arguments: Sequence[Any]) -> dict[str, SavedPart]:
+        """`found`, by a run on `arguments` if nobody has asked before."""
+        self._arguments = arguments if all(map(_is_plain, tensors_in(arguments))) else None
+        try:
+            return self.found
+        finally:
+            self._arguments = None
 
     @cached_property
     def found(self) -> dict[str, SavedPart]:
@@ -68,8 +77,8 @@ class StageParts:
         example = self._example
         # Parts name values by their position, which has to be that of the same node.
         if example is not None and self._operators() == example._operators():
-            return same_parts(self._body, self._sizes, example.found)
-        return find_saved_parts(self._body, self._shared, self._sizes)
+            return same_parts(self._body, self._sizes, example.found, self._arguments)
+        return find_saved_parts(self._body, self._shared, self._sizes, self._arguments)
 
     def _operators(self) -> list[tuple[str, str]]:
         nodes = self._body.graph.nodes
@@ -96,3 +105,8 @@ class StageParts:
         number, here = self._sizes.number, local(tensor)
         shape: tuple[Any, ...] = tuple(map(number, here.shape))
         return type(tensor), shape, tuple(map(number, here.stride())), here.dtype, here.device, tensor.requires_grad
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory, all of it in this process."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"

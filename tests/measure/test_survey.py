@@ -1,0 +1,84 @@
+"""What the first walks take: as few runs of a stage as show what they look for; and what stays aside meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable
+from rotor_py.measure.cut import cut_layers
+from rotor_py.measure.planning_lock import old_objects_aside
+from rotor_py.measure.stepped_parameters import NONE_STEPPED
+from rotor_py.measure.walks.survey import Survey
+from rotor_py.measure.walks.walked_chain import WalkedChain
+
+CPU = torch.device("cpu")
+
+
+class Counting(nn.Linear):
+    """Says of every run whether it has a graph."""
+
+    runs: list[bool]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        type(self).runs.append(torch.is_grad_enabled())
+        return super().forward(value)
+
+
+def test_a_stage_is_looked_at_in_one_run_with_a_graph_and_one_without() -> None:
+    Counting.runs = runs = []
+    value = torch.randn(3, 4)
+    cut = cut_layers([("a", Counting(4, 4))], value, CPU)
+    runs.clear()
+    survey = Survey(WalkedChain(cut, value, CPU, (), None, True, (), None), NONE_STEPPED)
+    survey.walk()
+    # The first one looks for parameters that would get no gradient, before anything goes backward.
+    assert runs == [True, True, False]
+    survey.walk()
+    assert runs == [True, True, False, True]
+
+
+class Collecting(nn.Linear):
+    """Says of every run how many objects the garbage collector leaves alone."""
+
+    seen: list[int]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.seen.append(gc.get_freeze_count())
+        if value.shape[0] == 5:
+            raise ArithmeticError
+        return super().forward(value)
+
+
+@pytest.fixture
+def nothing_aside() -> Iterator[None]:
+    """The suite puts old objects aside itself."""
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_aside")
+def test_old_objects_are_aside_while_a_model_is_measured_and_not_afterwards() -> None:
+    Collecting.seen = []
+    planned = Checkpointable(nn.Sequential(Collecting(4, 4), nn.Linear(4, 4)), cache=False)
+    planned.measure(torch.randn(3, 4))
+    assert min(Collecting.seen) > 10_000
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(ArithmeticError):
+        planned.measure(torch.randn(5, 4))
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_aside")
+def test_what_somebody_else_has_put_aside_stays_there() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with old_objects_aside():
+        pass
+    assert gc.get_freeze_count() == before > 0
