@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling import memory_meter
@@ -195,3 +197,19 @@ def test_what_is_added_in_place_is_what_the_engine_adds_in_place(function: Any, 
     peak()  # libraries allocate once for themselves
     measured = peak()
     assert without_memory(peak) == pytest.approx(measured, abs=NUMBERS)
+
+
+class HandsOn(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_it_is_the_engine_that_adds_also_where_another_mode_comes_first() -> None:
+    def peak(first: Callable[[], Any]) -> int:
+        value = torch.randn(SIDE, SIDE, requires_grad=True) * 1
+        output = nothing_saved(value).sum()
+        with memory_meter(CPU) as meter, first():
+            torch.autograd.grad(output, value)
+        return meter.phases[""].peak
+
+    assert without_memory(lambda: peak(HandsOn)) == without_memory(lambda: peak(nullcontext))

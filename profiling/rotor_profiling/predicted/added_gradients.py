@@ -19,12 +19,16 @@ from rotor_profiling.storage import local
 
 _ADD = torch.ops.aten.add.Tensor
 _ENGINE = _engine_run_backward.__code__
-_BETWEEN = ("/torch/_dynamo/", "/torch/_compile.py")
-"""Files whose functions are around a mode's, to keep TorchDynamo out of it."""
+_BETWEEN = ("/torch/_dynamo/", "/torch/_compile.py", "/torch/_ops.py")
+"""Files whose functions are between modes, to keep TorchDynamo out of them, and to call the next one."""
 
 
 class AddedGradients:
-    """Tells which sums the engine would make in place, if nobody but the engine holds their first summand."""
+    """Tells which sums the engine would make in place, if nobody but the engine holds their first summand.
+
+    One that it would not is taken for one that it would: where gradients are retained (`retain_grad`) from an earlier
+    backward, the new one is added to them, and never in place.
+    """
 
     def __init__(self) -> None:
         self._node: Any = None

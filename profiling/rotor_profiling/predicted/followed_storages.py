@@ -36,7 +36,7 @@ class FollowedStorages(TorchDispatchMode):
         self._resizes = ExitStack()
         self._added = AddedGradients()
         self._sum: tuple[int, torch.UntypedStorage] | None = None
-        """The handle of a gradient that something was added to, and the sum, until it is known what becomes of both."""
+        """Handle of a gradient that something was added to, and the sum, until it is known whose memory that has."""
 
     def taken(self, number: int, size: int) -> None:
         """There is a storage of `size` bytes, which is called `number` until it ends."""
@@ -66,7 +66,7 @@ class FollowedStorages(TorchDispatchMode):
         self._followed.clear()
 
     def settle(self) -> None:
-        """Take a sum of gradients for memory of its own, if the first of them is still there."""
+        """Take a sum of gradients for memory of its own, if its first summand is still there: somebody holds that."""
         if self._sum is not None:
             (_, storage), self._sum = self._sum, None
             self.follow(storage)
@@ -113,7 +113,7 @@ class FollowedStorages(TorchDispatchMode):
         return out
 
     def _await(self, first: torch.UntypedStorage, total: torch.UntypedStorage) -> None:
-        """Have the `total` go on with the memory of the `first`, if that ends as soon as nothing but the engine runs."""
+        """Have the `total` go on with the memory of the `first` summand, if that ends before anything else runs."""
         if first._cdata not in self._followed:  # else its end has been asked for already
             weakref.finalize(first, self._end, first._cdata).atexit = False
         self._sum = first._cdata, total
