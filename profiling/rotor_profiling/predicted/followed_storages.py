@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rotor_profiling.predicted.added_gradients import AddedGradients
 from rotor_profiling.predicted.resized_storages import resizes_told
 from rotor_profiling.storage import local, tensors_in
 
@@ -33,6 +34,9 @@ class FollowedStorages(TorchDispatchMode):
         """Handles of storages, which are used again, and the numbers of those that have them now."""
         self._count = 0
         self._resizes = ExitStack()
+        self._added = AddedGradients()
+        self._sum: tuple[int, torch.UntypedStorage] | None = None
+        """Handle of a gradient that something was added to, and the sum, until it is known whose memory that has."""
 
     def taken(self, number: int, size: int) -> None:
         """There is a storage of `size` bytes, which is called `number` until it ends."""
@@ -58,7 +62,14 @@ class FollowedStorages(TorchDispatchMode):
 
     def forget(self) -> None:
         """Follow nothing of what there is so far."""
+        self.settle()
         self._followed.clear()
+
+    def settle(self) -> None:
+        """Take a sum of gradients for memory of its own, if its first summand is still there: somebody holds that."""
+        if self._sum is not None:
+            (_, storage), self._sum = self._sum, None
+            self.follow(storage)
 
     def __enter__(self) -> Self:
         # No mode sees a storage that is resized, by which FSDP2 frees what it has gathered, and takes it again.
@@ -71,6 +82,7 @@ class FollowedStorages(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
         self._resizes.close()
+        self.settle()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -81,17 +93,30 @@ class FollowedStorages(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.settle()
+        first = self._added.first_of(func, args, kwargs)
         # Of a DTensor, the part that is here: inside of its own operator, where it also makes tensors of global size
         # to learn their shapes, the mode is off.
         given = {local(tensor).untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         out = func(*args, **kwargs)
-        for tensor in tensors_in(out):
+        made = tensors_in(out)
+        self._added.made(made)
+        for tensor in made:
             storage = local(tensor).untyped_storage()
             # An operator that returns what it was given, or a view of it, makes nothing.
             if storage._cdata not in given and self.follows(tensor):
-                self.follow(storage)
+                if first is None:
+                    self.follow(storage)
+                else:
+                    self._await(first.untyped_storage(), storage)
         self.ran(func, args, kwargs, out)
         return out
+
+    def _await(self, first: torch.UntypedStorage, total: torch.UntypedStorage) -> None:
+        """Have the `total` go on with the memory of the `first` summand, if that ends before anything else runs."""
+        if first._cdata not in self._followed:  # else its end has been asked for already
+            weakref.finalize(first, self._end, first._cdata).atexit = False
+        self._sum = first._cdata, total
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """It has another size: other memory than before, also where that was there when the mode began."""
@@ -109,5 +134,10 @@ class FollowedStorages(TorchDispatchMode):
 
     def _end(self, handle: int) -> None:
         number = self._followed.pop(handle, None)
-        if number is not None:
+        if self._sum is not None and self._sum[0] == handle:
+            (_, total), self._sum = self._sum, None
+            if number is not None:
+                self._followed[total._cdata] = number
+                weakref.finalize(total, self._end, total._cdata).atexit = False
+        elif number is not None:
             self.freed(number)

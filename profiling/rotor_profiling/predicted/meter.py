@@ -25,6 +25,7 @@ class PredictedMeter:
 
     def mark(self, name: str) -> None:
         live = self._live
+        live.settle()
         self.phases[self._name] = Phase(self._start, live.peak, live.now)
         self._name, self._start = name, live.now
         live.begin_peak()
