@@ -22,7 +22,7 @@ from rotor_py.capture.graph.run_graph import raise_own_error
 from rotor_py.capture.marks.fsdp_marks import FSDPMarks
 from rotor_py.capture.replaced.cumulative_batch_norm import batch_norms_in_graphs
 from rotor_py.capture.replaced.library_masks import masks_asked_about
-from rotor_py.capture.tracing import keep_image_sizes, keep_known_sizes, tracing
+from rotor_py.capture.tracing import Tracing, keep_image_sizes, keep_known_sizes
 from rotor_py.distributed.shard_groups import groups_of
 from rotor_py.errors import UnsupportedModelError
 
@@ -101,7 +101,7 @@ class CapturedForward:
             asking.open = False
             graph = self._captured(traced, marks)
             # The graph runs inside of `forward.function`, where holes and marks are on the model.
-            with now.paused(), marks.unmarked() if marks else nullcontext():
+            with marks.unmarked() if marks else nullcontext():
                 outputs = run_graph(graph, arguments)
             if self.open_sizes:
                 keep_known_sizes(outputs, traced.graph_module.graph)
@@ -111,9 +111,9 @@ class CapturedForward:
             if known and self._graphs and recaptured is not None:
                 recaptured(forward.seconds)
 
+        now = Tracing(began)
         with (
-            tracing(began) as now,
-            handing_graphs_to(handle, traced=now.begin),
+            handing_graphs_to(handle, now),
             masks_asked_about(),
             batch_norms_in_graphs(),
             marks.marked() if marks else nullcontext(),

@@ -15,7 +15,7 @@ from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_profiling.timing import several_processes
-from rotor_py.capture.data_questions import Answers, answers_of, without_questions_about_the_batch
+from rotor_py.capture.data_questions import Answers, answers_of, asking_at_once, without_questions_about_the_batch
 from rotor_py.capture.graph.autograd_functions import with_saving_functions
 from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points, weights_of
 from rotor_py.capture.graph.function_transforms import with_whole_transforms
@@ -112,7 +112,7 @@ class CapturedGraph:
         # Only what the stages read or the graph returns. All else that the context makes is freed once it has run.
         made = set(facts.context)
         self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]
-        self._context = context_of(facts, self._wanted)
+        self._context = asking_at_once(context_of(facts, self._wanted))
 
     @property
     def answers(self) -> Answers:

@@ -5,21 +5,24 @@ Tracing takes seconds for a large model. Tests, sweeps over limits and copies of
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo
 from torch import fx, nn
 
 from rotor_profiling.storage import layout_of
 from rotor_py.capture.data_questions import NOW, Answers, Asking
 from rotor_py.capture.graph.run_graph import run_graph
+from rotor_py.capture.tracing import Tracing
 from rotor_py.stage.autocast import Autocast
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
@@ -36,10 +39,10 @@ _compiled: OrderedDict[Hashable, CompiledForward] = OrderedDict()
 
 
 class _Receiver(NamedTuple):
-    """What runs graphs that are called, and what is called when a new one has been traced."""
+    """What runs graphs that are called, and how those are traced that are new."""
 
     run: Handler
-    traced: Callable[[], None]
+    tracing: Tracing
 
 
 _receiver: ContextVar[_Receiver | None] = ContextVar("receiver", default=None)
@@ -82,10 +85,7 @@ def compile_forward(
     key = _structure(model), marks, answers, open_sizes
     # `model` is an argument of the function and no part of it, so a function keeps no model alive.
     if key not in _compiled:
-        function = torch.compile(
-            _own_function(), backend=_backend, fullgraph=marks is not None, dynamic=open_sizes, **_alone
-        )
-        _compiled[key] = CompiledForward(function)
+        _compiled[key] = CompiledForward(_traced_when_called(fullgraph=marks is not None, dynamic=open_sizes))
     _compiled.move_to_end(key)
     if len(_compiled) > _MOST:
         _compiled.popitem(last=False)
@@ -93,12 +93,12 @@ def compile_forward(
 
 
 @contextmanager
-def handing_graphs_to(handler: Handler, traced: Callable[[], None]) -> Iterator[None]:
-    """Have graphs that are called inside this context run by `handler`; `traced` is called for each that is new.
+def handing_graphs_to(handler: Handler, tracing: Tracing) -> Iterator[None]:
+    """Have graphs that are called inside this context run by `handler`; those that are new are a part of `tracing`.
 
     Both are a context variable: models built alike share a function, and may train in several threads at once.
     """
-    token = _receiver.set(_Receiver(handler, traced))
+    token = _receiver.set(_Receiver(handler, tracing))
     try:
         yield
     finally:
@@ -108,8 +108,33 @@ def handing_graphs_to(handler: Handler, traced: Callable[[], None]) -> Iterator[
 def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedGraph:
     receiver = _receiver.get()
     if receiver is not None:
-        receiver.traced()
+        receiver.tracing.begin()
     return TracedGraph(graph_module)
+
+
+def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchDynamo's own `callback`, which it calls where no graph fits, with its settings as `Tracing` has them."""
+
+    # With the callback's attributes, by which TorchDynamo knows the backend. They must not be looked up by code in
+    # Python: it looks while every frame still goes to the callback.
+    @functools.wraps(callback)
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        receiver = _receiver.get()
+        with nullcontext() if receiver is None else receiver.tracing.as_the_note_says():
+            return callback(*args, **kwargs)
+
+    return trace
+
+
+def _traced_when_called(*, fullgraph: bool, dynamic: bool) -> Callable[..., Any]:
+    """`_own_function` under TorchDynamo, whose settings are those of the Note in `tracing.py` while it traces."""
+    # What `torch.compile` does. That does not let its context be seen, which has the callback.
+    backend = torch._TorchCompileWrapper(_backend, None, None, dynamic)
+    context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **_alone)
+    if hasattr(context, "callback"):  # not where TorchDynamo is switched off
+        context.callback = _tracing_as_noted(context.callback)
+    function: Callable[..., Any] = context(_own_function())
+    return function
 
 
 def _structure(model: nn.Module) -> Hashable:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -44,7 +45,9 @@ class Asking:
     """The questions of one forward. Beyond `answers`, yes is assumed: batches without padding are what is fast."""
 
     answers: Answers
-    asked: int = 0
+    assumed: Answers = ()
+    """What was assumed of the questions so far. Not how many there were: TorchDynamo would make a variable of that, and
+    break the graph where it is written as a string."""
     open: bool = True
     """Whether no graph has run yet, so that the forward can be called again."""
 
@@ -71,10 +74,10 @@ def holds(condition: torch.Tensor) -> bool:
     asking = NOW.asking
     if asking is None or not asking.open:
         return False
-    number = asking.asked
-    asking.asked = number + 1
+    number = len(asking.assumed)
     assumed = asking.answers[number] if number < len(asking.answers) else True
-    # A string, since TorchDynamo may turn a number that differs from one call to the next into a variable.
+    asking.assumed = (*asking.assumed, assumed)
+    # A string, which TorchDynamo never makes a variable of.
     answered(condition, str(number), assumed)
     return assumed
 
@@ -82,9 +85,31 @@ def holds(condition: torch.Tensor) -> bool:
 @torch.library.custom_op("rotor::answered", mutates_args=())
 def answered(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True) -> torch.Tensor:
     """The node of a question: OtherAnswerError unless `condition` is as `assumed`."""
+    _check(condition, number, assumed, checked)
+    return condition.clone()
+
+
+def _check(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True) -> None:
     if checked and bool(condition) != assumed:
         raise OtherAnswerError(int(number), not assumed)
-    return condition.clone()
+
+
+def _check_at_once(condition: torch.Tensor, *question: Any) -> None:
+    if type(condition) is torch.Tensor and not condition.is_meta:
+        _check(condition, *question)
+    else:  # without memory: no data, and nothing to check
+        answered(condition, *question)
+
+
+def asking_at_once(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Have a graph that runs in every step ask its questions by calls of Python. Returns the graph.
+
+    An operator that is written in Python takes ten times as long as what it does here.
+    """
+    for question in questions_of(graph_module.graph):
+        question.target = _check_at_once
+    graph_module.recompile()
+    return graph_module
 
 
 @answered.register_fake

@@ -94,13 +94,22 @@ class Tracing:
         self._breaks_before = len(graph_break_reasons)
         self._thread = get_ident()
         self._since: float | None = None
-        self._paused = False
 
-    def start(self, *_: Any) -> None:
-        if get_ident() != self._thread or self._paused:
-            return
-        self.begin()
-        self._since = time.perf_counter()
+    @contextmanager
+    def as_the_note_says(self) -> Iterator[None]:
+        """Have TorchDynamo trace as the Note says, as long as this context lasts.
+
+        It is entered where a graph is to be made, and not around every step: settings take longer than small layers do.
+        """
+        dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS}
+        with settings_of(torch._dynamo.config, dynamo), settings_of(shape_config, _SHAPES), _shapes_unlogged():
+            callbacks.register_start_callback(self._start)
+            callbacks.register_end_callback(self._end)
+            try:
+                yield
+            finally:
+                callbacks.remove_start_callback(self._start)
+                callbacks.remove_end_callback(self._end)
 
     def begin(self) -> None:
         """Say that tracing has begun, if that has not been said.
@@ -111,11 +120,6 @@ class Tracing:
         if began is not None:
             began()
 
-    def end(self, *_: Any) -> None:
-        if get_ident() == self._thread and self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
-
     @property
     def breaks_at(self) -> str | None:
         """The line of the model at which the graph broke first: path:number, and its text. None if it did not break."""
@@ -125,14 +129,15 @@ class Tracing:
                 return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
         return None
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What is traced in this context is not the model: an operator of the graph may compile what it runs."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+    def _start(self, *_: Any) -> None:
+        if get_ident() == self._thread:
+            self.begin()
+            self._since = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        if get_ident() == self._thread and self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
 
 
 @contextmanager
@@ -150,21 +155,6 @@ def settings_of(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before:
             setattr(config, name, value)
-
-
-@contextmanager
-def tracing(began: Callable[[], None]) -> Iterator[Tracing]:
-    """Have TorchDynamo trace as the Note says, as long as this context lasts."""
-    found = Tracing(began)
-    dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS}
-    with settings_of(torch._dynamo.config, dynamo), settings_of(shape_config, _SHAPES), _shapes_unlogged():
-        callbacks.register_start_callback(found.start)
-        callbacks.register_end_callback(found.end)
-        try:
-            yield found
-        finally:
-            callbacks.remove_start_callback(found.start)
-            callbacks.remove_end_callback(found.end)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class GuardedTape(Tape):
 
     hidden_because = 'which on_oom="replan" may have to run again; leave on_oom out'
 
-    def __init__(self, runners: list[StageRunner], instructions: Program, plans: SmallerPlans) -> None:
+    def __init__(self, runners: Operations[StageRunner], instructions: Program, plans: SmallerPlans) -> None:
         super().__init__(runners, instructions)
         self._plans = plans
         self._stored = _stored(instructions)

@@ -41,7 +41,7 @@ class Frame:
 class Owner(Protocol):
     """The tape that a node belongs to."""
 
-    runners: list[StageRunner]
+    runners: Sequence[StageRunner]
     hidden_because: str
     """Why a stage is a node, and what to do to have its operators in the caller's graph: the middle of a sentence."""
 

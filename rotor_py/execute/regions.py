@@ -9,6 +9,7 @@ stage runs, and again before its backward. That is why such models are not repla
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Operations
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -82,7 +83,7 @@ def _stages(items: tuple[int | Region, ...]) -> list[int]:
 
 
 def run(
-    runners: list[StageRunner],
+    runners: Operations[StageRunner],
     items: tuple[int | Region, ...],
     value: Any,
     options: Mapping[int, int] = MappingProxyType({}),
@@ -101,7 +102,7 @@ def run(
 class _Chain:
     """The stages in one forward: those that are run `again`, and what surrounded the first run of each."""
 
-    runners: list[StageRunner]
+    runners: Operations[StageRunner]
     stored: list[StageRunner]
     """the stages by the options by which they are stored"""
     again: frozenset[int]

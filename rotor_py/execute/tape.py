@@ -51,6 +51,7 @@ from rotor_py.execute.in_flight import Held, Pass, Passes
 from rotor_py.execute.moving import Moving
 from rotor_py.execute.node import Frame, StageNode
 from rotor_py.execute.program import Program, Step, program
+from rotor_py.execute.runners import Runners
 from rotor_py.execute.store import ActivationStore
 from rotor_py.execute.whole_runs import run_through
 from rotor_py.offload.tier import Tier
@@ -90,13 +91,13 @@ class Tape:
 
     def __init__(
         self,
-        runners: list[StageRunner],
+        runners: Operations[StageRunner],
         instructions: Program,
         store: ActivationStore | None = None,
         tier: Tier | None = None,
     ) -> None:
         # By their options from the start: of some stages, runs without a graph differ by option, too.
-        self.runners = [runner.by(instructions.options.get(stage, 0)) for stage, runner in enumerate(runners)]
+        self.runners = Runners.of(runners).by(instructions.options)
         self.program = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
@@ -121,7 +122,8 @@ class Tape:
         position = 0
         for steps in self.program.pieces:
             stages = slice(frontier, frontier + len(steps))
-            if len(steps) > 1 and (run := run_through(self.runners[stages])) is not None:  # Rule 16: as one function
+            run = run_through(self.runners.stages[stages], self.runners.context) if len(steps) > 1 else None
+            if run is not None:  # Rule 16: as one function
                 values = list(value)
                 del value
                 value = run(values)
@@ -273,7 +275,7 @@ class Tape:
 
 
 def replay(
-    runners: list[StageRunner],
+    runners: Operations[StageRunner],
     instructions: Program,
     value: Any,
     store: ActivationStore | None = None,

@@ -7,26 +7,28 @@ from functools import partial
 from typing import Any
 
 from rotor_profiling.storage import wait_for
+from rotor_py.execute.runners import NamedStage
 from rotor_py.stage.activity import is_watched
 from rotor_py.stage.protocol import RunThrough, offers_of
-from rotor_py.stage.runner import StageRunner
 
 
-def run_through(runners: Sequence[StageRunner]) -> Callable[[list[Any]], tuple[Any, ...]] | None:
-    """How to run the stages of `runners` as one; None if somebody wants to see each of them, or if they cannot.
+def run_through(
+    stages: Sequence[NamedStage], context: tuple[Any, ...]
+) -> Callable[[list[Any]], tuple[Any, ...]] | None:
+    """How to run stages, which share `context`, as one; None if somebody wants to see each of them, or if they cannot.
 
     It is called with the elements of the first one's input in a list, which it empties, so that they are freed as soon
     as they were used.
     """
     if is_watched():
         return None
-    parts = [(part, runner.name) for runner in runners for part in offers_of(runner.function).parts]
+    parts = [(part, name) for name, function in stages for part in offers_of(function).parts]
     run = parts[0][0].run_through([part for part, _ in parts[1:]]) if parts else None
     if run is None:
         return None
     first, last = parts[0][0], parts[-1][0]
-    shared = runners[0].context
-    return partial(_run, run, [name for _, name in parts], shared, 0 if shared else first.shared, last.last)
+    carried = 0 if context else first.shared
+    return partial(_run, run, [name for _, name in parts], context, carried, last.last)
 
 
 def _run(

@@ -61,7 +61,7 @@ class PlannedForwards:
             self._forget_plans()
         self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
         if not self._forwards.in_flight():  # else some may be of this step
-            self._gradients.notice(self._maker.in_use, partial(self._maker.plan_for_kept_gradients, value))
+            self._gradients.notice(self._maker.in_use, spec.model, partial(self._maker.plan_for_kept_gradients, value))
         try:
             return self._run_planned(value)
         except PlanMismatchError as error:

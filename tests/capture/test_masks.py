@@ -15,6 +15,8 @@ from torch import fx, nn
 from rotor_profiling.storage import storage_bytes
 from rotor_py import Checkpointable, PlanMismatchError
 from rotor_py.capture import captured_graph
+from rotor_py.capture.captured_forward import CapturedForward
+from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
 
 transformers = pytest.importorskip("transformers")
@@ -206,3 +208,18 @@ def test_the_library_is_as_it_was_after_a_step() -> None:
     with pytest.raises(IndexError):
         planned(input_ids=torch.full((1, 3), 99), labels=torch.zeros(1, 3, dtype=torch.long))
     assert (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices) == before
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_question_breaks_no_graph_and_takes_no_operator_in_a_planned_step(padded: bool) -> None:
+    batch = words(mask=True, padded=padded)
+    forward = CapturedForward(llama(), granularity=1)
+    forward.call((), batch, CapturedGraph.run_unplanned)
+    assert forward.breaks_at is None
+    planned = Checkpointable(llama(), mem_limit="1GB", watch=False)
+    gradients(planned, batch)
+    with torch.autograd.profiler.profile() as profile:
+        gradients(planned, batch)
+    names = {event.name for event in profile.function_events}
+    assert "aten::all" in names  # it is asked
+    assert "rotor::answered" not in names

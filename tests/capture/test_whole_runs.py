@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
+from rotor_py.capture import tracing
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.execute.whole_runs import run_through
 from rotor_py.plan.inputs.input_spec import equal_at_sight, spec_of
@@ -92,10 +93,42 @@ def test_stages_that_are_stored_run_as_one_and_as_in_plain_training(case: Any, s
         assert called == []
 
 
+def test_stages_that_run_as_one_get_no_runners(monkeypatch: Any) -> None:
+    planned, _, inputs = mixed(mem_limit="1GB")
+    made: list[str] = []
+    make = StageRunner.__init__
+
+    def noted(self: StageRunner, function: Any, name: str, *args: Any, **options: Any) -> None:
+        made.append(name)
+        make(self, function, name, *args, **options)
+
+    square(planned(**inputs)).backward()
+    monkeypatch.setattr(StageRunner, "__init__", noted)
+    square(planned(**inputs)).backward()
+    assert made == []
+    with watched(lambda *_: None):  # somebody wants to see each of them
+        square(planned(**inputs)).backward()
+    assert made == planned.names
+
+
+def test_torchdynamo_has_settings_of_ours_only_while_it_makes_a_graph(monkeypatch: Any) -> None:
+    planned, _, inputs = mixed(mem_limit="1GB")
+    entered: list[Any] = []
+    settings_of = tracing.settings_of
+    monkeypatch.setattr(
+        tracing, "settings_of", lambda config, settings: entered.append(1) or settings_of(config, settings)
+    )
+    for _ in range(2):
+        square(planned(**inputs)).backward()
+    assert entered == []
+    square(planned(x=inputs["x"][:1], scale=inputs["scale"][:1])).backward()  # a size of 1 takes a graph of its own
+    assert entered
+    assert torch._dynamo.config.allow_rnn is False
+
+
 def test_layers_that_do_nothing_are_run_too() -> None:
     network = Checkpointable(nn.Sequential(nn.Sequential(), nn.Sequential(), nn.Linear(4, 4)), mem_limit="1GB")
-    runners = [StageRunner(nn.Sequential(), "nothing"), StageRunner(nn.Sequential(), "nothing")]
-    assert run_through(runners) is None
+    assert run_through([("nothing", nn.Sequential()), ("nothing", nn.Sequential())], ()) is None
     network(torch.randn(2, 4)).sum().backward()
 
 

@@ -26,6 +26,7 @@ from rotor_py.capture.graph.stage_names import name_pieces
 from rotor_py.capture.graph.whole_run import WholeRun
 from rotor_py.capture.marks.pieces import MarkedStage
 from rotor_py.distributed.shard_groups import ShardGroup
+from rotor_py.execute.runners import Runners
 from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.ways.keeper import Keeper
@@ -170,24 +171,33 @@ def in_context(
     preserve_rng_state: bool,
     ways: Sequence[Sequence[str]],
     keepers: Sequence[Keeper],
-) -> tuple[list[StageRunner], tuple[Any, ...]]:
+) -> tuple[Runners, tuple[Any, ...]]:
     """Runners of a graph's stages, to which the shared values are bound, and what else goes into the first stage.
 
     `ways` are the names of each stage's options.
     """
-    ends = [_end(stage) for _, stage in stages]
-    own = len(value) - ends[0].shared
+    own = len(value) - _end(stages[0][1]).shared
     if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
         # A shared value gets a gradient: an input of the model. Gradients flow back only through a stage's input, so
         # everything shared goes from stage to stage there.
         own = len(value)
-    runners = [
-        StageRunner(
-            stage, name, preserve_rng_state, context=value[own:], hands_on=not end.last, ways=names, keepers=keepers
-        )
-        for (name, stage), end, names in zip(stages, ends, ways, strict=True)
-    ]
-    return runners, value[:own]
+    context = value[own:]
+    return Runners(stages, context, partial(_runner, stages, context, preserve_rng_state, ways, keepers)), value[:own]
+
+
+def _runner(
+    stages: Sequence[tuple[str, nn.Module]],
+    context: tuple[Any, ...],
+    preserve_rng_state: bool,
+    ways: Sequence[Sequence[str]],
+    keepers: Sequence[Keeper],
+    number: int,
+) -> StageRunner:
+    name, stage = stages[number]
+    hands_on = not _end(stage).last
+    return StageRunner(
+        stage, name, preserve_rng_state, context=context, hands_on=hands_on, ways=ways[number], keepers=keepers
+    )
 
 
 def _end(stage: nn.Module) -> GraphStage:

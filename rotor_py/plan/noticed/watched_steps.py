@@ -93,9 +93,9 @@ class WatchedSteps:
         return here + outputs + plan.budget.fixed.optimizer
 
     def _forward_returned(self, step: WatchedStep | None, output: Any) -> None:
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if step is None:
             return
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         self._outputs = [*(self._outputs if step.forwards else ()), *_weakly(tensors)]
         step.forward_returned(tensors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Operations
 from typing import Any
 
 from torch import nn
@@ -32,7 +33,7 @@ class Replay:
         self._read: list[tuple[Sequence, Program]] = []
         """those that were followed last, the latest at the end"""
 
-    def __call__(self, runners: list[StageRunner], value: Any, how: Following) -> Any:
+    def __call__(self, runners: Operations[StageRunner], value: Any, how: Following) -> Any:
         sequence = how.sequence
         # Sequences are compared as objects: comparing thousands of operations would take longer than small stages do.
         read = next((each for each in self._read if each[0] is sequence), None)

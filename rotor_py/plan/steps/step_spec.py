@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +13,7 @@ from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.plan.inputs.input_spec import equal_at_sight, same_kind
 
 _MODE, _TRAINED, _DTYPE, _DEVICE = map(attrgetter, ("training", "requires_grad", "dtype", "device"))
+_GRADIENT = attrgetter("grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class ModelState:
     """the device of each"""
     autocast: tuple[torch.dtype | None, ...]
     """its dtype on the CPU and on CUDA; None where it is off"""
+    has_gradients: bool = field(compare=False)
+    """whether a trained parameter has a gradient already: no part of the kind of step"""
 
     @property
     def devices(self) -> frozenset[torch.device]:
@@ -61,24 +64,21 @@ class ModelState:
     @classmethod
     def _of(cls, model: nn.Module) -> ModelState:
         modules, parameters = _within(model)
+        trained = tuple(map(_TRAINED, parameters))
+        gradients = map(_GRADIENT, parameters)
         return cls(
             modules=tuple(map(id, modules)),
             modes=tuple(map(_MODE, modules)),
             parameters=tuple(map(id, parameters)),
             # Not a tuple for each parameter: Python's garbage collection would come more often.
-            trained=tuple(map(_TRAINED, parameters)),
+            trained=trained,
             dtypes=tuple(map(_DTYPE, parameters)),
             places=tuple(map(_DEVICE, parameters)),
             autocast=tuple(
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
             ),
+            has_gradients=any(needed and each is not None for needed, each in zip(trained, gradients, strict=True)),
         )
-
-
-def has_gradients(model: nn.Module) -> bool:
-    """Whether a trained parameter has a gradient already."""
-    with at_rest(model):
-        return any(each.requires_grad and each.grad is not None for each in _within(model)[1])
 
 
 def _within(model: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
