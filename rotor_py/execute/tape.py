@@ -83,6 +83,11 @@ class CheckpointOptim(StageNode):
             sequence = Sequence.parse(sequence)
         return replay(runners, program(len(runners), sequence), arg)
 
+    @classmethod
+    def add_node(cls, *args: Any) -> Any:
+        """Autograd's own `apply`, which adds a node for one stage; the one above takes a whole chain."""
+        return super().apply(*args)  # type: ignore[no-untyped-call]  # torch's
+
 
 class Tape:
     """The shared state of the nodes of one forward."""
@@ -172,9 +177,7 @@ class Tape:
     def _add_node(self, stage: int, value: Any) -> Any:
         """Run a stage as a node of the caller's graph."""
         frame, tensors = Frame.of(value)
-        # `CheckpointOptim.apply` takes a whole chain, so this is autograd's own, which adds a node.
-        apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined] # a classmethod
-        made = apply(CheckpointOptim, self, stage, frame, *tensors, *self.runners[stage].parameters())
+        made = CheckpointOptim.add_node(self, stage, frame, *tensors, *self.runners[stage].parameters())
         return self._frames.pop(stage).filled(made)
 
     def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
