@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from clock import seconds_of
 from ecosystem import MODELS, Case, llama
 from report import write
 from torch import nn
@@ -58,9 +59,7 @@ class Trainee:
 
     def seconds(self) -> float:
         self.optimizer.zero_grad()
-        start = time.perf_counter()
-        self.forward_backward()
-        return time.perf_counter() - start
+        return seconds_of(self.forward_backward, torch.device("cpu"))
 
     def state(self) -> list[torch.Tensor]:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from report import write
+from clock import seconds_of
+from report import merged, write
 from torch import nn
 
 from rotor_profiling import measured_peak, storage_bytes, tensors_in
@@ -68,20 +68,11 @@ class Trainee:
 
     def seconds(self) -> float:
         self.optimizer.zero_grad()
-        synchronize(self.batch.device)
-        start = time.perf_counter()
-        self.step()
-        synchronize(self.batch.device)
-        return time.perf_counter() - start
+        return seconds_of(self.step, self.batch.device)
 
     def state(self) -> list[torch.Tensor]:
         gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
         return [*self.network.parameters(), *gradients, *self.network.buffers()]
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def largest_difference(a: Trainee, b: Trainee) -> float:
@@ -189,7 +180,8 @@ def main() -> None:
             print(table(rows[-len(SHARES) :]), flush=True)
     print(table(rows))
     if options.write:
-        write("networks", table(rows), rows, device)
+        everything = merged("networks", rows, device, NETWORKS, "network")
+        write("networks", table(everything), everything, device)
     if not all(row["inside_limit"] for row in rows):
         raise SystemExit("a measured peak is over its limit")
 

@@ -27,13 +27,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from clock import seconds_of
 from ecosystem import MODELS
 from networks import LEAST_IMAGE, NETWORKS, SHARES
 from report import ROOT, merged, write
 from torch import nn
 from torch._dynamo import convert_frame, eval_frame
 
-from rotor_profiling.instruments import stopwatch
 from rotor_py import Checkpointable, format_bytes
 from rotor_solver import limit_for, simulate, solve, store_all
 
@@ -61,11 +61,7 @@ def network_case(name: str, batch: int, image: int) -> tuple[nn.Module, Any, Ste
 def seconds(step: Step, model: nn.Module) -> float:
     """Of one step that starts without gradients."""
     model.zero_grad()
-    with stopwatch(CPU) as watch:
-        watch.start()
-        step(model)
-        watch.lap()
-        return watch.stop()[0]
+    return seconds_of(lambda: step(model), CPU)
 
 
 def processor_seconds(step: Step, model: nn.Module) -> float:

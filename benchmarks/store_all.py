@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from clock import seconds_of
 from report import write
 from torch import nn
 
@@ -60,7 +59,8 @@ def main() -> None:
         for model in (network, planned) * 3:
             step(model)
         times = [
-            [seconds(lambda m=model: step(m), device) for model in (planned, network)] for _ in range(options.repeats)
+            [seconds_of(lambda m=model: step(m), device) for model in (planned, network)]
+            for _ in range(options.repeats)
         ]
         ratio = statistics.median(a for a, _ in times) / statistics.median(b for _, b in times)
         rows.append(
@@ -77,14 +77,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         plain, planned = format_bytes(row["plain_bytes"]), format_bytes(row["planned_bytes"])
         lines.append(f"| {row['network']} | {plain} | {planned} | {row['time_ratio']:.3f} |")
     return "\n".join(lines)
-
-
-def seconds(run: Callable[[], None], device: torch.device) -> float:
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":
