@@ -1,4 +1,4 @@
-"""Bytes that the CPU's convolutions and batch norms allocate for themselves while they run.
+"""Bytes that the CPU's convolutions, batch norms and attention allocate for themselves while they run.
 
 Of convolutions, it is what oneDNN turns around. PyTorch has oneDNN run them, which reads and writes channels in blocks
 of a vector's length, and copies what is laid out otherwise. Found by experiment: a memory meter around single calls,
@@ -19,12 +19,16 @@ from typing import Any
 
 import torch
 
-from rotor_py.devices.operators import argument
+from rotor_py.devices.operators import argument, query_key_value
 
 aten = torch.ops.aten
 
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 """By the number of dimensions."""
+_ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
 
 
 def cpu_scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
@@ -32,6 +36,8 @@ def cpu_scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: 
     packet = func.overloadpacket
     if packet is aten.native_batch_norm_backward:
         return _batch_norm_backward(func, args, kwargs)
+    if packet in _ATTENTION:
+        return _attention(func, args, kwargs)
     if packet not in (aten.convolution, aten.convolution_backward):
         return 0
     value, weight = argument(func, args, kwargs, "input"), argument(func, args, kwargs, "weight")
@@ -94,7 +100,7 @@ class _Convolution:
             return weight if self.depthwise else _bytes(self.weight) + weight
         copies = weight + (0 if self._few() else _blocked(self.value))
         result = _blocked(self.result)
-        return max(copies + self._picked() + result - _bytes(self.result), result)
+        return _copied(self.value) + max(copies + self._picked() + result - _bytes(self.result), result)
 
     def backward(self, of_input: bool) -> int:
         """The gradient of the input comes first, then that of the weight."""
@@ -108,7 +114,7 @@ class _Convolution:
                 return copied + 2 * weight + (self._weight(self._filled()) if self.groups == 1 else self._each_group())
             # Without a kernel of its own, each channel is a group like any other.
             return copied + weight + (self._weight(1) if self.small else self._each_group())
-        copied = _copied(self.result)
+        copied = _copied(self.value) + _copied(self.result)
         first = self._gradient_of_input() if of_input else 0
         if self.depthwise and not self.small:
             return copied + first  # the second is a product of matrices, with little beside
@@ -195,9 +201,25 @@ def _batch_norm_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwarg
     return _bytes(value) if wanted and alike else 0
 
 
-def _copied(gradient: torch.Tensor) -> int:
-    """Bytes of a copy of a gradient that is laid out otherwise, as a part of another one is, for example."""
-    return 0 if gradient.is_contiguous() else _bytes(gradient)
+def _attention(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Blocks of scores, for each thread: `cpu_flash_attention` in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
+
+    Forward with their maxima, their sums and a block of the result; backward twice, with a sum, and a copy of a
+    gradient whose heads do not lie side by side. In 32 bits: blocks of 16 are copied besides.
+    """
+    query, key, _ = query_key_value(func, args, kwargs)
+    length, width = query.shape[2:]
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    scores, copied = rows * min(key.shape[2], 512), 0
+    each = scores + rows * (2 + width)
+    if func.overloadpacket is _ATTENTION[1]:
+        each, copied = 2 * scores + rows, _copied(argument(func, args, kwargs, "grad_out").transpose(1, 2))
+    return int(torch.get_num_threads() * each * max(4, query.element_size())) + copied
+
+
+def _copied(images: torch.Tensor) -> int:
+    """Bytes of a copy of images, or of a gradient, laid out otherwise: as a part of another one, for example."""
+    return 0 if images.is_contiguous() else _bytes(images)
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:

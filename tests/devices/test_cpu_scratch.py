@@ -114,6 +114,31 @@ def test_a_batch_norm_makes_the_gradient_of_its_input_twice_where_both_lie_alike
     assert expected == pytest.approx(measured(func, args), rel=0.01, abs=1024)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("lengths", [(65, 65), (200, 40), (800, 800), (20, 600)], ids=str)
+def test_attention_holds_blocks_of_scores(lengths: tuple[int, int], backward: bool) -> None:
+    query, key, value = (
+        torch.randn(2, length, 4, 16).transpose(1, 2) for length in (lengths[0], lengths[1], lengths[1])
+    )
+    func, args = aten._scaled_dot_product_flash_attention_for_cpu.default, (query, key, value)
+    out = func(*args)
+    if backward:
+        func = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        args = (torch.randn_like(out[0]), query, key, value, *out, 0.0, False)
+    assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), rel=0.01)
+    if backward:
+        args = (args[0].contiguous(), *args[1:])
+        assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), rel=0.01)
+
+
+def test_images_that_lie_otherwise_are_copied() -> None:
+    func, args = call((4, 32, 16, 16), 32, 3)
+    images = args[0].transpose(2, 3).contiguous().transpose(2, 3)
+    more = cpu_scratch_bytes(func, (images, *args[1:]), {}, args[0]) - cpu_scratch_bytes(func, args, {}, args[0])
+    assert more == images.numel() * 4
+    assert measured(func, (images, *args[1:])) - measured(func, args) == pytest.approx(more, rel=0.01)
+
+
 def test_what_is_no_convolution_of_32_bits_takes_nothing_that_is_known_of() -> None:
     one = torch.ones(2, 3)
     assert cpu_scratch_bytes(aten.add.Tensor, (one, one), {}, one) == 0
