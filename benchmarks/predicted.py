@@ -29,8 +29,8 @@ from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, models, store_all
 from rotor_py.devices.cpu_scratch import cpu_scratch_bytes
 from rotor_py.measure import stage_measurer
-from rotor_py.plan.sources import layer_parts
 from rotor_py.plan.settings import Settings
+from rotor_py.plan.sources import layer_parts
 from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_py.predict.without_memory import WithoutMemory
 
