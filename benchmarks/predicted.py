@@ -75,8 +75,8 @@ def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
     sample = inputs.get("value", inputs)
     mode = TensorsWithoutMemory()
     without_memory = WithoutMemory(mode)
-    # The same ways on both sides, whatever seconds they take: the sequence names them by their position. Layers of a chain
-    # are not captured without memory, so they are not with memory, either.
+    # The same ways on both sides, whatever seconds they take: the sequence names them by their position. Layers of a
+    # chain are not captured without memory, so they are not with memory, either.
     with (
         patch.object(Settings, "keepers", ()),
         patch.object(layer_parts, "_LEAST_BYTES", math.inf),
