@@ -12,6 +12,7 @@ Stages are stored whole, in all the parts that are found, or not at all: what ca
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from rotor_py import Checkpointable, models, store_all
 from rotor_py.devices.cpu_scratch import cpu_scratch_bytes
 from rotor_py.measure import stage_measurer
 from rotor_py.plan.settings import Settings
+from rotor_py.plan.sources import layer_parts
 from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_py.predict.without_memory import WithoutMemory
 
@@ -73,9 +75,11 @@ def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
     sample = inputs.get("value", inputs)
     mode = TensorsWithoutMemory()
     without_memory = WithoutMemory(mode)
-    # The same ways on both sides, whatever seconds they take: the sequence names them by their position.
+    # The same ways on both sides, whatever seconds they take: the sequence names them by their position. Layers of a
+    # chain are not captured without memory, so they are not with memory, either.
     with (
         patch.object(Settings, "keepers", ()),
+        patch.object(layer_parts, "_LEAST_BYTES", math.inf),
         patch.object(stage_measurer, "worth_choosing", lambda _, ways: (*ways,)),
     ):
         with using(PredictedDevice("cpu", 10**12, lambda *call: 1e-6, cpu_scratch_bytes)), mode:

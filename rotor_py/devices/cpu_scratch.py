@@ -1,10 +1,12 @@
-"""Bytes that the CPU's convolutions allocate for themselves while they run: what oneDNN turns around.
+"""Bytes that the CPU's convolutions, batch norms and attention allocate for themselves while they run.
 
-PyTorch has oneDNN run them, which reads and writes channels in blocks of a vector's length, and copies what is laid out
-otherwise. Found by experiment: a memory meter around single calls, forward and backward, of 1 to 32 images of 6 to 64
-pixels, 3 to 768 channels, kernels of 1 to 11, with strides and dilation, with 1 and 2 threads, which makes no
-difference, in both layouts, with torch 2.13 on AVX-512. These rules give what was seen to within 3 % for most, and
-assume that vectors of other lengths differ in nothing else. 32 bits alone were looked at.
+Of convolutions, it is what oneDNN turns around. PyTorch has oneDNN run them, which reads and writes channels in blocks
+of a vector's length, and copies what is laid out otherwise. Found by experiment: a memory meter around single calls,
+forward and backward, of 1 to 32 images of 4 to 64 pixels, 1 to 768 channels, kernels of 1 to 11, with strides and
+dilation, in both layouts, with torch 2.13 on AVX-512. These rules give what was seen to within 3 % for most, or within
+some 40 kB that do not grow with the tensors, and assume that vectors of other lengths differ in nothing else. With
+several threads, oneDNN at times sums gradients of weights in each, one weight for a thread, which no rule here has.
+32 bits alone were looked at.
 """
 
 from __future__ import annotations
@@ -17,14 +19,25 @@ from typing import Any
 
 import torch
 
-from rotor_py.devices.operators import argument
+from rotor_py.devices.operators import argument, query_key_value
 
 aten = torch.ops.aten
+
+_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+"""By the number of dimensions."""
+_ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
 
 
 def cpu_scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """The bytes that `func` holds on the CPU beyond what it is given and what it returns. 0 where none are known of."""
     packet = func.overloadpacket
+    if packet is aten.native_batch_norm_backward:
+        return _batch_norm_backward(func, args, kwargs)
+    if packet in _ATTENTION:
+        return _attention(func, args, kwargs)
     if packet not in (aten.convolution, aten.convolution_backward):
         return 0
     value, weight = argument(func, args, kwargs, "input"), argument(func, args, kwargs, "weight")
@@ -62,9 +75,16 @@ class _Convolution:
         return self.groups > 1 and self.groups == self.value.shape[1] == self.result.shape[1]
 
     @property
-    def product(self) -> bool:
-        """Whether it is a plain product of matrices: these are read as they lie."""
-        return self.groups == 1 and max(*self.weight.shape[2:], *self.steps) == 1
+    def strided(self) -> bool:
+        return max(self.steps[: len(self.steps) // 2]) > 1
+
+    @property
+    def by_pytorch(self) -> bool:
+        """Whether PyTorch runs it by itself (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp)."""
+        images, kernel = self.value.shape[0], self.weight.shape[2:]
+        product = max(*kernel, *self.steps) == 1 and images < 16 and torch.get_num_threads() == 1
+        alone = images == 1 and min(kernel) <= 3 and self.value.numel() <= 20480
+        return self.groups == 1 and (product or alone)
 
     @property
     def small(self) -> bool:
@@ -73,43 +93,82 @@ class _Convolution:
 
     def forward(self) -> int:
         """While it runs, there are copies in blocks of all three; then the result is laid out as it is wanted."""
-        if self.product:
-            return 0
+        if self.by_pytorch:
+            return self._columns()
+        weight = self._weight(self._filled())
         if self.channels_last:
-            return self._weight() if self.depthwise else _bytes(self.weight) + self._weight()
+            return weight if self.depthwise else _bytes(self.weight) + weight
+        copies = weight + (0 if self._few() else _blocked(self.value))
         result = _blocked(self.result)
-        return max(self._input() + self._weight() + result - _bytes(self.result), result)
+        return _copied(self.value) + max(copies + self._picked() + result - _bytes(self.result), result)
 
     def backward(self, of_input: bool) -> int:
         """The gradient of the input comes first, then that of the weight."""
-        if self.product:
-            return 0
-        weight, blocked = _bytes(self.weight), self._weight()
+        if self.by_pytorch:
+            return self._columns()
+        weight, into = _bytes(self.weight), self._into()
         if self.channels_last:
             # The result's gradient is copied if it lies otherwise.
             copied = 0 if _is_channels_last(self.result) else _bytes(self.result)
             if not self.depthwise:
-                return copied + 2 * weight + blocked
-            # Without a kernel of its own, each channel is a group like any other, filled up to a block of blocks.
-            return copied + weight + (blocked if self.small else weight * _vector() ** 2)
-        copied = _copied(self.result)
-        gradient = _blocked(self.result)
-        first = max(0, gradient + blocked + self._input() - _bytes(self.value) - weight) if of_input else 0
+                return copied + 2 * weight + (self._weight(self._filled()) if self.groups == 1 else self._each_group())
+            # Without a kernel of its own, each channel is a group like any other.
+            return copied + weight + (self._weight(1) if self.small else self._each_group())
+        copied = _copied(self.value) + _copied(self.result)
+        first = self._gradient_of_input() if of_input else 0
         if self.depthwise and not self.small:
             return copied + first  # the second is a product of matrices, with little beside
-        return copied + max(first, self._input() + gradient + blocked - weight, blocked)
+        # Up to 3 channels are read as they lie, up to 8 are half a block of AVX-512's.
+        filled = into if into <= 3 and self.groups == 1 else 8 if into <= 8 else _up(into)
+        value = 0 if filled <= 3 else _blocked(self.value, 8 if filled == 8 and self.groups == 1 else _vector())
+        blocked = self._weight(filled)
+        return copied + max(first, value + _blocked(self.result) + blocked + self._picked() - weight, blocked)
 
-    def _input(self) -> int:
-        """A copy of the input in blocks. An image of three colours is read as it lies."""
-        return 0 if self.value.shape[1] <= 3 else _blocked(self.value)
+    def _gradient_of_input(self) -> int:
+        """With strides it is made channels last, copied once more, and then laid out as it is wanted."""
+        value, weight, blocked = _bytes(self.value), _bytes(self.weight), self._weight(_up(self._into()))
+        if self.strided and self.groups == 1:
+            return max(2 * value, _bytes(self.result) + blocked) - weight
+        return max(0, _blocked(self.result) + blocked + _blocked(self.value) - value - weight)
 
-    def _weight(self) -> int:
-        """A copy of the weight in blocks: of channels, of both kinds unless each has a group of its own."""
+    def _few(self) -> bool:
+        """oneDNN's `is_1stconv`: images of few channels, three colours for example, are read as they lie."""
+        into = self._into()
+        return self.groups == 1 and (into < 16 if _vector() == 16 else into in (1, 3))
+
+    def _filled(self) -> int:
+        return self._into() if self._few() else _up(self._into())
+
+    def _each_group(self) -> int:
+        """A copy of the weight in which each group is filled up to blocks, of what it reads and of what it writes."""
         out, into, *kernel = self.weight.shape
         area = math.prod(kernel) * self.weight.element_size()
-        if self.depthwise:
-            return _up(out) * area
-        return self.groups * _up(out // self.groups) * (into if into <= 3 else _up(into)) * area
+        return self.groups * _up(out // self.groups) * _up(into) * area
+
+    def _into(self) -> int:
+        """Channels that are read for one that is written."""
+        return int(self.weight.shape[1])
+
+    def _weight(self, into: int) -> int:
+        """A copy of the weight in blocks, where so many channels are read. Groups that fill no block are not filled."""
+        out, _, *kernel = self.weight.shape
+        if self.groups > 1 and not self.depthwise:
+            return _bytes(self.weight)
+        return _up(out) * (1 if self.depthwise else into) * math.prod(kernel) * self.weight.element_size()
+
+    def _picked(self) -> int:
+        """What a strided product of matrices reads of one image, for each thread: oneDNN's `rtus`."""
+        if max(self.weight.shape[2:]) > 1 or not self.strided:
+            return 0
+        area = math.prod(self.result.shape[2:]) * self.value.element_size()
+        return torch.get_num_threads() * _up(self.value.shape[1]) * area
+
+    def _columns(self) -> int:
+        """The patch of the image that each number of the result is made of. A product of matrices needs none."""
+        if max(*self.weight.shape[2:], *self.steps) == 1:
+            return 0
+        patches = self.value.shape[0] * math.prod(self.weight.shape[1:]) * math.prod(self.result.shape[2:])
+        return patches * self.value.element_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,27 +188,57 @@ class _Transposed:
         return _copied(self.result) + max(_blocked(self.result) + _blocked(self.value), _bytes(self.weight))
 
 
-def _copied(gradient: torch.Tensor) -> int:
-    """Bytes of a copy of a gradient that is laid out otherwise, as a part of another one is, for example."""
-    return 0 if gradient.is_contiguous() else _bytes(gradient)
+def _batch_norm_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The gradient of the input a second time, where the input and the result's gradient lie alike.
+
+    `batch_norm_backward_cpu_template` in aten/src/ATen/native/Normalization.cpp makes it for any layout; for these it
+    makes another one, and only then lets the first one go.
+    """
+    value, gradient = argument(func, args, kwargs, "input"), argument(func, args, kwargs, "grad_out")
+    wanted = argument(func, args, kwargs, "output_mask")[0]
+    layouts = [torch.contiguous_format, *_CHANNELS_LAST.get(value.dim(), ())]
+    alike = any(all(each.is_contiguous(memory_format=layout) for each in (value, gradient)) for layout in layouts)
+    return _bytes(value) if wanted and alike else 0
+
+
+def _attention(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Blocks of scores, for each thread: `cpu_flash_attention` in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
+
+    Forward with their maxima, their sums and a block of the result; backward twice, with a sum, and a copy of a
+    gradient whose heads do not lie side by side. In 32 bits: blocks of 16 are copied besides.
+    """
+    query, key, _ = query_key_value(func, args, kwargs)
+    length, width = query.shape[2:]
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    scores, copied = rows * min(key.shape[2], 512), 0
+    each = scores + rows * (2 + width)
+    if func.overloadpacket is _ATTENTION[1]:
+        each, copied = 2 * scores + rows, _copied(argument(func, args, kwargs, "grad_out").transpose(1, 2))
+    return int(torch.get_num_threads() * each * max(4, query.element_size())) + copied
+
+
+def _copied(images: torch.Tensor) -> int:
+    """Bytes of a copy of images, or of a gradient, laid out otherwise: as a part of another one, for example."""
+    return 0 if images.is_contiguous() else _bytes(images)
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _blocked(tensor: torch.Tensor) -> int:
-    """Bytes of a copy of images in blocks of channels."""
+def _blocked(tensor: torch.Tensor, block: int | None = None) -> int:
+    """Bytes of a copy of images in blocks of channels, as long as a vector or a given number."""
     images, channels, *area = tensor.shape
-    return int(images) * _up(int(channels)) * math.prod(area) * tensor.element_size()
+    return int(images) * _up(int(channels), block) * math.prod(area) * tensor.element_size()
 
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _up(channels: int) -> int:
-    return -(-channels // _vector()) * _vector()
+def _up(channels: int, block: int | None = None) -> int:
+    block = block or _vector()
+    return -(-channels // block) * block
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -68,6 +69,14 @@ OTHERS = [
     {"images": (8, 48, 8, 8), "out": 96, "kernel": 2, "stride": 2, "last": True, "backward": True},
     {"images": (8, 32, 16, 16), "out": 32, "kernel": 1, "backward": True},
     {"images": (4, 64, 400), "out": 64, "kernel": 3},
+    {"images": (4, 12, 16, 16), "out": 12, "kernel": 3},
+    {"images": (4, 12, 16, 16), "out": 12, "kernel": 3, "stride": 2, "backward": True},
+    {"images": (8, 8, 16, 16), "out": 16, "kernel": 3, "backward": True},
+    {"images": (8, 64, 24, 24), "out": 128, "kernel": 3, "stride": 2, "backward": True},
+    {"images": (4, 64, 16, 16), "out": 128, "kernel": 1, "stride": 2},
+    {"images": (4, 64, 16, 16), "out": 128, "kernel": 1, "stride": 2, "backward": True},
+    {"images": (4, 32, 16, 16), "out": 32, "kernel": 3, "groups": 4},
+    {"images": (1, 48, 16, 16), "out": 48, "kernel": 3},
     {"images": (4, 64, 16, 16), "out": 32, "kernel": 2, "stride": 2, "transposed": True, "backward": True},
 ]
 
@@ -79,6 +88,55 @@ def test_a_call_takes_what_the_rules_say(given: dict[str, Any]) -> None:
         fake = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in args]
         predicted = cpu_scratch_bytes(func, fake, {}, func(*fake))
     assert predicted == pytest.approx(measured(func, args), rel=0.03, abs=4096)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """With two, PyTorch and oneDNN choose other kernels at times."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("layouts", [("last", "last"), ("first", "first"), ("last", "first")], ids=str)
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_batch_norm_makes_the_gradient_of_its_input_twice_where_both_lie_alike(
+    layouts: tuple[str, str], wanted: bool
+) -> None:
+    formats = {"last": torch.channels_last, "first": torch.contiguous_format}
+    value, gradient = (torch.randn(4, 32, 16, 16).contiguous(memory_format=formats[each]) for each in layouts)
+    row = torch.ones(32)
+    func = aten.native_batch_norm_backward.default
+    args = (gradient, value, row, row, row, row, row, True, 1e-5, [wanted, True, True])
+    expected = value.numel() * 4 if wanted and layouts[0] == layouts[1] else 0
+    assert cpu_scratch_bytes(func, args, {}, None) == expected
+    assert expected == pytest.approx(measured(func, args), rel=0.01, abs=1024)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("lengths", [(65, 65), (200, 40), (800, 800), (20, 600)], ids=str)
+def test_attention_holds_blocks_of_scores(lengths: tuple[int, int], backward: bool) -> None:
+    query, key, value = (
+        torch.randn(2, length, 4, 16).transpose(1, 2) for length in (lengths[0], lengths[1], lengths[1])
+    )
+    func, args = aten._scaled_dot_product_flash_attention_for_cpu.default, (query, key, value)
+    out = func(*args)
+    if backward:
+        func = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        args = (torch.randn_like(out[0]), query, key, value, *out, 0.0, False)
+    assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), rel=0.01)
+    if backward:
+        args = (args[0].contiguous(), *args[1:])
+        assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), rel=0.01)
+
+
+def test_images_that_lie_otherwise_are_copied() -> None:
+    func, args = call((4, 32, 16, 16), 32, 3)
+    images = args[0].transpose(2, 3).contiguous().transpose(2, 3)
+    more = cpu_scratch_bytes(func, (images, *args[1:]), {}, args[0]) - cpu_scratch_bytes(func, args, {}, args[0])
+    assert more == images.numel() * 4
+    assert measured(func, (images, *args[1:])) - measured(func, args) == pytest.approx(more, rel=0.01)
 
 
 def test_what_is_no_convolution_of_32_bits_takes_nothing_that_is_known_of() -> None:
