@@ -214,3 +214,20 @@ def test_it_is_the_engine_that_adds_also_where_another_mode_comes_first() -> Non
         return meter.phases[""].peak
 
     assert without_memory(lambda: peak(HandsOn)) == without_memory(lambda: peak(nullcontext))
+
+
+def test_gradients_end_with_their_tensor_and_not_with_the_next_operator() -> None:
+    def phases() -> dict[str, Phase]:
+        with memory_meter(CPU) as meter:
+            leaf = torch.randn(SIDE, SIDE).requires_grad_()
+            (leaf * 2).sum().backward()
+            del leaf
+            meter.mark("next")
+            made = torch.ones(SIDE, SIDE)
+            meter.mark("end")
+            del made
+        return meter.phases
+
+    phases()  # libraries allocate once for themselves
+    measured, predicted = phases()["next"], without_memory(phases)["next"]
+    assert (predicted.kept, predicted.rise) == (measured.kept, measured.rise)

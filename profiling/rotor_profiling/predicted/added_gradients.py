@@ -31,15 +31,17 @@ class AddedGradients:
     """
 
     def __init__(self) -> None:
-        self._node: Any = None
+        self._node: tuple[str, int] | None = None
+        """What the node is called that ran last. Not the node itself: that would hold what it refers to."""
         self._made: set[int] = set()
         """ids of what was made since that node began: it is a part of a formula, and no gradient that waits"""
 
     def first_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The gradient that the engine is about to add another one to; None for any other call of an operator."""
         node = torch._C._current_autograd_node()
-        if node is not self._node:
-            self._node = node
+        called = None if node is None else (node.name(), node._sequence_nr())
+        if called != self._node:
+            self._node = called
             self._made.clear()
         # With a graph of the backward, the engine adds nothing in place.
         if func is not _ADD or node is None or kwargs or torch.is_grad_enabled():
