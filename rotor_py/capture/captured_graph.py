@@ -15,7 +15,7 @@ from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_profiling.timing import several_processes
-from rotor_py.capture.data_questions import Answers, answers_of, asking_at_once, without_questions_about_the_batch
+from rotor_py.capture.data_questions import Answers, answers_of, asking_at_once, is_question, without_questions_about_the_batch
 from rotor_py.capture.graph.autograd_functions import with_saving_functions
 from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points, weights_of
 from rotor_py.capture.graph.function_transforms import with_whole_transforms
@@ -97,6 +97,7 @@ class CapturedGraph:
                 "state of its own, so that it cannot be run again with the same numbers; use single-layer modules with "
                 "nn.Dropout between them, or torch.backends.cudnn.enabled = False"
             )
+        _ask(facts, dict(zip(self._placeholders, arguments, strict=True)))
         self._facts = facts  # only now, so that a graph that was refused is refused again
         self._owned = dict(facts.owned)
         if not facts.body:  # all of it is context, so nothing has a gradient
@@ -211,6 +212,16 @@ class CapturedGraph:
             for table in (module._parameters, module._buffers):
                 table.update({name: other[id(old)] for name, old in table.items() if id(old) in other})
         self._owned = {node: values[node] for node in self._owned}
+
+
+def _ask(facts: GraphFacts, values: dict[fx.Node, Any]) -> None:
+    """OtherAnswerError if the data answer a question otherwise than the graph assumes, which then need not be cut."""
+    questions = [position for position, node in enumerate(facts.context) if is_question(node)]
+    if questions:
+        # All that comes before the last one: a node may write into what a question reads.
+        before = asking_at_once(context_of(facts, (), facts.context[: questions[-1] + 1]))
+        with torch.no_grad():
+            run_graph(before, [values[node] for node in facts.given])
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:

@@ -12,6 +12,7 @@ from torch import fx, nn
 from rotor_profiling.stage.kind import Unlike
 from rotor_py.capture.graph.graph_facts import GraphFacts, Modes
 from rotor_py.capture.graph.graph_nodes import GATHERED, attribute_of
+from rotor_py.capture.graph.stage_graph import StageGraph
 from rotor_py.capture.marks.fsdp_marks import Table
 from rotor_py.capture.marks.mark_nodes import MARKS
 from rotor_py.distributed.shard_groups import ShardGroup
@@ -70,7 +71,7 @@ class Emitter:
         made = tuple(self._copied(each) if isinstance(each, fx.Node) else each for each in outputs)
         self.graph.output(made)
         self.signature.append(("output", self._plain(tuple(outputs))))
-        module = fx.GraphModule(self.attributes, self.graph, "GraphStage")
+        module = StageGraph(self.attributes, self.graph, "GraphStage", self.facts.codes)
         for holder, table in self._tables.items():
             getattr(module, holder).__dict__["_parameters"] = table
         return module
@@ -82,7 +83,9 @@ class Emitter:
 
     def _copied(self, node: fx.Node) -> fx.Node:
         if node not in self.copies:  # a parameter, a buffer, or the body of an operator
-            name = node.name
+            # By number: stages that do the same share code, which finds attributes by name. A sharded model's graphs are
+            # cut further, and the pieces share tables by the names that nodes have.
+            name = node.name if self.facts.marks is not None else f"owned_{len(self.attributes)}"
             if node in self.facts.sharded:
                 # Not the parameter itself, but its place in the module's table: gathering puts another one there.
                 (self._tables[name], key), group = self.facts.sharded[node]

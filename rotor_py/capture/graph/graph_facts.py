@@ -27,6 +27,7 @@ from rotor_py.capture.graph.graph_nodes import (
 )
 from rotor_py.capture.graph.recurrent_layers import draws_random_numbers
 from rotor_py.capture.graph.sizes import Sizes
+from rotor_py.capture.graph.stage_graph import Codes
 from rotor_py.capture.marks.fsdp_marks import FSDPMarks, Place
 from rotor_py.capture.marks.mark_nodes import MARKS
 from rotor_py.distributed.shard_groups import ShardGroup
@@ -64,6 +65,8 @@ class GraphFacts:
     marks: FSDPMarks | None = None
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
     """The owned placeholders that are holes, each with its parameter's place and the group that it is gathered with."""
+    codes: Codes = field(default_factory=Codes)
+    """The code of stages, which those share that do the same."""
 
     @property
     def operators(self) -> list[str]:

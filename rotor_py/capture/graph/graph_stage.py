@@ -21,7 +21,6 @@ from rotor_py.capture.graph.parts.saved_part import SavedPart
 from rotor_py.capture.graph.parts.stage_parts import Known, StageParts
 from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.capture.graph.sizes import Sizes
-from rotor_py.capture.graph.skipped_output import skipping_output
 from rotor_py.capture.graph.stage_names import name_pieces
 from rotor_py.capture.graph.whole_run import WholeRun
 from rotor_py.capture.marks.pieces import MarkedStage
@@ -77,12 +76,9 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self.handed_on = handed_on
         self._signature = signature
         self._sizes = sizes
-        # In tuples, which modules do not look into: these graphs must not become submodules, since they have no
+        # In a tuple, which modules do not look into: these graphs must not become submodules, since they have no
         # parameters of their own and run on the body's.
-        self._skipping_output = (skipping_output(body),)
-        self._parts = (
-            StageParts(body, *self._skipping_output, len(reads), sizes, signature, {} if known is None else known),
-        )
+        self._parts = (StageParts(body, len(reads), sizes, signature, {} if known is None else known),)
         self._around: Around = nothing_around if marked is None else marked.gathering(body)
         self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}
         """this stage as one with those that follow it"""
@@ -99,7 +95,8 @@ class GraphStage(nn.Module, StageOffers, HasKind):
             group.gather()
 
     def forward_skipping_output(self) -> Run | None:
-        (graph,) = self._skipping_output
+        (parts,) = self._parts
+        graph = parts.bare
         return None if graph is None else partial(self._run, graph)
 
     def be_stored_like(self, other: GraphStage) -> None:
@@ -257,9 +254,11 @@ def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Seq
     return {made.index(node): at for at, node in enumerate(given) if node in made and node not in read}
 
 
-def context_of(facts: GraphFacts, wanted: Sequence[fx.Node]) -> fx.GraphModule:
-    """The graph that runs before the chain: from what the caller passes in to `wanted`."""
+def context_of(
+    facts: GraphFacts, wanted: Sequence[fx.Node], nodes: Sequence[fx.Node] | None = None
+) -> fx.GraphModule:
+    """The graph that runs before the chain: from what the caller passes in to `wanted`; or only these `nodes` of it."""
     emitter = Emitter(facts, facts.given)
-    for node in facts.context:
+    for node in facts.context if nodes is None else nodes:
         emitter.add(node)
     return emitter.finish(wanted)

@@ -17,6 +17,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from rotor_py.capture.graph.sizes import example_of
+from rotor_py.capture.graph.stage_graph import StageGraph
 from rotor_py.stage.skipped_output import skip_output
 
 # Listed, not found by what autograd saves: that is not known before the stage runs.
@@ -79,10 +80,7 @@ def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
     for node in skipped:
         if node.target not in _FOLLOWING:  # those run on what stands in for the value, and cost little or nothing
             _let_skip(copies[node])
-    found = fx.GraphModule(body, graph, "GraphStageWithoutOutput")
-    for attributes in (found._parameters, found._buffers, found._modules):
-        attributes.clear()
-    return found
+    return StageGraph.like(body, graph, "GraphStageWithoutOutput")
 
 
 def _skippable(graph: fx.Graph) -> list[fx.Node]:

@@ -12,6 +12,7 @@ from torch import fx
 
 from rotor_py.capture.graph.parts.prices import is_cheap
 from rotor_py.capture.graph.parts.saved_values import SavedValues
+from rotor_py.capture.graph.stage_graph import StageGraph
 from rotor_py.capture.marks.fsdp_marks import is_mark, passed_through
 from rotor_py.stage.ways.recipe import Call, Recipe, Value
 
@@ -62,10 +63,7 @@ class SavedPart:
                 with graph.inserting_after(last if node.op == "placeholder" else copies[node]):
                     how = "drop" if number in self.dropped else "keep"
                     graph.call_method(how, (saving, number, copies[node]))
-        found = fx.GraphModule(body, graph, "PartialGraphStage")
-        for attributes in (found._parameters, found._buffers, found._modules):
-            attributes.clear()
-        return found
+        return StageGraph.like(body, graph, "PartialGraphStage")
 
 
 def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Call:

@@ -15,6 +15,7 @@ from rotor_py.capture.graph.graph_nodes import owned_by, tensors_of
 from rotor_py.capture.graph.parts.choice import find_saved_parts, same_parts
 from rotor_py.capture.graph.parts.saved_part import SavedPart
 from rotor_py.capture.graph.sizes import Sizes
+from rotor_py.capture.graph.skipped_output import skipping_output
 
 Known = dict[Hashable, dict[str, SavedPart]]
 """The parts of stages of one graph, by kind: those that do the same with the same sizes have the same."""
@@ -24,20 +25,18 @@ class StageParts:
     """The parts of the stage whose graph is `body`, and the graphs that keep them.
 
     Its last `shared` inputs are those that all stages share. `signature` is equal for stages that do the same, and
-    `known` has the parts of those that were asked before. `bare` is the graph that skips the output, if there is one.
+    `known` has the parts of those that were asked before.
     """
 
     def __init__(
         self,
         body: fx.GraphModule,
-        bare: fx.GraphModule | None,
         shared: int,
         sizes: Sizes,
         signature: Hashable,
         known: Known,
     ) -> None:
         self._body = body
-        self._bare = bare
         self._shared = shared
         self._sizes = sizes
         self._signature = signature
@@ -48,7 +47,12 @@ class StageParts:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs, which have no attributes of their own and cannot be copied; a copy makes its own."""
-        return {**self.__dict__, "_graphs": {}}
+        return {**{name: value for name, value in self.__dict__.items() if name != "bare"}, "_graphs": {}}
+
+    @cached_property
+    def bare(self) -> fx.GraphModule | None:
+        """The graph that skips the output, if there is one."""
+        return skipping_output(self._body)
 
     def follow(self, other: StageParts) -> None:
         """Have the parts that `other` has, the same stage for other sizes: a plan that was made for it names them.
@@ -86,7 +90,7 @@ class StageParts:
 
     def graph(self, way: str, *, skip_output: bool) -> fx.GraphModule:
         """The graph whose first input is a `PartialSaving`, to which it hands over the values of a part."""
-        bare = self._bare if skip_output else None
+        bare = self.bare if skip_output else None
         key = way, bare is not None
         if key not in self._graphs:
             graph = self._body.graph if bare is None else bare.graph
