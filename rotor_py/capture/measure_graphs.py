@@ -34,6 +34,7 @@ from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.certified.possible_times import PossibleTimes
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.planning_lock import new_objects_aside
 from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_py.measure.stages import unmeasured_loss
 from rotor_py.units import format_bytes
@@ -80,6 +81,7 @@ def measure_graphs(
             if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
+            new_objects_aside()
             measured, outputs = _measure_graph(
                 graph, arguments, device, sharding, briefly=enough is not None, **options
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import RLock
+from threading import Event, RLock
 from typing import Any
 
 from torch._C import _autograd
@@ -17,6 +17,9 @@ PyTorch's profiler cannot run twice in a process; two models that run at once wo
 measured so; and some of Numba's threading layers must not be used by two callers. Reentrant, because what measures
 holds it and then solves, which takes it as well.
 """
+
+_aside = Event()
+"""Whether objects are aside that `old_objects_aside` has put there."""
 
 
 @contextmanager
@@ -30,12 +33,24 @@ def old_objects_aside() -> Iterator[None]:
     if gc.get_freeze_count():  # what somebody else has put aside would be taken back
         yield
         return
-    gc.collect(1)  # what is young, and may hold tensors
-    gc.freeze()
+    _put_aside()
+    _aside.set()
     try:
         yield
     finally:
+        _aside.clear()
         gc.unfreeze()
+
+
+def new_objects_aside() -> None:
+    """Where old objects are aside, those that were made since go with them: a captured graph stays to the end."""
+    if _aside.is_set():
+        _put_aside()
+
+
+def _put_aside() -> None:
+    gc.collect(1)  # what is young, and may hold tensors
+    gc.freeze()
 
 
 @contextmanager

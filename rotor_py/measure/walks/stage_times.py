@@ -20,8 +20,11 @@ FEWEST_RUNS = 2
 MOST_RUNS = 8
 MOST_WALKS = 8
 """A walk takes a forward at least, and as long as several steps where all stages are timed in all ways."""
-MOST_PER_WALK = 4
+MOST_PER_WALK = 2
 """Of stages of one kind, so many are timed in a walk, as far from each other as can be: between them, others run."""
+MOST_STEPS = 3
+"""Beyond the fewest runs, stages are timed until all runs have taken as long as so many steps: a plan is worth no more
+waiting."""
 GOOD_ENOUGH = 0.02
 """Times are good enough if the time of a whole step is known as well as this."""
 TOO_FAR = 0.10
@@ -39,10 +42,13 @@ class StageTimes:
         self._node_seconds = node_seconds
         self._runs: dict[Hashable, list[StageRun]] = {}
         self._settled: set[Hashable] = set()
+        self._spent = 0.0
+        """seconds of the runs here"""
 
     def add(self, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
         """A stage of this `kind` was timed; not once more if its time is `exact`."""
         self._runs.setdefault(kind, []).append(run)
+        self._spent += run.all_seconds
         if exact:
             self._settled.add(kind)
 
@@ -100,7 +106,7 @@ class StageTimes:
         # Stages are timed in turns, so that those of one kind are not slow because those of another are.
         wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
         bearable = GOOD_ENOUGH * sum(seconds.values())
-        if hypot(*wrong.values()) <= bearable:
+        if hypot(*wrong.values()) <= bearable or self._spent > MOST_STEPS * sum(seconds.values()):
             return set()
         open_ones = [
             kind
