@@ -53,7 +53,7 @@ from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, w
 from rotor_py.measure.walks.survey import Survey
 from rotor_py.measure.walks.walked_chain import WalkedChain
 from rotor_py.stage.activity import During
-from rotor_py.stage.decisions import decided_bytes
+from rotor_py.stage.decisions import decided_bytes, decides_nothing, remember_undecided
 from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
@@ -296,6 +296,8 @@ class StageMeasurer:
         self._kinds.append(kind)
         known = self._known[kind]
         remember_moving(function, known.weighed.moving)
+        if known.weighed.undecided:  # to watch it takes longer than to run it, and it would be timed so
+            remember_undecided(function)
         return known
 
     def _weigh(self, number: int, value: Any, place: Place, kind: Hashable) -> Weighed:
@@ -313,7 +315,7 @@ class StageMeasurer:
         whole, *others = measure_ways(self._stored(number, offered), value, place)
         less = saving_ones(whole, list(zip(offered, others, strict=True)), self._group, self._device)
         ways, found = tuple(name for name, _ in less), (whole, *(way for _, way in less))
-        return Weighed(found, decided_bytes(function), recall_moving(function), ways)
+        return Weighed(found, decided_bytes(function), recall_moving(function), ways, decides_nothing(function))
 
     def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
         """A runner that stores a stage whole, and one for each of its other `ways`."""

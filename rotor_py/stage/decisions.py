@@ -92,6 +92,17 @@ def decided_bytes(function: Callable[..., Any]) -> int:
     return _bytes.get(function, 0) if isinstance(function, nn.Module) else 0
 
 
+def decides_nothing(function: Callable[..., Any]) -> bool:
+    """Whether a stage has been run, and decided nothing."""
+    return isinstance(function, nn.Module) and function in _undecided
+
+
+def remember_undecided(function: Callable[..., Any]) -> None:
+    """Have a stage not watched, not even in its first run: a stage like it decides nothing."""
+    if isinstance(function, nn.Module):
+        _undecided.add(function)
+
+
 class _Watching(TorchDispatchMode):
     """Below autograd, which therefore goes on from what an operator is said to have returned."""
 

