@@ -43,10 +43,10 @@ def test_on_a_quiet_machine_few_walks_are_enough(kinds: str) -> None:
 
 def test_stages_of_one_kind_are_timed_in_turn() -> None:
     generator = random.Random(0)
-    assert timed(StageTimes(), list("aaaaaaaa"), 0.0, generator) == [{0, 2, 4, 6}]
-    assert timed(StageTimes(), list("aabca"), 0.0, generator) == [{0, 1, 2, 3, 4}, {2, 3}]
+    assert timed(StageTimes(), list("aaaaaaaa"), 0.0, generator) == [{0, 4}]
+    assert timed(StageTimes(), list("aabca"), 0.0, generator) == [{0, 1, 2, 3}, {2, 3}]
     walks = timed(StageTimes(), list("aaaaaaaa"), 2.0, generator)
-    assert walks[:2] == [{0, 2, 4, 6}, {1, 3, 5, 7}]
+    assert walks[:4] == [{0, 4}, {1, 5}, {2, 6}, {3, 7}]
 
 
 def test_on_a_noisy_machine_stages_are_timed_more_often_but_not_for_ever() -> None:
@@ -64,8 +64,8 @@ def test_a_stage_of_little_time_may_be_noisy() -> None:
         times.add("long", StageRun(1.0, ((1.0, 2.0),), 1.0))
     for seconds in (0.001, 0.003, 0.009):
         times.add("short", StageRun(seconds, ((seconds, seconds),), seconds))
-    assert not times.wanted(["long", "short"])
-    assert times.wanted(["short", "short"]) == {1, 0}
+    assert not times.wanted(["long", *["short"] * 8])
+    assert times.wanted(["short"] * 8) == {1, 5}
 
 
 @pytest.mark.parametrize("kinds", ["a" * 16, "abcdefghijklmnop"])
@@ -82,7 +82,21 @@ def test_of_kinds_that_are_not_known_well_those_are_timed_again_that_matter() ->
     for kind, seconds in (("large", 1.0), ("medium", 0.3), ("small", 0.01), ("tiny", 0.002)):
         for factor in (1.0, 1.5, 2.0):
             times.add(kind, StageRun(seconds, ((factor * seconds, factor * seconds),), seconds))
-    assert times.wanted(["small", "large", "tiny", "medium"]) == {1, 3}
+    assert times.wanted(["small", "large", "tiny", "medium"] * 4) == {5, 7, 13, 15}
+
+
+def test_runs_beyond_the_fewest_end_when_all_have_taken_as_long_as_a_few_steps() -> None:
+    times = StageTimes()
+
+    def add(*seconds: float) -> None:
+        for each in seconds:
+            times.add("a", StageRun(each, ((each, each), (each, each)), each))
+
+    add(1.0, 3.0)  # 6 s for each second, of a step that takes 12 s
+    assert times.wanted(["a"] * 4)
+    add(1.0, 1.0)
+    assert not times.wanted(["a"] * 4)
+    assert times.wanted(["a"] * 8)
 
 
 def test_there_are_few_walks_however_noisy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,8 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._sizes = sizes
         # In a tuple, which modules do not look into: these graphs must not become submodules, since they have no
         # parameters of their own and run on the body's.
-        self._parts = (StageParts(body, len(reads), sizes, signature, {} if known is None else known),)
+        parts = {} if known is None else known
+        self._parts = (StageParts(body, len(reads), sizes, signature, parts, own_names=marked is not None),)
         self._around: Around = nothing_around if marked is None else marked.gathering(body)
         self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}
         """this stage as one with those that follow it"""

@@ -42,13 +42,10 @@ class StageTimes:
         self._node_seconds = node_seconds
         self._runs: dict[Hashable, list[StageRun]] = {}
         self._settled: set[Hashable] = set()
-        self._spent = 0.0
-        """seconds of the runs here"""
 
     def add(self, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
         """A stage of this `kind` was timed; not once more if its time is `exact`."""
         self._runs.setdefault(kind, []).append(run)
-        self._spent += run.all_seconds
         if exact:
             self._settled.add(kind)
 
@@ -106,7 +103,8 @@ class StageTimes:
         # Stages are timed in turns, so that those of one kind are not slow because those of another are.
         wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
         bearable = GOOD_ENOUGH * sum(seconds.values())
-        if hypot(*wrong.values()) <= bearable or self._spent > MOST_STEPS * sum(seconds.values()):
+        taken = sum(run.all_seconds for kind in seconds for run in self._runs[kind])
+        if hypot(*wrong.values()) <= bearable or taken > MOST_STEPS * sum(seconds.values()):
             return set()
         open_ones = [
             kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -17,15 +18,29 @@ from rotor_py.capture.graph.parts.saved_part import SavedPart
 from rotor_py.capture.graph.sizes import Sizes
 from rotor_py.capture.graph.skipped_output import skipping_output
 
-Known = dict[Hashable, dict[str, SavedPart]]
-"""The parts of stages of one graph, by kind: those that do the same with the same sizes have the same."""
+@dataclass(slots=True)
+class OfKind:
+    """What stages of a kind share: their parts, once somebody has asked, and the graphs that keep these or skip the
+    output, by way and whether they do. None is the way to store a stage whole.
+    """
+
+    parts: dict[str, SavedPart] | None = None
+    graphs: dict[tuple[str | None, bool], fx.GraphModule | None] = field(default_factory=dict)
+
+
+Known = dict[Hashable, OfKind]
+"""What is known of the stages of one graph, by kind: those that do the same with the same sizes."""
+
+
+_WITH_GRAPHS = ("_graphs", "_of_kind")
 
 
 class StageParts:
     """The parts of the stage whose graph is `body`, and the graphs that keep them.
 
     Its last `shared` inputs are those that all stages share. `signature` is equal for stages that do the same, and
-    `known` has the parts of those that were asked before.
+    `known` has what was found of those that were asked before; with `own_names`, attributes of the body are named in a
+    way of their own, and graphs are not shared.
     """
 
     def __init__(
@@ -35,24 +50,36 @@ class StageParts:
         sizes: Sizes,
         signature: Hashable,
         known: Known,
+        *,
+        own_names: bool = False,
     ) -> None:
         self._body = body
         self._shared = shared
         self._sizes = sizes
         self._signature = signature
         self._known = known
-        self._graphs: dict[tuple[str, bool], fx.GraphModule] = {}
+        self._own_names = own_names
         self._example: StageParts | None = None
         self._arguments: Sequence[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs, which have no attributes of their own and cannot be copied; a copy makes its own."""
-        return {**{name: value for name, value in self.__dict__.items() if name != "bare"}, "_graphs": {}}
+        return {**{name: each for name, each in self.__dict__.items() if name not in _WITH_GRAPHS}, "_known": {}}
 
     @cached_property
+    def _of_kind(self) -> OfKind:
+        return self._known.setdefault(self._kind(), OfKind())
+
+    @cached_property
+    def _graphs(self) -> dict[tuple[str | None, bool], fx.GraphModule | None]:
+        return {} if self._own_names else self._of_kind.graphs
+
+    @property
     def bare(self) -> fx.GraphModule | None:
         """The graph that skips the output, if there is one."""
-        return skipping_output(self._body)
+        if (None, True) not in self._graphs:
+            self._graphs[None, True] = skipping_output(self._body)
+        return self._graphs[None, True]
 
     def follow(self, other: StageParts) -> None:
         """Have the parts that `other` has, the same stage for other sizes: a plan that was made for it names them.
@@ -72,10 +99,9 @@ class StageParts:
     @cached_property
     def found(self) -> dict[str, SavedPart]:
         """The parts by the name of their way; each keeps less than the one before."""
-        kind = self._kind()
-        if kind not in self._known:
-            self._known[kind] = self._find()
-        return self._known[kind]
+        if self._of_kind.parts is None:
+            self._of_kind.parts = self._find()
+        return self._of_kind.parts
 
     def _find(self) -> dict[str, SavedPart]:
         example = self._example
@@ -91,11 +117,13 @@ class StageParts:
     def graph(self, way: str, *, skip_output: bool) -> fx.GraphModule:
         """The graph whose first input is a `PartialSaving`, to which it hands over the values of a part."""
         bare = self.bare if skip_output else None
-        key = way, bare is not None
+        key: tuple[str | None, bool] = way, bare is not None
         if key not in self._graphs:
             graph = self._body.graph if bare is None else bare.graph
             self._graphs[key] = self.found[way].instrumented(self._body, graph)
-        return self._graphs[key]
+        found = self._graphs[key]
+        assert found is not None
+        return found
 
     def _kind(self) -> Hashable:
         nodes = self._body.graph.nodes
