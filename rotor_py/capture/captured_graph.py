@@ -15,7 +15,13 @@ from torch import fx
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_profiling.timing import several_processes
-from rotor_py.capture.data_questions import Answers, answers_of, asking_at_once, is_question, without_questions_about_the_batch
+from rotor_py.capture.data_questions import (
+    Answers,
+    answers_of,
+    asking_at_once,
+    is_question,
+    without_questions_about_the_batch,
+)
 from rotor_py.capture.graph.autograd_functions import with_saving_functions
 from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points, weights_of
 from rotor_py.capture.graph.function_transforms import with_whole_transforms

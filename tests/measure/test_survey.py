@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from rotor_py import Checkpointable
 from rotor_py.measure.cut import cut_layers
-from rotor_py.measure.planning_lock import old_objects_aside
+from rotor_py.measure.planning_lock import new_objects_aside, old_objects_aside
 from rotor_py.measure.stepped_parameters import NONE_STEPPED
 from rotor_py.measure.walks.survey import Survey
 from rotor_py.measure.walks.walked_chain import WalkedChain
@@ -73,6 +74,50 @@ def test_old_objects_are_aside_while_a_model_is_measured_and_not_afterwards() ->
     with pytest.raises(ArithmeticError):
         planned.measure(torch.randn(5, 4))
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_aside")
+def test_what_is_made_meanwhile_is_put_aside_when_asked_and_only_then() -> None:
+    new_objects_aside()
+    assert gc.get_freeze_count() == 0
+    with old_objects_aside():
+        before = gc.get_freeze_count()
+        made = [[number] for number in range(10_000)]
+        assert gc.get_freeze_count() <= before
+        new_objects_aside()
+        assert gc.get_freeze_count() >= before + len(made) // 2
+    assert gc.get_freeze_count() == 0
+    new_objects_aside()
+    assert gc.get_freeze_count() == 0
+
+
+class Watched(nn.Linear):
+    """Says of every run whether something sees its operators, and selects numbers if it has 5 outputs."""
+
+    seen: list[bool]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.seen.append(_get_current_dispatch_mode() is not None)
+        made = super().forward(value)
+        return made.topk(5, dim=1).values if self.out_features == 5 else made
+
+
+def test_stages_like_one_that_decides_nothing_are_not_watched_for_it() -> None:
+    """Watching takes longer than small operators do: timed, the first run of a stage would count as all of them."""
+    Watched.seen = seen = []
+    planned = Checkpointable(nn.Sequential(*(Watched(4, 4) for _ in range(6))), loss=torch.sum, cache=False)
+    planned.measure(torch.randn(3, 4))
+    assert 1 <= sum(seen) <= 3  # of six stages: the first, the last and those between them are three kinds
+    seen.clear()
+    assert planned.budget is not None
+    planned.compute_sequence(planned.budget.least_bytes())
+    planned(torch.randn(3, 4)).sum().backward()
+    assert seen
+    assert not any(seen)
+    seen.clear()
+    deciding = Checkpointable(nn.Sequential(Watched(4, 5), nn.Linear(5, 4)), loss=torch.sum, cache=False)
+    deciding.measure(torch.randn(3, 4))
+    assert any(seen[len(seen) // 2 :])
 
 
 @pytest.mark.usefixtures("nothing_aside")

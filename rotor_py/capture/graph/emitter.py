@@ -83,8 +83,8 @@ class Emitter:
 
     def _copied(self, node: fx.Node) -> fx.Node:
         if node not in self.copies:  # a parameter, a buffer, or the body of an operator
-            # By number: stages that do the same share code, which finds attributes by name. A sharded model's graphs are
-            # cut further, and the pieces share tables by the names that nodes have.
+            # By number: stages that do the same share code, which finds attributes by name. The graphs of a sharded
+            # model are cut further, and their pieces share tables by the names that nodes have.
             name = node.name if self.facts.marks is not None else f"owned_{len(self.attributes)}"
             if node in self.facts.sharded:
                 # Not the parameter itself, but its place in the module's table: gathering puts another one there.

@@ -255,9 +255,7 @@ def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Seq
     return {made.index(node): at for at, node in enumerate(given) if node in made and node not in read}
 
 
-def context_of(
-    facts: GraphFacts, wanted: Sequence[fx.Node], nodes: Sequence[fx.Node] | None = None
-) -> fx.GraphModule:
+def context_of(facts: GraphFacts, wanted: Sequence[fx.Node], nodes: Sequence[fx.Node] | None = None) -> fx.GraphModule:
     """The graph that runs before the chain: from what the caller passes in to `wanted`; or only these `nodes` of it."""
     emitter = Emitter(facts, facts.given)
     for node in facts.context if nodes is None else nodes:

@@ -39,7 +39,7 @@ class StageGraph(fx.GraphModule):
 
     @classmethod
     def like(cls, body: fx.GraphModule, graph: fx.Graph, name: str) -> StageGraph:
-        """A graph to be run on the attributes of `body`, so that parameters are there once. Its code is made at once."""
+        """A graph to be run on the attributes of `body`, so that parameters are there once. It has its code at once."""
         found = cls(body, graph, name, body.codes if isinstance(body, StageGraph) else None)
         for attributes in (found._parameters, found._buffers, found._modules):
             attributes.clear()

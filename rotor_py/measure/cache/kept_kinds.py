@@ -64,7 +64,9 @@ def _weighed(data: dict[str, Any]) -> Weighed:
     ways = tuple(map(str, data["ways"]))
     if len(found) != 1 + len(ways) or not data["runs"]:
         raise ValueError("a stage is stored whole, and in each of its ways, and was run")
-    return Weighed(found, int(data["decided_bytes"]), frozenset(map(int, data["moving"])), ways, bool(data.get("undecided")))
+    return Weighed(
+        found, int(data["decided_bytes"]), frozenset(map(int, data["moving"])), ways, bool(data.get("undecided"))
+    )
 
 
 def _run(data: dict[str, Any]) -> StageRun:

@@ -18,6 +18,7 @@ from rotor_py.capture.graph.parts.saved_part import SavedPart
 from rotor_py.capture.graph.sizes import Sizes
 from rotor_py.capture.graph.skipped_output import skipping_output
 
+
 @dataclass(slots=True)
 class OfKind:
     """What stages of a kind share: their parts, once somebody has asked, and the graphs that keep these or skip the
