@@ -32,7 +32,7 @@ def keep_versions_apart(kernel: Any) -> None:
 _KNOWN = ("_index_name", "_source_stamp", "_load_index", "_save_index", "_save_data")
 
 
-class VersionFiles(caching.IndexDataCacheFile):  # type: ignore[misc]  # Numba has no types
+class VersionFiles(caching.IndexDataCacheFile):
     """The files of one kernel's versions, and the index of them."""
 
     def save(self: Any, key: Any, data: Any) -> None:
