@@ -61,7 +61,6 @@ class StageGraph(fx.GraphModule):
         """Have the code, if need be that of another graph that does the same."""
         if self._made:
             return
-        self._made = True
         codes = Codes() if self.codes is None else self.codes
         key = _what_it_does(self.graph)
         if key in codes:
@@ -70,6 +69,7 @@ class StageGraph(fx.GraphModule):
         else:
             super().recompile()
             codes[key] = type(self).forward, {name: getattr(self, name, None) for name in _SHARED}
+        self._made = True  # only now: another thread may run the graph meanwhile, and makes its code as well
 
     @property
     def code(self) -> str:
