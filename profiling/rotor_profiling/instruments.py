@@ -62,6 +62,10 @@ class Prediction(Instruments, Protocol):
         """All the memory that the device can give this process."""
 
     @property
+    def host_bandwidth(self) -> float:
+        """Bytes a second to the host's memory, and as many back at the same time."""
+
+    @property
     def workspace_bytes(self) -> int:
         """What libraries allocate there once, and keep."""
 

@@ -101,7 +101,8 @@ class _CpuWatch:
         if self._listens and _is_on() and _in_engine():
             raise RuntimeError(
                 "a profiler cannot start inside of this backward, since the training step is watched, as the first one "
-                "of a plan is; start it before the step, or pass watch=False to Checkpointable"
+                "of a plan is; start it before the step, or pass watch=False to Checkpointable. If it is a model that "
+                "is to be planned here, in a reentrant region of torch.utils.checkpoint, call its measure() before."
             )
 
 

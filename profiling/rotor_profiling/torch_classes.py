@@ -20,6 +20,11 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return _is_of(value, "torch.distributed.tensor", "DTensor")
 
 
+def is_fake(value: object) -> bool:
+    """Whether a value is a tensor without memory."""
+    return _is_of(value, "torch._subclasses.fake_tensor", "FakeTensor")
+
+
 def is_optimized(module: object) -> TypeGuard[OptimizedModule]:
     """Whether a module is what `torch.compile` makes of one."""
     return _is_of(module, "torch._dynamo.eval_frame", "OptimizedModule")

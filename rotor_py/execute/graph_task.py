@@ -10,10 +10,17 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import Node
 
+_NO_TASK = -1
+
 
 def current_task() -> int:
     """The number of the pass: no two of a process have the same."""
     return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether a pass runs at all."""
+    return current_task() != _NO_TASK
 
 
 def retains_graph() -> bool:

@@ -1,4 +1,4 @@
-"""What surrounds planning: one thread of a process plans at a time, and what is the caller's stays out of it."""
+"""What surrounds planning: one thread of a process plans at a time, the others wait for their turn."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event, RLock
-from typing import Any
-
-from torch._C import _autograd
 
 planning = RLock()
 """Held while a model is measured, captured or solved for.
@@ -51,22 +48,3 @@ def new_objects_aside() -> None:
 def _put_aside() -> None:
     gc.collect(1)  # what is young, and may hold tensors
     gc.freeze()
-
-
-@contextmanager
-def callers_hooks_aside() -> Iterator[None]:
-    """As long as this lasts, hooks that the caller has on saved tensors see nothing.
-
-    Those of `torch.utils.checkpoint` run the model again for the backward of a stage that is measured, which then is
-    measured inside of measuring, without end. Before torch 2.8 nobody can tell which hooks there are, and they stay.
-    """
-    innermost = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-    hooks: list[Any] = []
-    while (found := innermost(True)) is not None:  # those too that are off while something is traced
-        _autograd._pop_saved_tensors_default_hooks()
-        hooks.append(found)
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            _autograd._push_saved_tensors_default_hooks(pack, unpack)

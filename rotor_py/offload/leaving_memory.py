@@ -62,14 +62,15 @@ class LeavingMemory:
 class Piece:
     """One storage that autograd saved: in memory, or moved."""
 
-    __slots__ = ("__weakref__", "_dtype", "_memory", "_moved", "_overwritten", "_writes", "nbytes")
+    __slots__ = ("__weakref__", "_device", "_dtype", "_memory", "_moved", "_overwritten", "_writes", "nbytes")
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory: torch.Tensor | None = memory
         self._writes = memory._version
         self._overwritten = False
         self._moved: Moved | None = None
-        self._dtype = memory.dtype
+        # Storages of tensors without memory say that they are on another.
+        self._dtype, self._device = memory.dtype, memory.device
         self.nbytes = memory.untyped_storage().nbytes()
 
     @property
@@ -110,7 +111,7 @@ class Piece:
         if self._memory is None:
             assert self._moved is not None
             storage = self._moved.storage()
-            whole = torch.empty(0, dtype=self._dtype, device=storage.device)
+            whole = torch.empty(0, dtype=self._dtype, device=self._device)
             self._memory = whole.set_(storage, 0, (self.nbytes // self._dtype.itemsize,))  # type: ignore[call-overload]  # it takes untyped storages
             self._writes, self._moved = self._memory._version, None
         return self._memory

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 
+from rotor_profiling.instruments import prediction
 from rotor_py.errors import OffloadError
 from rotor_py.offload.bandwidth import measure_bandwidth
 from rotor_py.offload.file_tier import FileTier
 from rotor_py.offload.host_tier import HostTier
+from rotor_py.offload.predicted_tier import PredictedTier
 from rotor_py.offload.tier import Tier
 from rotor_solver.moving import Link
 
@@ -36,18 +38,28 @@ class Offload:
         return self._tier
 
 
-@cache
-def measured_link(name: str, device: torch.device) -> Link:
+def link_of(name: str, device: torch.device) -> Link:
     """How fast memory of `device` goes to a tier and back. OffloadError if it cannot go there.
 
-    Measured once: plans of one process, for other batches or copies of a model, are not to differ by that.
+    Of a device that is not there, it is what the table of devices says.
     """
+    found = prediction()
+    return measured_link(name, device) if found is None else _planned_with(found.host_bandwidth, found.host_bandwidth)
+
+
+@cache
+def measured_link(name: str, device: torch.device) -> Link:
+    """Measured once: plans of one process, for other batches or copies of a model, are not to differ by that."""
     tier = _opened(name)
     try:
         found = measure_bandwidth(tier, device)
     finally:
         tier.close()
-    return Link(math.floor(_SHARE * found.out), math.floor(_SHARE * found.back))
+    return _planned_with(found.out, found.back)
+
+
+def _planned_with(out: float, back: float) -> Link:
+    return Link(math.floor(_SHARE * out), math.floor(_SHARE * back))
 
 
 def checked_name(name: str) -> str:
@@ -64,4 +76,10 @@ def checked_name(name: str) -> str:
 
 
 def _opened(name: str) -> Tier:
+    if (found := prediction()) is not None:
+        if name != "host":
+            raise OffloadError(
+                f"how fast a file is, is measured beside the device, and {found.name} is not here; use offload='host'"
+            )
+        return PredictedTier()
     return HostTier() if name == "host" else FileTier(name.removeprefix(_FILE))

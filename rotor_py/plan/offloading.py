@@ -7,9 +7,10 @@ import logging
 import torch
 from torch.distributed import ProcessGroup
 
+from rotor_profiling.instruments import prediction
 from rotor_py.errors import OffloadError, UnsupportedModelError
 from rotor_py.measure.budget import Budget
-from rotor_py.offload.offload import Offload, measured_link
+from rotor_py.offload.offload import Offload, link_of
 from rotor_py.plan.agreement import gather_objects
 from rotor_solver import Sequence
 from rotor_solver.moving import Link
@@ -20,13 +21,13 @@ _log = logging.getLogger("rotor_py")
 def link_to(offload: Offload, device: torch.device) -> Link:
     """How fast memory of `device` goes to the tier and back. UnsupportedModelError if it cannot go there."""
     kind = "cuda" if offload.name == "host" else "cpu"
-    if device.type != kind:
+    if device.type != kind and prediction() is None:  # tensors of a device that is not there are on the CPU
         other = "file:/path" if kind == "cuda" else "host"
         raise UnsupportedModelError(
             f"offload={offload.name!r} moves memory of {kind} devices, and the model is on {device}; use "
             f"offload={other!r}"
         )
-    return measured_link(offload.name, device)
+    return link_of(offload.name, device)
 
 
 def reserve(offload: Offload, budget: Budget, sequence: Sequence) -> None:

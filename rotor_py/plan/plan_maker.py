@@ -15,9 +15,10 @@ from rotor_profiling.step_watch import give_way
 from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.planning_lock import callers_hooks_aside, old_objects_aside, planning
+from rotor_py.measure.planning_lock import old_objects_aside, planning
 from rotor_py.plan.conflicts.several_processes import refuse_several_processes
 from rotor_py.plan.inputs.input_spec import describe
+from rotor_py.plan.noticed.callers_hooks import callers_hooks_aside
 from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
 from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
 from rotor_py.plan.out_of_memory.guarded_budget import guarded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -11,17 +12,21 @@ import torch
 
 from rotor_profiling import tensors_in
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
+from rotor_py.execute.graph_task import in_backward
 from rotor_py.plan.conflicts.several_processes import refuse_several_processes
 from rotor_py.plan.inputs.input_spec import describe
+from rotor_py.plan.noticed.callers_hooks import callers_regions_aside
 from rotor_py.plan.noticed.forwards import Forwards
 from rotor_py.plan.noticed.kept_gradients import KeptGradients
+from rotor_py.plan.noticed.second_runs import SecondRuns
 from rotor_py.plan.noticed.watched_steps import WatchedSteps
 from rotor_py.plan.out_of_memory.replanner import Replanner
 from rotor_py.plan.plan_maker import PlanMaker
 from rotor_py.plan.solving import agree
 from rotor_py.plan.sources.source import Following
 from rotor_py.plan.stepping.stepper import Stepper
-from rotor_solver import InfeasibleError
+from rotor_py.plan.steps.step_plan import StepPlan
+from rotor_solver import InfeasibleError, Sequence
 
 
 class PlannedForwards:
@@ -30,6 +35,7 @@ class PlannedForwards:
     def __init__(self, maker: PlanMaker) -> None:
         self._maker, self._model, self._settings = maker, maker.model, maker.settings
         self._forwards = Forwards()
+        self._second_runs = SecondRuns()
         self._gradients = KeptGradients(maker.model)
         self._steps = WatchedSteps(maker.model)
         self._stepper: Stepper | None = None
@@ -50,20 +56,27 @@ class PlannedForwards:
                 "no plan can be followed inside of a function that torch.func transforms (grad, vmap, jvp, ...), since "
                 "its tensors have no memory of their own; call the model itself there, the attribute `model`"
             )
-        if self._stepper is not None:
+        with callers_regions_aside() as second:
+            return self._run(args, kwargs, self._run_second if second else self._run_planned)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], by_plan: Callable[[Any], Any]) -> Any:
+        first = by_plan == self._run_planned
+        if self._stepper is not None and first:
             self._stepper.take_spent_away()
         value = self._maker.blank.input_of(args, kwargs)
         spec = self._model.step_on(value)
         if not spec.model.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return self._model.core.forward(*args, **kwargs)
         refuse_several_processes(self._model)
-        if self._stepper is not None and self._stepper.before_forward(in_flight=bool(self._forwards.in_flight())):
+        in_flight = bool(self._forwards.in_flight())
+        if self._stepper is not None and first and self._stepper.before_forward(in_flight=in_flight):
             self._forget_plans()
-        self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
-        if not self._forwards.in_flight():  # else some may be of this step
+        self._maker.make_ready(spec, value, in_flight=in_flight or not first)
+        # Where others are in flight, or in a backward (of a reentrant region), some gradients may be of this step.
+        if first and not self._forwards.in_flight() and not in_backward():
             self._gradients.notice(self._maker.in_use, spec.model, partial(self._maker.plan_for_kept_gradients, value))
         try:
-            return self._run_planned(value)
+            return by_plan(value)
         except PlanMismatchError as error:
             if self._maker.in_use.file is not None or not self._maker.blank.captured:
                 raise
@@ -72,8 +85,8 @@ class PlannedForwards:
         if answers is not None:
             self._turn_to_answers(answers, value)
             with suppress(PlanMismatchError):  # for its shape, the model may take another way, too
-                return self._run_planned(value)
-        return self._run_other_way(value)
+                return by_plan(value)
+        return self._run_other_way(value, by_plan)
 
     def _forget_plans(self) -> None:
         """The optimizer of `step_in_backward` has got other parameters. PlanMismatchError for a plan from a file."""
@@ -95,7 +108,7 @@ class PlannedForwards:
         spec = replace(self._model.step_on(value), answers=answers)
         self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
 
-    def _run_other_way(self, value: Any) -> Any:
+    def _run_other_way(self, value: Any, by_plan: Callable[[Any], Any]) -> Any:
         """The model takes another way than the one that the plan in use is for, for another shape for example."""
         spec = replace(
             self._model.step_on(value), answers=self._maker.in_use.source.answers
@@ -103,7 +116,7 @@ class PlannedForwards:
         for plan in self._maker.plans.for_other_ways(spec, self._maker.covers(value), self._maker.revive):
             try:
                 agree(plan, self._model)
-                return self._run_planned(value)
+                return by_plan(value)
             except (InfeasibleError, PlanMismatchError):
                 continue
         known = self._maker.in_use.input_spec
@@ -114,22 +127,32 @@ class PlannedForwards:
                 "both inputs"
             )
         self._maker.plan_for(spec, value)
-        return self._run_planned(value)
+        return by_plan(value)
 
     def _run_planned(self, value: Any) -> Any:
         plan = self._maker.in_use
         assert plan.sequence is not None
         flying = self._forwards.in_flight()
         sequence = self._forwards.sequence_beside(flying, plan, self._model) if flying else plan.sequence
-        smaller = Replanner(plan, self._model, len(flying) + 1) if self._settings.replans else None
-        rng = self._settings.preserve_rng_state
-        telling = nullcontext() if smaller is None else smaller.telling_of_the_rest()
-        with telling, self._steps.watched(plan, value, in_flight=len(flying)) as forward_returned:
-            tier = None if sequence.moves is None or self._model.offload is None else self._model.offload.tier
-            how = Following(sequence, rng, plan.measurement.way_names, self._settings.keepers, smaller, tier)
-            output = plan.source.run(plan.cut, value, how)
+        with self._steps.watched(plan, value, in_flight=len(flying)) as forward_returned:
+            output = self._follow(sequence, plan, value, len(flying) + 1)
             forward_returned(output)
         self._forwards.watch(output, plan, sequence, self._model)
         if self._stepper is not None:
             self._stepper.watch(output)
         return output
+
+    def _run_second(self, value: Any) -> Any:
+        """A region of the caller is run again. Nobody goes backward through it, so nothing is noticed of it."""
+        plan = self._maker.in_use
+        sequence = self._second_runs.sequence(plan, self._forwards.held_bytes(self._model), self._model)
+        return self._follow(sequence, plan, value, len(self._forwards.in_flight()) + 1)
+
+    def _follow(self, sequence: Sequence, plan: StepPlan, value: Any, number: int) -> Any:
+        """Run the model forward by this sequence for the stages of `plan`, as so many-th forward in flight."""
+        smaller = Replanner(plan, self._model, number) if self._settings.replans else None
+        tier = None if sequence.moves is None or self._model.offload is None else self._model.offload.tier
+        rng, ways = self._settings.preserve_rng_state, plan.measurement.way_names
+        with nullcontext() if smaller is None else smaller.telling_of_the_rest():
+            how = Following(sequence, rng, ways, self._settings.keepers, smaller, tier)
+            return plan.source.run(plan.cut, value, how)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ def estimate(
     shard: Shard | None = None,
     precision: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
+    offload: Literal["host"] | None = None,
 ) -> Report:
     """The report of a training step of `model` on `device`, which need not be there, and of the plan for it.
 
@@ -59,6 +60,7 @@ def estimate(
         shard: what divides the parameters: a function of the model and of the mesh of devices that calls `fully_shard`.
             By default, each layer of a list of like layers is gathered by itself, and the rest together.
         precision: the dtype in which parameters are gathered by default, and layers run.
+        offload: "host": activations may wait in the host's memory, over the link that the table says.
         autocast: forward and loss run under `torch.autocast` with this dtype, and cast what it casts on CUDA.
 
     InfeasibleError, with the least limit as `min_bytes`, if no plan fits the device, or with a bound where that is
@@ -88,6 +90,7 @@ def estimate(
                 optimizer=made,
                 fresh_grads=fresh_grads,
                 cache=False,
+                offload=offload,
             )
             network.refuse_what_cannot_fit(value)
             with region(autocast):

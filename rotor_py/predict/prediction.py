@@ -14,12 +14,17 @@ from rotor_py.predict.operators.cuda_operators import cuda_operators
 _BLOCK = 512
 """Bytes that the caching allocator rounds up to a multiple of (`kMinBlockSize` in torch), on ROCm as well."""
 
+_BOTH_WAYS = 0.8
+"""The part of the data sheet's bandwidth that copies reach both ways at once: 51 of 64 GB/s were measured on PCI
+Express 5 (https://github.com/NVIDIA/nvbandwidth/issues/53)."""
+
 
 def prediction_for(device: Device) -> PredictedDevice:
     """What predicts for `device`: its allocator's rounding, a roofline for a clock, the operators that run there."""
     return PredictedDevice(
         kind="cuda",
         name=device.name,
+        host_bandwidth=_BOTH_WAYS * device.pcie_bandwidth,
         memory_bytes=device.usable_bytes,
         seconds=Roofline(device),
         scratch=scratch_bytes,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from rotor_py.devices.table import find_device
 from rotor_py.offload.bandwidth import Bandwidth
 
 MODEL = """
@@ -89,6 +91,20 @@ def test_a_batch_is_chosen_among_plans_that_move(plan, model_file, tmp_path):
     assert moving["batch"]["measured_peak_bytes"] <= moving["mem_limit"]
 
 
+def test_moves_to_the_host_are_planned_for_a_device_that_is_not_here(plan, model_file, monkeypatch):
+    h100 = find_device("h100")
+    monkeypatch.setattr("rotor_py.devices.table._table", lambda: {"h100": replace(h100, pcie_bandwidth=1e14)})
+    file = model_file(MODEL.replace("torch.randn(256, 64)", "torch.randn(65536, 64)"))
+    options = ("--device", "h100", "--fresh-grads", "--json", "-")
+    loose = json.loads(plan(file, "--mem-limit", "10GB", *options).stdout)
+    limit = (loose["min_bytes"] + loose["store_all"]["peak_bytes"]) // 2
+    result = plan(file, "--mem-limit", limit, "--offload", "host", *options)
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["plan"]["moved_bytes"] > 0
+    assert facts["plan"]["peak_bytes"] <= limit
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -99,7 +115,8 @@ def test_a_batch_is_chosen_among_plans_that_move(plan, model_file, tmp_path):
         (["--offload", "file:/tmp", "--compile"], "Inductor decide"),
         (["--offload", "file:/not/there", "--batch", "max"], "no file can be made in /not/there"),
         (["--offload", "file:/tmp", "--pipeline", 2], "--offload is about one"),
-        (["--offload", "file:/tmp", "--device", "h100"], "--offload measures how fast"),
+        (["--offload", "file:/tmp", "--device", "h100"], "--offload measures how fast a file is"),
+        (["--offload", "host", "--device", "h100", "--batch", "max"], "--batch max with --offload trains steps"),
     ],
 )
 def test_what_cannot_be_moved_is_refused_in_a_sentence(plan, model_file, options, message):

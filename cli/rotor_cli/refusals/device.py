@@ -35,7 +35,11 @@ def _refuse_elsewhere(request: Request, device: str) -> None:
     refused = {
         "--verify": (request.verify, "trains a step on the device"),
         "--compile": (request.compile, "compiles the stages for the device, and measures them there"),
-        "--offload": (request.offload is not None, "measures how fast activations move there"),
+        "--offload": (request.offload not in (None, "host"), "measures how fast a file is beside the device"),
+        f"--batch {request.batch_aim}": (
+            request.offload is not None and request.batch_aim is not None,
+            "with --offload trains steps on the device",
+        ),
         "--pipeline": (request.pipeline is not None, "measures a microbatch on the device"),
     }
     for option, (given, does) in refused.items():

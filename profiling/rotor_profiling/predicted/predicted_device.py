@@ -34,6 +34,8 @@ class Numbered:
 class PredictedDevice:
     """A device of some `kind` with `memory_bytes` that are free, of which `workspace_bytes` are libraries' own.
 
+    `host_bandwidth` is that of copies to the host and back, both at once, in bytes a second each.
+
     `seconds` and `scratch` say what each operator takes. Tensors are fake ones on the CPU, whatever the kind: PyTorch
     runs no backward of tensors on a device that is not there. `chosen` is entered while stages run, so that the
     operators are those that PyTorch chooses for that kind.
@@ -46,6 +48,7 @@ class PredictedDevice:
     workspace_bytes: int = 0
     storages: Storages = Numbered()
     name: str = "a device that is not here"
+    host_bandwidth: float = 1e9
     chosen: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def memory_meter(self, device: torch.device) -> MemoryMeter:

@@ -128,6 +128,10 @@ class Forwards:
             format_bytes(peak + held + between), peak + held + between, format_bytes(limit), limit,
         )  # fmt: skip
 
+    def held_bytes(self, model: TrainedModel) -> int:
+        """What those in flight hold until their backwards."""
+        return sum(self._footprint(each.plan, each.sequence, model).waiting for each in self.in_flight())
+
     def sequence_beside(self, flying: list[_Forward], plan: StepPlan, model: TrainedModel) -> Sequence:
         """The sequence for a forward by `plan` that begins while those of `flying` wait.
 

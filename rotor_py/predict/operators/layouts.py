@@ -43,6 +43,10 @@ _LAYOUTS: dict[Any, Callable[[tuple[Any, ...]], torch.memory_format]] = {
 }
 """The layout of the first result, by the operator's arguments."""
 
+_OF_STORAGES = (_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
+"""Operators with a storage among their arguments. PyTorch remembers what operators return by their arguments, and would
+hold the storage for good."""
+
 
 class TensorsWithoutMemory(FakeTensorMode):
     """While active, tensors that are made take no memory, and operators compute nothing."""
@@ -52,6 +56,12 @@ class TensorsWithoutMemory(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_STORAGES:
+            remembers, self.cache_enabled = self.cache_enabled, False
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self.cache_enabled = remembers
         result = super().__torch_dispatch__(func, types, args, kwargs)
         layout = _LAYOUTS.get(func)
         return result if layout is None else self._laid_out(result, layout(args))

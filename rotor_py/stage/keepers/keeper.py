@@ -34,6 +34,7 @@ from weakref import WeakSet, ref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rotor_profiling.torch_classes import is_fake
 from rotor_py.stage.keepers.handed_over import Complete, handing_over_now, tensor_of
 from rotor_py.stage.keepers.saved import Kept, KeptStorage, Saved, SavedAsItIs, SavedView, memory_of
 
@@ -65,14 +66,23 @@ class Form(Protocol):
 class Keeping:
     """One run of a stage of which what autograd saves is kept in a form. The run happens inside it as a context.
 
-    `untouched` are tensors that are in memory anyway: parameters, buffers and inputs of the stage.
+    `untouched` are tensors that are in memory anyway: parameters, buffers and inputs of the stage. Tensors without
+    memory, by which a device is predicted, have no values: they are kept by a form that does not read them.
     """
 
-    def __init__(self, form: Form, untouched: Iterable[torch.Tensor] = (), *, least_bytes: int = LEAST_BYTES) -> None:
+    def __init__(
+        self,
+        form: Form,
+        untouched: Iterable[torch.Tensor] = (),
+        *,
+        least_bytes: int = LEAST_BYTES,
+        reads_values: bool = True,
+    ) -> None:
         self.form = form
         self._least_bytes = least_bytes
+        self._reads_values = reads_values
         # By address. The weak references keep addresses from being used again by other storages.
-        self._untouched = {ref.cdata: ref for ref in map(_reference, filter(_is_plain, untouched))}
+        self._untouched = {ref.cdata: ref for ref in map(_reference, filter(self._concerns, untouched))}
         self._references: dict[int, StorageWeakRef] = {}
         # Weak: what autograd has let go of is kept for nobody.
         self._storages: dict[tuple[int, int], WeakSet[KeptStorage]] = {}
@@ -113,18 +123,22 @@ class Keeping:
         if node != self._node:
             self._give_fresh()
             self._node = node
-        kept = self._storage_of(tensor) if _is_plain(tensor) and not _is_parameter(tensor) else None
+        kept = self._storage_of(tensor) if self._concerns(tensor) and not _is_parameter(tensor) else None
         if kept is None or kept.dtype != tensor.dtype:
             return SavedAsItIs(tensor)
         return SavedView(kept, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
         """Save `tensors` as they are, the output of the run, whatever of them has been kept: they stay in memory."""
-        for tensor in filter(_is_plain, tensors):
+        for tensor in filter(self._concerns, tensors):
             found = self._known(tensor)
             if found is not None and found.dtype == tensor.dtype:
                 found.kept = SavedAsItIs(tensor)
                 self._fresh = [each for each in self._fresh if each() is not found]
+
+    def _concerns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is memory that the form can keep: with values, if it reads them."""
+        return _is_plain(tensor) or (not self._reads_values and is_fake(tensor) and _is_strided(tensor))
 
     def _storage_of(self, tensor: torch.Tensor) -> KeptStorage | None:
         """What is kept of the storage behind `tensor`; None if it is saved as it is."""
@@ -171,9 +185,12 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is strided memory, and its elements are those of its storage."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and _is_strided(tensor)
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )

@@ -18,7 +18,7 @@ def run_leaving(runner: StageRunner, value: Any) -> tuple[Any, LeavingMemory]:
     What goes into the stage stays, as do its parameters; and so does what comes out, as long as anybody holds it.
     """
     leaving = LeavingMemory()
-    with Keeping(leaving, _in_memory_anyway(runner, value), least_bytes=LEAST_BYTES):
+    with Keeping(leaving, _in_memory_anyway(runner, value), least_bytes=LEAST_BYTES, reads_values=False):
         output = runner.forward(value)
     return output, leaving
 

@@ -92,7 +92,7 @@ class KeptStorage:
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._given.cdata)
         if storage is None:
             return None
-        whole = torch.empty(0, dtype=self.dtype, device=storage.device)
+        whole = torch.empty(0, dtype=self.dtype, device=self._writes.device)
         return whole.set_(storage)
 
 

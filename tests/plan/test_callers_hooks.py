@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from rotor_py import Checkpointable
-from rotor_py.measure.planning_lock import callers_hooks_aside
+from rotor_py.plan.noticed.callers_hooks import callers_hooks_aside
 
 
 class Captured(nn.Module):

@@ -1,0 +1,86 @@
+"""What the caller has around the model that sees what autograd saves; neither measuring nor a plan is its business.
+
+# Note [Regions of the caller]
+#
+# `torch.utils.checkpoint` saves nothing of a region, and runs it again when its backward asks for what it would have
+# saved, which it finds by counting. A plan saves another number of tensors in each of its ways, and may change between
+# the two runs. So the region sees nothing of a planned forward:
+#
+#  1. What the plan keeps is kept, as if the region ended before the model and began anew after it. If nothing else in
+#     the region needs it, the model is not run again.
+#  2. If something else does, the model runs a second time. Nobody goes backward through that: it keeps as little as
+#     there is (`second_runs.py`).
+#  3. Of the operators that selective checkpointing counts, none are those of the model, in either run.
+#  4. Of a reentrant region, the first run has no gradients, and is none of ours. The second is an ordinary forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch._C import _autograd
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+_REGIONS = "torch.utils.checkpoint"
+_Hook = Callable[[Any], Any]
+
+
+@contextmanager
+def callers_hooks_aside() -> Iterator[None]:
+    """As long as this lasts, hooks that the caller has on saved tensors see nothing.
+
+    Those of `torch.utils.checkpoint` run the model again for the backward of a stage that is measured, which then is
+    measured inside of measuring, without end. Before torch 2.8 nobody can tell which hooks there are, and they stay.
+    """
+    with _hooks_aside(lambda pack: True):
+        yield
+
+
+@contextmanager
+def callers_regions_aside() -> Iterator[bool]:
+    """As long as this lasts, regions of `torch.utils.checkpoint` see nothing; see the Note [Regions of the caller].
+
+    Yields whether one of them is run again for its backward. Before torch 2.8, nothing of this is known.
+    """
+    with _hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, _modes_aside():
+        yield any(pack.__qualname__.startswith("_recomputation_hook") for pack in hooks)
+
+
+@contextmanager
+def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
+    """Without the innermost hooks, as far as `which` says so of the function that packs; yields those functions."""
+    innermost = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    hooks: list[tuple[_Hook, _Hook]] = []
+    # Those too that are off while something is traced.
+    while (found := innermost(True)) is not None and which(found[0]):
+        _autograd._pop_saved_tensors_default_hooks()
+        hooks.append(found)
+    try:
+        yield [pack for pack, _ in hooks]
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def _modes_aside() -> Iterator[None]:
+    """Without the modes of selective checkpointing, which count operators."""
+    modes = _get_current_dispatch_mode_stack()
+    if not any(type(mode).__module__ == _REGIONS for mode in modes):
+        yield
+        return
+    others = [mode for mode in modes if type(mode).__module__ != _REGIONS]
+    _replace(modes, others)
+    try:
+        yield
+    finally:
+        _replace(others, modes)
+
+
+def _replace(modes: list[Any], others: list[Any]) -> None:
+    for _ in modes:
+        _pop_mode()
+    for mode in others:
+        _push_mode(mode)

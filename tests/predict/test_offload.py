@@ -1,0 +1,117 @@
+"""Activations that wait in the host's memory, planned for a device that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, UnsupportedModelError, estimate
+from rotor_py.devices.device import Device
+from rotor_py.devices.followed_step import FollowedStep
+from rotor_py.devices.requests import Allocate, Free
+from rotor_py.devices.table import find_device
+from rotor_py.predict import reserving
+from rotor_py.predict.training_step import TrainingStep
+from rotor_py.report import Report
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
+WIDTH = 256
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.drop(self.down(nn.functional.gelu(self.up(self.norm(value)))))
+
+
+class Captured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+def fast_link() -> Device:
+    return replace(find_device("h100"), pcie_bandwidth=1e12)
+
+
+@pytest.mark.parametrize("make", [chain, Captured])
+def test_what_can_leave_is_the_same_on_tensors_without_memory(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    batch = torch.randn(512, WIDTH)
+    here = Checkpointable(make(), cache=False, offload=f"file:{tmp_path}", loss=torch.mean)
+    here.measure(batch)
+    assert here.inspection_values is not None
+    # Its operators are those of the CPU; kernels of CUDA save other things.
+    there = estimate(make(), batch, replace(find_device("l4"), vendor="cpu"), loss=torch.mean, offload="host")
+    found = [
+        [each.moved for stage in chain for each in stage.options if each.moved]
+        for chain in (measured.chain(fresh_gradients=True) for measured in (here.inspection_values, there.measurement))
+    ]
+    assert len(found[0]) >= 3
+    assert [each // 2**20 for each in found[0]] == [each // 2**20 for each in found[1]]  # in CUDA's blocks there
+
+
+def test_a_plan_that_moves_is_faster_and_its_step_is_inside_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks: list[tuple[int, int]] = []
+    followed = reserving.followed_by_plan
+
+    def noted(step: TrainingStep, device: Device) -> FollowedStep:
+        found = followed(step, device)
+        sizes, held, peak, ends = dict[object, int](), 0, 0, list[int]()
+        for event in found.events:
+            match event:
+                case Allocate(key, size):
+                    sizes[key] = size
+                    held += size
+                    peak = max(peak, held)
+                case Free(key):
+                    held -= sizes.pop(key)
+            ends.append(held)
+        peaks.append((peak, held))
+        return found
+
+    monkeypatch.setattr(reserving, "followed_by_plan", noted)
+    batch = torch.empty(16384, WIDTH)
+
+    def planned(limit: int | None, **offload: str) -> Report:
+        return estimate(Captured, batch, fast_link(), loss=torch.mean, fresh_grads=True, mem_limit=limit, **offload)  # type: ignore[arg-type]  # by name
+
+    full = planned(None)
+    least = full.budget.least_bytes()
+    limit = (least + full.peak_bytes) // 2
+    recomputing, moving = planned(limit), planned(limit, offload="host")
+    assert moving.sequence.moves is not None
+    assert moving.step_seconds < recomputing.step_seconds
+    _, (_, left), (peak, left_by_moving) = peaks
+    assert peak <= moving.peak_bytes <= limit
+    assert left_by_moving == left  # nothing that moved is still there
+
+
+def test_the_link_is_that_of_the_table() -> None:
+    link = estimate(chain(), torch.empty(64, WIDTH), "h100", loss=torch.mean, offload="host").budget.link
+    assert link is not None
+    assert link.out_bytes_per_second == link.in_bytes_per_second == pytest.approx(0.64 * 64e9)
+
+
+def test_what_moves_there_is_refused_in_a_sentence_where_it_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"is not here; use offload='host'"):
+        estimate(chain(), torch.empty(64, WIDTH), "h100", offload="file:/tmp")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="leave offload= out"):
+        estimate(chain(), torch.empty(64, WIDTH), "h100:2", offload="host")

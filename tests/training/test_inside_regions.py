@@ -1,0 +1,212 @@
+"""Planned models inside of the caller's own regions, which `torch.utils.checkpoint` runs again in the backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from rotor_profiling import measured_peak
+from rotor_py import Checkpointable
+from tests.checkpointable.steps import CPU, between
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # TorchDynamo looks at it
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),  # said of a reentrant region in another
+]
+WIDTH, ROWS = 32, 256
+
+
+class Tower(nn.Module):
+    """No chain: TorchDynamo captures it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + nn.functional.dropout(torch.tanh(layer(value)), 0.1)
+        return value
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)])
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"chain": chain, "captured": Tower}
+Step = Callable[[nn.Module, nn.Module, torch.Tensor], torch.Tensor]
+
+
+def saving_products(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    products = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+region = partial(checkpoint, use_reentrant=False)
+reentrant = partial(checkpoint, use_reentrant=True)
+selective = partial(region, context_fn=partial(create_selective_checkpoint_contexts, saving_products))
+
+
+def beside(run: Callable[..., Any], one: nn.Module, two: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """The second model in a region, and beside it; the other one first."""
+    return run(two, one(batch)).square().mean() + two(batch).square().mean()
+
+
+def alone_beside(run: Callable[..., Any], one: nn.Module, two: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """One model in a region, and beside it; each has an input of its own, to which few gradients are added up."""
+    return run(two, batch.sin()).square().mean() + two(batch.cos()).square().mean()
+
+
+def with_more(run: Callable[..., Any], one: nn.Module, two: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """In a region with other operators around, for whose backward all of it runs again; and beside it."""
+    return run(lambda each: two(one(each.sin()).tanh()).sin(), batch).square().mean() + two(batch).square().mean()
+
+
+def nested(run: Callable[..., Any], one: nn.Module, two: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """In a region of a region, and beside it."""
+
+    def inner(each: torch.Tensor) -> torch.Tensor:
+        return two(each.cos()).tanh()
+
+    def outer(each: torch.Tensor) -> torch.Tensor:
+        return one(run(inner, each.sin()).exp()).cos()
+
+    return run(outer, batch).square().mean() + two(batch).square().mean()
+
+
+def two_regions(run: Callable[..., Any], one: nn.Module, two: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """In two regions, one after the other."""
+    return run(lambda each: two(run(lambda each: two(each.sin()).cos(), each)).sin(), batch).square().mean()
+
+
+def twice_in_one(run: Callable[..., Any], one: nn.Module, two: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Twice in one region."""
+    return run(lambda each: two(two(each.sin()).cos()).sin(), batch).square().mean()
+
+
+STEPS = [beside, alone_beside, with_more, nested, two_regions, twice_in_one]
+RUNS: dict[str, Callable[..., Any]] = {"region": region, "reentrant": reentrant, "selective": selective}
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+def planned_at(model: nn.Module, share: float) -> Checkpointable:
+    planned = Checkpointable(model, fresh_grads=True, loss=mean_square)
+    planned.measure(batch())
+    planned.compute_sequence(between(planned, share))
+    return planned
+
+
+def gradients(models: tuple[nn.Module, nn.Module], step: Step) -> list[Any]:
+    torch.manual_seed(7)
+    value = batch()
+    for model in models:
+        model.zero_grad()
+    step(*models, value).backward()
+    return [value.grad, *(each.grad for model in models for each in model.parameters()), torch.rand(1)]
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> bool:
+    return any(record.levelname == "WARNING" and "the limit is" in record.getMessage() for record in caplog.records)
+
+
+SHARES = [("chain", 0.4, run) for run in RUNS] + [("chain", 0.8, "region"), ("captured", 0.8, "region")]
+
+
+@pytest.mark.parametrize(("kind", "share", "run"), SHARES)
+@pytest.mark.parametrize("step", STEPS)
+def test_numbers_are_those_of_plain_training_in_every_step(kind: str, step: Step, run: str, share: float) -> None:
+    plain = MODELS[kind](), MODELS[kind]()
+    planned = planned_at(copy.deepcopy(plain[0]), share), planned_at(copy.deepcopy(plain[1]), share)
+    expected = gradients(plain, partial(step, RUNS[run]))
+    for _ in range(3):  # the plan is another one after each of the first
+        for found, right in zip(gradients(planned, partial(step, RUNS[run])), expected, strict=True):
+            assert (found is None) == (right is None)
+            assert found is None or torch.equal(found, right)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_is_planned_inside_of_a_selective_region_is_no_part_of_it(kind: str) -> None:
+    # Operators of measuring would be taken for those of the first run.
+    plain, planned = MODELS[kind](), Checkpointable(MODELS[kind](), mem_limit="1GB")
+    planned.load_state_dict(plain.state_dict())
+    step = partial(with_more, selective, nn.Identity())
+    for _ in range(2):
+        expected = gradients((plain, plain), lambda one, two, value: step(one, value))
+        found = gradients((planned, planned), lambda one, two, value: step(one, value))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_is_all_of_a_region_follows_its_plan_and_runs_once(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    planned = planned_at(MODELS[kind](), 0.3)
+    assert planned.budget is not None
+    assert planned.sequence is not None
+    for _ in range(3):
+        planned.zero_grad()
+        value = torch.randn(ROWS, WIDTH)
+        peak = measured_peak(
+            lambda value=value: mean_square(region(planned, value)).backward(), [*planned.parameters(), value], CPU
+        )
+        assert peak <= planned.budget.peak_bytes(planned.sequence) <= planned.mem_limit
+    assert not warned(caplog)
+
+
+def test_a_second_run_keeps_nothing_and_is_no_forward_in_flight(caplog: pytest.LogCaptureFixture) -> None:
+    planned = planned_at(chain(), 1.0)
+    assert planned.budget is not None
+    peaks = []
+    for run in (lambda function, each: function(each), region):
+        value = batch()
+        planned.zero_grad()
+        peaks.append(
+            measured_peak(
+                lambda value=value, run=run: mean_square(run(lambda each: planned(each.sin()).sin(), value)).backward(),
+                [*planned.parameters(), value],
+                CPU,
+            )
+        )
+    # The caller's two operators, and what one stage needs.
+    assert peaks[1] - peaks[0] < 4 * ROWS * WIDTH * 4
+    assert "in flight" not in caplog.text
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_is_inside_the_limit_or_says_that_it_is_not(step: Step, caplog: pytest.LogCaptureFixture) -> None:
+    planned = planned_at(chain(), 0.4)
+    identity = nn.Identity()
+    for _ in range(3):
+        planned.zero_grad()
+        value = batch()
+        peak = measured_peak(
+            lambda value=value: step(region, identity, planned, value).backward(), [*planned.parameters(), value], CPU
+        )
+        assert peak <= planned.mem_limit or warned(caplog)
+
+
+def test_a_plan_that_cannot_be_made_inside_of_a_backward_is_refused_in_a_sentence() -> None:
+    one, two = (Checkpointable(chain(), mem_limit="1GB") for _ in range(2))
+    with pytest.raises(RuntimeError, match=r"since the training step is watched.*call its measure\(\) before"):
+        gradients((one, two), partial(beside_the_other, reentrant))
+    one.zero_grad()
+    two.measure(batch())
+    gradients((one, two), partial(beside_the_other, reentrant))
+
+
+def beside_the_other(run: Callable[..., Any], one: nn.Module, two: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return run(two, one(batch)).square().mean()
