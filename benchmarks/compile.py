@@ -56,6 +56,9 @@ class SavesAll(CustomPartitionerFn):
         return "saves all"
 
 
+SAVING_ALL = {"custom_partitioner_fn": SavesAll()}
+
+
 def processor_seconds() -> float:
     """Of this process and the compilers that it has run."""
     return sum(os.times()[:4])
@@ -108,21 +111,16 @@ def rows(case: Case, block: str) -> list[Row]:
     found = [Row("plain eager", "eager", case, lambda model: model)]
     with fresh_cache():
         found.append(Row("torch.compile", "compiled", case, torch.compile, again=True))
-    everything = {"custom_partitioner_fn": SavesAll()}
     with fresh_cache():
-        found.append(
-            Row("torch.compile, all saved", "all saved", case, lambda model: torch.compile(model, options=everything))
-        )
+        found.append(Row("torch.compile, all saved", "all saved", case, partial(torch.compile, options=SAVING_ALL)))
     for budget in BUDGETS:
-        patch = functorch_config.patch(activation_memory_budget=budget)
+        less = partial(functorch_config.patch, activation_memory_budget=budget)
         with fresh_cache():
-            found.append(
-                Row(f"torch.compile, budget {budget}", "budget", case, torch.compile, lambda patch=patch: patch)
-            )
+            found.append(Row(f"torch.compile, budget {budget}", "budget", case, torch.compile, less))
     found.append(Row("every block checkpointed", "checkpointed", case, lambda model: checkpointed(model, block)))
     with fresh_cache():
-        compiled = lambda model: torch.compile(checkpointed(model, block))  # noqa: E731
-        found.append(Row("the same, compiled", "checkpointed", case, compiled))
+        made = lambda model: torch.compile(checkpointed(model, block))  # noqa: E731
+        found.append(Row("the same, compiled", "checkpointed", case, made))
     with fresh_cache():  # the same code for all plans: the first one compiles it
         return [*found, *planned_rows(case, [row.peak for row in found])]
 
@@ -157,7 +155,7 @@ def _planned(case: Case, limit: int, compiled: bool, again: bool) -> Row | None:
         print(f"{name}: {error}", flush=True)
         return None
     if row.peak > limit:
-        raise SystemExit(f"{name}: the measured peak is {row.peak} bytes")
+        row.name += ": **over it**"
     return row
 
 
