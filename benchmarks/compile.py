@@ -2,6 +2,7 @@
 
     python benchmarks/compile.py Llama U-Net     # on the CPU; prints the tables. All models without names
     python benchmarks/compile.py ViT --write     # also into docs/compile.md and benchmarks/results/
+    python benchmarks/compile.py GPT-2 --stored  # only the rows in which everything is stored: a fifth of the time
 
 Written rows of a model take the place of its earlier ones, and those of other models stay: a long table is made in
 parts. Each plan is made for the peak of another row. Times are those of forward, loss and backward, in seconds of the
@@ -106,11 +107,14 @@ class Row:
         return time.process_time() - began
 
 
-def rows(case: Case, block: str) -> list[Row]:
+def rows(case: Case, block: str, *, stored: bool) -> list[Row]:
     case[0].train()
     found = [Row("plain eager", "eager", case, lambda model: model)]
     with fresh_cache():
         found.append(Row("torch.compile", "compiled", case, torch.compile, again=True))
+    if stored:
+        with fresh_cache():
+            return [*found, *planned_rows(case, [max(row.peak for row in found)])]
     with fresh_cache():
         found.append(Row("torch.compile, all saved", "all saved", case, partial(torch.compile, options=SAVING_ALL)))
     for budget in BUDGETS:
@@ -159,9 +163,9 @@ def _planned(case: Case, limit: int, compiled: bool, again: bool) -> Row | None:
     return row
 
 
-def compared(name: str, case: Case, repeats: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def compared(name: str, case: Case, repeats: int, *, stored: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows of both tables."""
-    found = rows(case, CASES[name][1])
+    found = rows(case, CASES[name][1], stored=stored)
     turns = [[row.step() for row in found] for _ in range(repeats)]
     plain = found[0].gradients
     timed = [Timed(row.name, row.kind, row.peak, [turn[i] for turn in turns]) for i, row in enumerate(found)]
@@ -197,13 +201,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[*CASES, []])
     parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--stored", action="store_true", help="only with everything stored")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     # Compilers run one by one: helping processes that live on would not be counted.
     with inductor_config.patch(fallback_random=True, compile_threads=1):
         for name in options.models or CASES:
             torch.manual_seed(0)
-            found, holds = compared(name, CASES[name][0](), options.repeats)
+            found, holds = compared(name, CASES[name][0](), options.repeats, stored=options.stored)
             print(table(found), verdict_table(holds), sep="\n\n", flush=True)
             if options.write:
                 everything = merged("compile", found, CPU, CASES)
