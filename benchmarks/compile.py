@@ -1,14 +1,16 @@
 """Planned and compiled, beside torch.compile, its own memory budget, and checkpoints of every block.
 
-    python benchmarks/compile.py Llama U-Net     # on the CPU; prints the table. All models without names
+    python benchmarks/compile.py Llama U-Net     # on the CPU; prints the tables. All models without names
     python benchmarks/compile.py ViT --write     # also into docs/compile.md and benchmarks/results/
+    python benchmarks/compile.py GPT-2 --stored  # only the rows in which everything is stored: a fifth of the time
 
 Written rows of a model take the place of its earlier ones, and those of other models stay: a long table is made in
 parts. Each plan is made for the peak of another row. Times are those of forward, loss and backward, in seconds of the
 processor, since machines are busy, and taken in turns in the same run: the median of the ratios to plain eager.
 Differences are those of the gradients from plain eager, relative to their norm; dropout, where a model has it, draws
 the numbers of eager mode. The seconds until the first step is done are those of the processor, too, compilers included,
-and for some rows again for a copy (warm). The cache on disk is empty before each row, but all plans share one.
+and for some rows again for a copy (warm). The cache on disk is empty before each row, but all plans share one. A second
+table says whether planned and compiled is as fast as the others at their peaks (`compile_verdicts.py`).
 """
 
 from __future__ import annotations
@@ -20,15 +22,19 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 from compile_cases import CASES, checkpointed
+from compile_verdicts import Kind, Timed, as_rows, verdict_table, verdicts
 from ecosystem import Case
 from report import ROOT, merged, write
-from torch import nn
+from torch import fx, nn
+from torch._functorch.partitioners import default_partition
 from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.utils import fresh_cache
 
 from rotor_profiling import measured_peak, tensors_in
@@ -36,6 +42,22 @@ from rotor_py import Checkpointable, InfeasibleError, format_bytes
 
 CPU = torch.device("cpu")
 BUDGETS = (0.7, 0.4, 0.2)
+PAGE = ROOT / "docs" / "compile.md"
+
+
+class SavesAll(CustomPartitionerFn):
+    """A partitioner whose backward computes nothing of the forward again: `AOTAutograd`'s for compilers that ask."""
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        del kwargs["compiler"]
+        return default_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        """What tells Inductor's cache of compiled graphs apart."""
+        return "saves all"
+
+
+SAVING_ALL = {"custom_partitioner_fn": SavesAll()}
 
 
 def processor_seconds() -> float:
@@ -52,13 +74,14 @@ class Row:
     def __init__(
         self,
         name: str,
+        kind: Kind,
         case: Case,
         make: Callable[[nn.Module], Any],
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
         *,
         again: bool = False,
     ) -> None:
-        self.name, self.loss = name, case[2]
+        self.name, self.kind, self.loss = name, kind, case[2]
         self.seconds = []
         for _ in range(1 + again):
             torch._dynamo.reset()
@@ -84,55 +107,68 @@ class Row:
         return time.process_time() - began
 
 
-def rows(case: Case, block: str, most_limits: int) -> list[Row]:
+def rows(case: Case, block: str, *, stored: bool) -> list[Row]:
     case[0].train()
-    found = [Row("plain eager", case, lambda model: model)]
+    found = [Row("plain eager", "eager", case, lambda model: model)]
     with fresh_cache():
-        found.append(Row("torch.compile", case, torch.compile, again=True))
-    for budget in BUDGETS:
-        patch = functorch_config.patch(activation_memory_budget=budget)
+        found.append(Row("torch.compile", "compiled", case, torch.compile, again=True))
+    if stored:
         with fresh_cache():
-            found.append(Row(f"torch.compile, budget {budget}", case, torch.compile, lambda patch=patch: patch))
-    found.append(Row("every block checkpointed", case, lambda model: checkpointed(model, block)))
+            return [*found, *planned_rows(case, [max(row.peak for row in found)])]
     with fresh_cache():
-        found.append(Row("the same, compiled", case, lambda model: torch.compile(checkpointed(model, block))))
+        found.append(Row("torch.compile, all saved", "all saved", case, partial(torch.compile, options=SAVING_ALL)))
+    for budget in BUDGETS:
+        less = partial(functorch_config.patch, activation_memory_budget=budget)
+        with fresh_cache():
+            found.append(Row(f"torch.compile, budget {budget}", "budget", case, torch.compile, less))
+    found.append(Row("every block checkpointed", "checkpointed", case, lambda model: checkpointed(model, block)))
+    with fresh_cache():
+        made = lambda model: torch.compile(checkpointed(model, block))  # noqa: E731
+        found.append(Row("the same, compiled", "checkpointed", case, made))
     with fresh_cache():  # the same code for all plans: the first one compiles it
-        return [*found, *planned_rows(case, _apart(sorted({row.peak for row in found}, reverse=True))[:most_limits])]
+        return [*found, *planned_rows(case, [row.peak for row in found])]
 
 
-def _apart(limits: list[int]) -> list[int]:
-    """The limits, largest first, without those that are within a tenth of the one before."""
-    found = limits[:1]
-    for limit in limits:
-        if limit < 0.9 * found[-1]:
-            found.append(limit)
-    return found
+def planned_rows(case: Case, peaks: list[int]) -> list[Row]:
+    """Plans for the largest peak, and for each other one that is a tenth or more above the limit of another plan.
+
+    So for each peak there is a plan that takes no more, and hardly less, where one fits.
+    """
+    most, found, largest = max(peaks), {}, True
+    for limit in [most, *sorted(set(peaks) - {most})]:
+        if any(0.9 * limit <= other <= limit for other in found):
+            continue
+        pair = [row for compiled in (False, True) if (row := _planned(case, limit, compiled, largest)) is not None]
+        if pair:
+            found[limit] = pair
+        largest = False
+    return [row for limit in sorted(found, reverse=True) for row in found[limit]]
 
 
-def planned_rows(case: Case, limits: list[int]) -> list[Row]:
-    found = []
-    for number, limit in enumerate(limits):
-        for compiled in (False, True):
+def _planned(case: Case, limit: int, compiled: bool, again: bool) -> Row | None:
+    """None if no plan fits."""
 
-            def planned(model: nn.Module, limit: int = limit, compiled: bool = compiled) -> nn.Module:
-                options: dict[str, Any] = {"loss": case[2], "fresh_grads": True, "compile": compiled, "watch": False}
-                return Checkpointable(model, case[1], limit, **options)
+    def planned(model: nn.Module) -> nn.Module:
+        options: dict[str, Any] = {"loss": case[2], "fresh_grads": True, "compile": compiled, "watch": False}
+        return Checkpointable(model, case[1], limit, **options)
 
-            name = f"planned{' and compiled' if compiled else ''}, {format_bytes(limit)}"
-            try:
-                found.append(Row(name, case, planned, again=not number))
-            except InfeasibleError as error:
-                print(f"{name}: {error}", flush=True)
-                continue
-            if found[-1].peak > limit:
-                raise SystemExit(f"{name}: the measured peak is {found[-1].peak} bytes")
-    return found
+    name = f"planned{' and compiled' if compiled else ''}, {format_bytes(limit)}"
+    try:
+        row = Row(name, "ours" if compiled else "planned", case, planned, again=again)
+    except InfeasibleError as error:
+        print(f"{name}: {error}", flush=True)
+        return None
+    if row.peak > limit:
+        row.name += ": **over it**"
+    return row
 
 
-def compared(name: str, case: Case, repeats: int, most_limits: int) -> list[dict[str, Any]]:
-    found = rows(case, CASES[name][1], most_limits)
+def compared(name: str, case: Case, repeats: int, *, stored: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows of both tables."""
+    found = rows(case, CASES[name][1], stored=stored)
     turns = [[row.step() for row in found] for _ in range(repeats)]
     plain = found[0].gradients
+    timed = [Timed(row.name, row.kind, row.peak, [turn[i] for turn in turns]) for i, row in enumerate(found)]
     return [
         {
             "model": name,
@@ -144,7 +180,7 @@ def compared(name: str, case: Case, repeats: int, most_limits: int) -> list[dict
             "again_seconds": row.seconds[1] if len(row.seconds) > 1 else None,
         }
         for i, row in enumerate(found)
-    ]
+    ], as_rows(name, verdicts(timed))
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -164,19 +200,21 @@ def table(found: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[*CASES, []])
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--limits", type=int, default=5, help="the most peaks of other rows that are planned for")
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--stored", action="store_true", help="only with everything stored")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     # Compilers run one by one: helping processes that live on would not be counted.
     with inductor_config.patch(fallback_random=True, compile_threads=1):
         for name in options.models or CASES:
             torch.manual_seed(0)
-            found = compared(name, CASES[name][0](), options.repeats, options.limits)
-            print(table(found), flush=True)
+            found, holds = compared(name, CASES[name][0](), options.repeats, stored=options.stored)
+            print(table(found), verdict_table(holds), sep="\n\n", flush=True)
             if options.write:
                 everything = merged("compile", found, CPU, CASES)
-                write("compile", table(everything), everything, CPU, ROOT / "docs" / "compile.md")
+                write("compile", table(everything), everything, CPU, PAGE)
+                judged = merged("compile-verdicts", holds, CPU, CASES)
+                write("compile-verdicts", verdict_table(judged), judged, CPU, PAGE)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+import torch
 from torch import fx
 
 from rotor_py.partition.chain.stages import Stages
@@ -86,8 +87,16 @@ def programs_by_budgets(joint: JointGraph, budgets: Sequence[float]) -> list[Pro
 
 
 def _costs(joint: JointGraph, fused: bool) -> dict[fx.Node, Cost]:
-    costs = operator_costs(joint)
-    return fused_costs(joint, costs) if fused else costs
+    if not fused:
+        return operator_costs(joint)
+    return fused_costs(joint, operator_costs(joint, channels_last=_lays_channels_last()))
+
+
+def _lays_channels_last() -> bool:
+    """Whether Inductor lays images out with their channels last, on the CPU."""
+    from torch._inductor import config
+
+    return config.layout_optimization and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
 
 
 def _mixed(stages: Stages, most: int) -> list[Program]:

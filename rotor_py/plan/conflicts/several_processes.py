@@ -16,6 +16,8 @@ _REASONS = {
 def refuse_several_processes(model: TrainedModel) -> None:
     """UnsupportedModelError if a setting is for one process, and `model` is trained by several, or is sharded."""
     option, name = _for_one_process(model.settings), type(model.core).__name__
+    if option is None and model.settings.offload is None:
+        return  # before all parameters are looked at: every step comes here
     sharded = model.sharded or _has_distributed_parameters(model)
     if model.settings.offload is not None and sharded:
         raise UnsupportedModelError(

@@ -1,0 +1,112 @@
+"""Whether planned and compiled is no slower than other ways to train, at their peaks.
+
+    stored       everything stored, beside torch.compile without a budget: within 3 %, whatever its peak
+    at a peak    beside each budget of torch.compile and each plan that runs uncompiled: no slower. Its row is the one
+                 of the highest peak that is not above the other's
+
+Ratios are medians over turns, in which the two ran one after the other. They are known to 2 % or so.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rotor_py import format_bytes
+
+Kind = Literal["eager", "compiled", "all saved", "budget", "checkpointed", "planned", "ours"]
+
+WITHIN = 0.03
+"""How much longer than torch.compile a step may take that stores everything."""
+NOISE = 0.02
+"""By how much two ratios may differ for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A way to train: its peak in bytes, and the seconds of a step in each turn."""
+
+    name: str
+    kind: Kind
+    peak: int
+    seconds: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`ours` beside `other`: `ratio` times as long in the median, in half of the turns between `low` and `high`.
+
+    Without `ours`, nothing of ours runs at the peak of the other. `allowed` is the ratio up to which it counts.
+    """
+
+    other: Timed
+    ours: Timed | None
+    allowed: float
+    ratio: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+    @property
+    def word(self) -> str:
+        """What it comes to, in a word or two."""
+        if self.ours is None:
+            return "**no plan**"
+        if self.ratio <= self.allowed:
+            return "yes"
+        return "within noise" if self.ratio <= self.allowed + NOISE and self.low <= self.allowed else "**no**"
+
+
+def verdicts(found: Sequence[Timed]) -> list[Verdict]:
+    """Of all ways to train one model: first that everything is stored, then at each peak."""
+    ours = sorted((each for each in found if each.kind == "ours"), key=lambda each: each.peak)
+    whole = next(each for each in found if each.kind == "compiled")
+    others = [each for each in found if each.kind in ("budget", "planned")]
+    pairs = [(whole, ours[-1] if ours else None, 1 + WITHIN)]
+    for other in others:
+        inside = [each for each in ours if each.peak <= other.peak]
+        pairs.append((other, inside[-1] if inside else None, 1.0))
+    return [_verdict(*pair) for pair in pairs]
+
+
+def _verdict(other: Timed, ours: Timed | None, allowed: float) -> Verdict:
+    if ours is None:
+        return Verdict(other, None, allowed)
+    ratios = [mine / theirs for mine, theirs in zip(ours.seconds, other.seconds, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return Verdict(other, ours, allowed, middle, low, high)
+
+
+def as_rows(model: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """The same for a file."""
+    return [
+        {
+            "model": model,
+            "beside": each.other.name,
+            "peak_bytes": each.other.peak,
+            "allowed": each.allowed,
+            "way": None if each.ours is None else each.ours.name,
+            "way_peak_bytes": None if each.ours is None else each.ours.peak,
+            "ratio": each.ratio,
+            "quartiles": [each.low, each.high],
+            "holds": each.word,
+        }
+        for each in found
+    ]
+
+
+def verdict_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Of the rows of a file."""
+    lines = [
+        "| model | beside | its peak | planned and compiled | time to that | allowed | holds |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        low, high = row["quartiles"]
+        ours = f"{format_bytes(row['way_peak_bytes'] or 0)} | ×{row['ratio']:.3f} ({low:.2f}–{high:.2f})"
+        lines.append(
+            f"| {row['model']} | {row['beside']} | {format_bytes(row['peak_bytes'])} | "
+            f"{'– | –' if row['way'] is None else ours} | ×{row['allowed']:.2f} | {row['holds']} |"
+        )
+    return "\n".join(lines)
