@@ -1,4 +1,4 @@
-"""What the CPU's convolutions allocate inside, beside what a memory meter sees around single calls."""
+"""What the CPU's kernels allocate inside, beside what a memory meter sees around single calls."""
 
 from __future__ import annotations
 
@@ -63,6 +63,12 @@ OTHERS = [
     {"images": (2, 24, 16, 16), "out": 24, "kernel": 5, "groups": 24, "last": True, "backward": True},
     {"images": (2, 64, 16, 16), "out": 64, "kernel": 3, "groups": 64, "dilation": 2, "last": True, "backward": True},
     {"images": (2, 64, 16, 16), "out": 64, "kernel": 7, "groups": 64, "stride": 2, "last": True, "backward": True},
+    *(
+        {"images": (4, 64, rows, 8), "out": 64, "kernel": 3, "groups": 64, "last": True, "backward": True}
+        for rows in (1, 2, 3)
+    ),
+    {"images": (4, 64, 3, 8), "out": 64, "kernel": 3, "groups": 64, "stride": 2, "last": True, "backward": True},
+    {"images": (4, 64, 4, 8), "out": 64, "kernel": 3, "groups": 64, "stride": 2, "last": True, "backward": True},
     {"images": (8, 32, 16, 16), "out": 32, "kernel": 3},
     {"images": (8, 40, 16, 16), "out": 72, "kernel": 3, "backward": True},
     {"images": (8, 3, 32, 32), "out": 16, "kernel": 7, "stride": 2, "backward": True},
@@ -112,6 +118,34 @@ def test_a_batch_norm_makes_the_gradient_of_its_input_twice_where_both_lie_alike
     expected = value.numel() * 4 if wanted and layouts[0] == layouts[1] else 0
     assert cpu_scratch_bytes(func, args, {}, None) == expected
     assert expected == pytest.approx(measured(func, args), rel=0.01, abs=1024)
+
+
+LYING = {"as wanted": (8, 128, 32), "otherwise": (8, 32, 128)}
+
+
+@pytest.mark.parametrize("layouts", [(a, b) for a in LYING for b in LYING], ids=str)
+def test_a_layer_norm_copies_what_lies_otherwise(layouts: tuple[str, str]) -> None:
+    value, gradient = (
+        torch.randn(LYING[each]) if each == "as wanted" else torch.randn(LYING[each]).transpose(1, 2)
+        for each in layouts
+    )
+    row, sums = torch.ones(32), torch.ones(8, 128, 1)
+    for func, args in (
+        (aten.native_layer_norm.default, (value, [32], row, row, 1e-5)),
+        (aten.native_layer_norm_backward.default, (gradient, value, [32], sums, sums, row, row, [True] * 3)),
+    ):
+        assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), abs=64)
+
+
+def test_gradients_of_an_embedding_and_scores_that_lie_otherwise_are_copied() -> None:
+    ids, turned = torch.zeros(64, 32, dtype=torch.long), torch.randn(16, 64, 32).permute(1, 2, 0)
+    for value in (turned, turned.contiguous()):
+        for func, args in (
+            (aten.embedding_dense_backward.default, (value, ids, 8, -1, False)),
+            (aten._softmax.default, (value, -1, False)),
+            (aten._safe_softmax.default, (turned.contiguous(), -1)),
+        ):
+            assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), abs=64)
 
 
 @pytest.mark.parametrize("backward", [False, True])
