@@ -30,10 +30,9 @@ _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 def cpu_scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """The bytes that `func` holds on the CPU beyond what it is given and what it returns. 0 where none are known of."""
     packet = func.overloadpacket
-    if (other := _OTHERS.get(packet)) is not None:
-        return other(func, args, kwargs)
     if packet not in (aten.convolution, aten.convolution_backward):
-        return 0
+        copied = sum(_copied(argument(func, args, kwargs, name)) for name in _COPIED.get(packet, ()))
+        return copied + (_OTHERS[packet](func, args, kwargs) if packet in _OTHERS else 0)
     value, weight = argument(func, args, kwargs, "input"), argument(func, args, kwargs, "weight")
     if value.dtype != torch.float32:
         return 0
@@ -108,7 +107,7 @@ class _Convolution:
     def backward(self, of_input: bool) -> int:
         """The gradient of the input comes first, then that of the weight."""
         if self.by_pytorch:
-            return self._columns()
+            return _copied(self.value) + _copied(self.result) + self._columns()
         weight, into = _bytes(self.weight), self._into()
         if self.channels_last:
             # The result's gradient is copied if it lies otherwise.
@@ -204,36 +203,25 @@ def _batch_norm_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwarg
     return _bytes(value) if wanted and alike else 0
 
 
-def _layer_norm(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """A copy of the input if it is not contiguous: `layer_norm_cpu` in aten/src/ATen/native/layer_norm.cpp."""
-    return _copied(argument(func, args, kwargs, "input"))
-
-
 def _layer_norm_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The same for the gradient, and sums for the weight and the bias in each thread.
+    """Sums for the weight and the bias, in each thread.
 
     `LayerNormBackwardKernelImplInternal` in aten/src/ATen/native/cpu/layer_norm_kernel.cpp.
     """
     gradient, wanted = argument(func, args, kwargs, "grad_out"), argument(func, args, kwargs, "output_mask")
     width = math.prod(argument(func, args, kwargs, "normalized_shape"))
-    sums = 2 * torch.get_num_threads() * width * max(4, gradient.element_size()) if any(wanted[1:]) else 0
-    return _copied(gradient) + _layer_norm(func, args, kwargs) + sums
-
-
-def _embedding_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """A copy of the gradient if it is not contiguous: `embedding_dense_backward_cpu` in Embedding.cpp."""
-    return _copied(argument(func, args, kwargs, "grad_output"))
-
-
-def _softmax(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """A copy of scores that are not contiguous: `softmax_cpu_out` in aten/src/ATen/native/SoftMax.cpp."""
-    return _copied(args[0])
+    return int(2 * torch.get_num_threads() * width * max(4, gradient.element_size())) if any(wanted[1:]) else 0
 
 
 def _safe_softmax(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Which scores are masked, and which rows altogether: `_safe_softmax` in transformers/attention.cpp."""
     scores = args[0]
     return int(scores.numel() + scores.numel() // max(1, scores.shape[args[1]])) + scores.element_size()
+
+
+def _roll(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Each dimension but the last is rolled into another copy: `roll_common` in TensorTransformations.h."""
+    return _bytes(args[0]) if len(argument(func, args, kwargs, "dims")) > 1 else 0
 
 
 def _attention(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -286,9 +274,17 @@ _OTHERS: dict[Any, Callable[[torch._ops.OpOverload, Sequence[Any], Mapping[str, 
     aten._safe_softmax: _safe_softmax,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention,
-    aten._softmax: _softmax,
-    aten.embedding_dense_backward: _embedding_backward,
     aten.native_batch_norm_backward: _batch_norm_backward,
-    aten.native_layer_norm: _layer_norm,
     aten.native_layer_norm_backward: _layer_norm_backward,
+    aten.roll: _roll,
 }
+_COPIED = {
+    aten._softmax: ("self",),
+    aten.col2im: ("self",),
+    aten.embedding_dense_backward: ("grad_output",),
+    aten.max_pool2d_with_indices_backward: ("grad_output",),
+    aten.native_layer_norm: ("input",),
+    aten.native_layer_norm_backward: ("grad_out", "input"),
+    aten.upsample_bilinear2d_backward: ("grad_output",),
+}
+"""What kernels copy first if it is not contiguous, by the names of arguments."""

@@ -137,15 +137,36 @@ def test_a_layer_norm_copies_what_lies_otherwise(layouts: tuple[str, str]) -> No
         assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), abs=64)
 
 
-def test_gradients_of_an_embedding_and_scores_that_lie_otherwise_are_copied() -> None:
+def test_what_lies_otherwise_is_copied() -> None:
     ids, turned = torch.zeros(64, 32, dtype=torch.long), torch.randn(16, 64, 32).permute(1, 2, 0)
-    for value in (turned, turned.contiguous()):
+    images, places = torch.randn(4, 16, 16, 16)[:, :8], torch.zeros(4, 8, 16, 16, dtype=torch.long)
+    pool = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    columns = torch.randn(4, 32, 18).transpose(1, 2)
+    for lying in (torch.Tensor.detach, torch.Tensor.contiguous):
+        value, image, column = map(lying, (turned, images, columns))
         for func, args in (
             (aten.embedding_dense_backward.default, (value, ids, 8, -1, False)),
             (aten._softmax.default, (value, -1, False)),
             (aten._safe_softmax.default, (turned.contiguous(), -1)),
+            (aten.max_pool2d_with_indices_backward.default, (image, torch.randn(4, 8, 32, 32), *pool, places)),
+            (aten.upsample_bilinear2d_backward.default, (image.transpose(2, 3), [16, 16], [4, 8, 16, 16], False)),
+            (aten.col2im.default, (column, [34, 1], [3, 1], [1, 1], [0, 0], [1, 1])),
         ):
-            assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), abs=64)
+            assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), abs=64), func
+
+
+def test_a_product_of_matrices_instead_of_a_convolution_copies_gradients_that_lie_otherwise() -> None:
+    func, args = call((4, 32, 16, 16), 24, 1, backward=True)
+    turned = (args[0].transpose(2, 3).contiguous().transpose(2, 3), *args[1:])
+    expected = args[0].numel() * 4
+    assert cpu_scratch_bytes(func, turned, {}, None) - cpu_scratch_bytes(func, args, {}, None) == expected
+    assert measured(func, turned) - measured(func, args) == pytest.approx(expected, abs=64)
+
+
+@pytest.mark.parametrize("dims", [(1,), (1, 2)], ids=str)
+def test_rolling_two_dimensions_makes_a_copy_in_between(dims: tuple[int, ...]) -> None:
+    args = (torch.randn(4, 16, 16, 8), [3] * len(dims), [*dims])
+    assert cpu_scratch_bytes(aten.roll.default, args, {}, None) == measured(aten.roll.default, args)
 
 
 @pytest.mark.parametrize("backward", [False, True])
