@@ -3,7 +3,7 @@
     python benchmarks/predicted_zoo.py                   # on the CPU; prints a line for each
     python benchmarks/predicted_zoo.py --only llama t5   # these alone
     python benchmarks/predicted_zoo.py --write           # also into docs/estimate.md and benchmarks/results/
-    python benchmarks/predicted_zoo.py --write --resume  # go on with what benchmarks/results/ has
+    python benchmarks/predicted_zoo.py --write --resume  # go on with what benchmarks/results/ has, and its table
 
 The families are those that `zoo.py` has trained, each in a process of its own. `predicted.py` says what is compared.
 """
@@ -24,7 +24,7 @@ from zoo_processes import EndedError, OutOfTimeError, Row, asked, in_a_process, 
 RESULTS = ROOT / "benchmarks" / "results"
 WITHIN = 0.01
 NUMBERS = 48
-"""Bytes of six Python numbers: no stage keeps more that are no tensors of the model."""
+"""Bytes of six Python numbers, which stages keep as tensors."""
 
 
 def compared(name: str) -> Row:
@@ -53,19 +53,20 @@ def row(name: str, seconds: int) -> Row:
 
 def summary(rows: list[Row]) -> str:
     """By task, and each family of which a stage or a peak is not as predicted."""
-    heads = "families | stages alike | but for numbers | chains within 1 % | within 1 % | within 10 % | no plan"
+    heads = "families | stages alike | but for numbers | chains within 1 % | steps within 1 % | within 10 % | no plan"
     lines = [f"| task | {heads} |", "| --- |" + " --- |" * 7]
     for task in [*TASKS, "diffusers"]:
         found = [row for row in rows if row["task"] == task]
         planned = [row for row in found if "ratios" in row]
+        chains = [_off(row["chains"]) for row in planned if "chains" in row]
         counts = [sum(row["most_bytes_off"] <= most for row in planned) for most in (0, NUMBERS)]
-        counts.append(sum(_off(row["chains"]) <= WITHIN for row in planned))
-        counts += [sum(_off(row["ratios"]) <= part for row in planned) for part in (WITHIN, 0.1)]
-        cells = map(str, (len(found), *counts, len(found) - len(planned)))
-        lines.append(f"| {task} | {' | '.join(cells)} |")
+        steps = [sum(_off(row["ratios"]) <= part for row in planned) for part in (WITHIN, 0.1)]
+        near = f"{sum(each <= WITHIN for each in chains)} of {len(chains)}"
+        cells = (len(found), *counts, near, *steps, len(found) - len(planned))
+        lines.append(f"| {task} | {' | '.join(map(str, cells))} |")
     lines += ["", f"| not as predicted {predicted.HEAD}", "| --- |" + " --- |" * 6]
     for row in sorted((row for row in rows if "ratios" in row), key=lambda row: _off(row["ratios"]), reverse=True):
-        if row["most_bytes_off"] > NUMBERS or max(_off(row["ratios"]), _off(row["chains"])) > WITHIN:
+        if row["most_bytes_off"] > NUMBERS or max(_off(row["ratios"]), _off(row.get("chains", [1.0]))) > WITHIN:
             lines.append(predicted.line(row))
     lines += ["", "| no plan without values | why |", "| --- | --- |"]
     lines += [f"| {row['model']} | {row['why']} |" for row in rows if "why" in row]
@@ -87,8 +88,14 @@ def main() -> None:
             rows.append(row(name, options.seconds))
             print(predicted.line(rows[-1]) if "ratios" in rows[-1] else rows[-1], flush=True)
             if options.write:
-                write("predicted-zoo", summary(rows), rows, torch.device("cpu"), ROOT / "docs" / "estimate.md")
+                _write(rows)
+    if options.write:
+        _write(rows)
     print(summary(rows))
+
+
+def _write(rows: list[Row]) -> None:
+    write("predicted-zoo", summary(rows), rows, torch.device("cpu"), ROOT / "docs" / "estimate.md")
 
 
 if __name__ == "__main__":
