@@ -1,4 +1,4 @@
-"""Bytes that the CPU's convolutions, batch norms and attention allocate for themselves while they run.
+"""Bytes that the CPU's convolutions, norms, embeddings and attention allocate for themselves while they run.
 
 Of convolutions, it is what oneDNN turns around. PyTorch has oneDNN run them, which reads and writes channels in blocks
 of a vector's length, and copies what is laid out otherwise. Found by experiment: a memory meter around single calls,
@@ -12,7 +12,7 @@ several threads, oneDNN at times sums gradients of weights in each, one weight f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,21 +25,14 @@ aten = torch.ops.aten
 
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 """By the number of dimensions."""
-_ATTENTION = (
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-)
 
 
 def cpu_scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """The bytes that `func` holds on the CPU beyond what it is given and what it returns. 0 where none are known of."""
     packet = func.overloadpacket
-    if packet is aten.native_batch_norm_backward:
-        return _batch_norm_backward(func, args, kwargs)
-    if packet in _ATTENTION:
-        return _attention(func, args, kwargs)
     if packet not in (aten.convolution, aten.convolution_backward):
-        return 0
+        copied = sum(_copied(argument(func, args, kwargs, name)) for name in _COPIED.get(packet, ()))
+        return copied + (_OTHERS[packet](func, args, kwargs) if packet in _OTHERS else 0)
     value, weight = argument(func, args, kwargs, "input"), argument(func, args, kwargs, "weight")
     if value.dtype != torch.float32:
         return 0
@@ -50,7 +43,7 @@ def cpu_scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: 
         found = _Transposed(value, weight, result)
         return found.forward() if forward else found.backward()
     steps = (*argument(func, args, kwargs, "stride"), *argument(func, args, kwargs, "dilation"))
-    convolution = _Convolution(value, weight, result, groups, steps)
+    convolution = _Convolution(value, weight, result, groups, steps, argument(func, args, kwargs, "padding")[0])
     return convolution.forward() if forward else convolution.backward(argument(func, args, kwargs, "output_mask")[0])
 
 
@@ -64,6 +57,8 @@ class _Convolution:
     groups: int
     steps: tuple[int, ...]
     """Strides, then dilation."""
+    padding: int
+    """Rows above the image, and below it."""
 
     @property
     def channels_last(self) -> bool:
@@ -88,8 +83,15 @@ class _Convolution:
 
     @property
     def small(self) -> bool:
-        """Whether there is a kernel of its own for it, if it is depthwise: for 3 × 3."""
-        return max(self.weight.shape[2:]) <= 3 and max(self.steps[len(self.steps) // 2 :]) == 1
+        """Whether there is a kernel of its own for it, if it is depthwise: for 3 × 3.
+
+        It wants a row between those that read padding above the image, and those that read it below.
+        """
+        if max(self.weight.shape[2:]) > 3 or max(self.steps[len(self.steps) // 2 :]) > 1:
+            return False
+        stride, above = self.steps[0], self.padding
+        inside = (self.value.shape[2] + above - self.weight.shape[2]) // stride + 1 - -(-above // stride)
+        return above == 0 or bool(inside > 0)
 
     def forward(self) -> int:
         """While it runs, there are copies in blocks of all three; then the result is laid out as it is wanted."""
@@ -105,7 +107,7 @@ class _Convolution:
     def backward(self, of_input: bool) -> int:
         """The gradient of the input comes first, then that of the weight."""
         if self.by_pytorch:
-            return self._columns()
+            return _copied(self.value) + _copied(self.result) + self._columns()
         weight, into = _bytes(self.weight), self._into()
         if self.channels_last:
             # The result's gradient is copied if it lies otherwise.
@@ -201,6 +203,27 @@ def _batch_norm_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwarg
     return _bytes(value) if wanted and alike else 0
 
 
+def _layer_norm_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Sums for the weight and the bias, in each thread.
+
+    `LayerNormBackwardKernelImplInternal` in aten/src/ATen/native/cpu/layer_norm_kernel.cpp.
+    """
+    gradient, wanted = argument(func, args, kwargs, "grad_out"), argument(func, args, kwargs, "output_mask")
+    width = math.prod(argument(func, args, kwargs, "normalized_shape"))
+    return int(2 * torch.get_num_threads() * width * max(4, gradient.element_size())) if any(wanted[1:]) else 0
+
+
+def _safe_softmax(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Which scores are masked, and which rows altogether: `_safe_softmax` in transformers/attention.cpp."""
+    scores = args[0]
+    return int(scores.numel() + scores.numel() // max(1, scores.shape[args[1]])) + scores.element_size()
+
+
+def _roll(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Each dimension but the last is rolled into another copy: `roll_common` in TensorTransformations.h."""
+    return _bytes(args[0]) if len(argument(func, args, kwargs, "dims")) > 1 else 0
+
+
 def _attention(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Blocks of scores, for each thread: `cpu_flash_attention` in aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
 
@@ -212,14 +235,14 @@ def _attention(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping
     rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
     scores, copied = rows * min(key.shape[2], 512), 0
     each = scores + rows * (2 + width)
-    if func.overloadpacket is _ATTENTION[1]:
+    if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         each, copied = 2 * scores + rows, _copied(argument(func, args, kwargs, "grad_out").transpose(1, 2))
     return int(torch.get_num_threads() * each * max(4, query.element_size())) + copied
 
 
-def _copied(images: torch.Tensor) -> int:
-    """Bytes of a copy of images, or of a gradient, laid out otherwise: as a part of another one, for example."""
-    return 0 if images.is_contiguous() else _bytes(images)
+def _copied(tensor: torch.Tensor) -> int:
+    """Bytes of a copy of what is laid out otherwise: as a part of another tensor, for example."""
+    return 0 if tensor.is_contiguous() else _bytes(tensor)
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
@@ -245,3 +268,23 @@ def _up(channels: int, block: int | None = None) -> int:
 def _vector() -> int:
     """Numbers of 32 bits in a vector of this CPU."""
     return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
+
+
+_OTHERS: dict[Any, Callable[[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any]], int]] = {
+    aten._safe_softmax: _safe_softmax,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention,
+    aten.native_batch_norm_backward: _batch_norm_backward,
+    aten.native_layer_norm_backward: _layer_norm_backward,
+    aten.roll: _roll,
+}
+_COPIED = {
+    aten._softmax: ("self",),
+    aten.col2im: ("self",),
+    aten.embedding_dense_backward: ("grad_output",),
+    aten.max_pool2d_with_indices_backward: ("grad_output",),
+    aten.native_layer_norm: ("input",),
+    aten.native_layer_norm_backward: ("grad_out", "input"),
+    aten.upsample_bilinear2d_backward: ("grad_output",),
+}
+"""What kernels copy first if it is not contiguous, by the names of arguments."""

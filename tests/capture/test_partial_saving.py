@@ -164,6 +164,24 @@ def test_a_stage_stored_in_part_has_the_same_bits_and_holds_less(layer: Any, aut
         assert found
 
 
+def test_an_input_that_shares_memory_with_another_one_is_kept_and_not_made_again() -> None:
+    graph, bias, x = fx.Graph(), torch.randn(8, 8), torch.randn(8, 1, requires_grad=True)
+    value, straight, turned = (graph.placeholder(name) for name in ("x", "straight", "turned"))
+    biased = graph.call_function(torch.add, (graph.call_function(torch.mul, (value, straight)), turned))
+    result = graph.call_function(torch.neg, (graph.call_function(torch.sin, (biased,)),))
+    graph.output((result,))
+    given = (x, bias, bias.t())
+    for node in graph.nodes:
+        node.meta["example_value"] = x if node is value else bias
+    body = fx.GraphModule({}, graph)
+    value, straight, turned, _, biased, *_ = nodes = list(body.graph.nodes)
+    assert straight in memory_read(biased, find_saved_values(body, Sizes(), given).roots)
+    (part,) = find_saved_parts(body, 2, Sizes(), given).values()
+    assert nodes.index(biased) in part.dropped
+    assert {nodes.index(each) for each in (value, straight, turned)} == part.kept
+    assert {nodes[number].op for number in part.recipe.calls} == {"call_function"}
+
+
 def test_what_is_dropped_is_what_cheap_operators_made() -> None:
     stage, _, _ = lean_run()
     (parts,) = stage._parts

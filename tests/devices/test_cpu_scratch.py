@@ -1,4 +1,4 @@
-"""What the CPU's convolutions allocate inside, beside what a memory meter sees around single calls."""
+"""What the CPU's kernels allocate inside, beside what a memory meter sees around single calls."""
 
 from __future__ import annotations
 
@@ -63,6 +63,12 @@ OTHERS = [
     {"images": (2, 24, 16, 16), "out": 24, "kernel": 5, "groups": 24, "last": True, "backward": True},
     {"images": (2, 64, 16, 16), "out": 64, "kernel": 3, "groups": 64, "dilation": 2, "last": True, "backward": True},
     {"images": (2, 64, 16, 16), "out": 64, "kernel": 7, "groups": 64, "stride": 2, "last": True, "backward": True},
+    *(
+        {"images": (4, 64, rows, 8), "out": 64, "kernel": 3, "groups": 64, "last": True, "backward": True}
+        for rows in (1, 2, 3)
+    ),
+    {"images": (4, 64, 3, 8), "out": 64, "kernel": 3, "groups": 64, "stride": 2, "last": True, "backward": True},
+    {"images": (4, 64, 4, 8), "out": 64, "kernel": 3, "groups": 64, "stride": 2, "last": True, "backward": True},
     {"images": (8, 32, 16, 16), "out": 32, "kernel": 3},
     {"images": (8, 40, 16, 16), "out": 72, "kernel": 3, "backward": True},
     {"images": (8, 3, 32, 32), "out": 16, "kernel": 7, "stride": 2, "backward": True},
@@ -112,6 +118,55 @@ def test_a_batch_norm_makes_the_gradient_of_its_input_twice_where_both_lie_alike
     expected = value.numel() * 4 if wanted and layouts[0] == layouts[1] else 0
     assert cpu_scratch_bytes(func, args, {}, None) == expected
     assert expected == pytest.approx(measured(func, args), rel=0.01, abs=1024)
+
+
+LYING = {"as wanted": (8, 128, 32), "otherwise": (8, 32, 128)}
+
+
+@pytest.mark.parametrize("layouts", [(a, b) for a in LYING for b in LYING], ids=str)
+def test_a_layer_norm_copies_what_lies_otherwise(layouts: tuple[str, str]) -> None:
+    value, gradient = (
+        torch.randn(LYING[each]) if each == "as wanted" else torch.randn(LYING[each]).transpose(1, 2)
+        for each in layouts
+    )
+    row, sums = torch.ones(32), torch.ones(8, 128, 1)
+    for func, args in (
+        (aten.native_layer_norm.default, (value, [32], row, row, 1e-5)),
+        (aten.native_layer_norm_backward.default, (gradient, value, [32], sums, sums, row, row, [True] * 3)),
+    ):
+        assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), abs=64)
+
+
+def test_what_lies_otherwise_is_copied() -> None:
+    ids, turned = torch.zeros(64, 32, dtype=torch.long), torch.randn(16, 64, 32).permute(1, 2, 0)
+    images, places = torch.randn(4, 16, 16, 16)[:, :8], torch.zeros(4, 8, 16, 16, dtype=torch.long)
+    pool = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    columns = torch.randn(4, 32, 18).transpose(1, 2)
+    for lying in (torch.Tensor.detach, torch.Tensor.contiguous):
+        value, image, column = map(lying, (turned, images, columns))
+        for func, args in (
+            (aten.embedding_dense_backward.default, (value, ids, 8, -1, False)),
+            (aten._softmax.default, (value, -1, False)),
+            (aten._safe_softmax.default, (turned.contiguous(), -1)),
+            (aten.max_pool2d_with_indices_backward.default, (image, torch.randn(4, 8, 32, 32), *pool, places)),
+            (aten.upsample_bilinear2d_backward.default, (image.transpose(2, 3), [16, 16], [4, 8, 16, 16], False)),
+            (aten.col2im.default, (column, [34, 1], [3, 1], [1, 1], [0, 0], [1, 1])),
+        ):
+            assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), abs=64), func
+
+
+def test_a_product_of_matrices_instead_of_a_convolution_copies_gradients_that_lie_otherwise() -> None:
+    func, args = call((4, 32, 16, 16), 24, 1, backward=True)
+    turned = (args[0].transpose(2, 3).contiguous().transpose(2, 3), *args[1:])
+    expected = args[0].numel() * 4
+    assert cpu_scratch_bytes(func, turned, {}, None) - cpu_scratch_bytes(func, args, {}, None) == expected
+    assert measured(func, turned) - measured(func, args) == pytest.approx(expected, abs=64)
+
+
+@pytest.mark.parametrize("dims", [(1,), (1, 2)], ids=str)
+def test_rolling_two_dimensions_makes_a_copy_in_between(dims: tuple[int, ...]) -> None:
+    args = (torch.randn(4, 16, 16, 8), [3] * len(dims), [*dims])
+    assert cpu_scratch_bytes(aten.roll.default, args, {}, None) == measured(aten.roll.default, args)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -67,6 +67,8 @@ def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]
         seen.add(each)
         if roots.get(each) is each:
             found.add(each)
+        elif each in roots and not each.all_input_nodes:  # an input that shares memory with another one
+            found.add(roots[each])
         else:
             pending.extend(each.all_input_nodes)
     return found

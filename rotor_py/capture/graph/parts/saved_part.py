@@ -38,7 +38,8 @@ class SavedPart:
         pending = list(dropped)
         while pending:
             node = pending.pop()
-            if node in kept or node not in values.roots:  # a number costs nothing to keep
+            # A number costs nothing to keep, nor does an input whose memory is kept as that of another one.
+            if node in kept or node not in values.roots or not node.op.startswith("call"):
                 found.add(numbers[node])
             elif numbers[node] not in calls:
                 calls[numbers[node]] = _call(node, numbers, values)
