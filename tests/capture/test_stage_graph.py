@@ -22,7 +22,7 @@ def graph_of(build: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node], name: str =
     return graph
 
 
-def scaled(factor: object) -> Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]:
+def scaled(factor: float) -> Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]:
     return lambda graph, value, weight: graph.call_function(
         torch.mul, (graph.call_function(torch.mul, (value, weight)), factor)
     )
@@ -56,13 +56,13 @@ def test_graphs_that_do_the_same_have_one_code_and_weights_of_their_own(generate
 
 @pytest.mark.parametrize(("factor", "other"), [(0.0, -0.0), (1, 1.0), (2.0, 3.0), (True, 1)])
 def test_graphs_with_other_numbers_have_codes_of_their_own(
-    factor: object, other: object, generated: list[fx.Graph]
+    factor: float, other: float, generated: list[fx.Graph]
 ) -> None:
     codes = Codes()
     weight = torch.tensor(-1.0)
     for each in (factor, other):
         (made,) = StageGraph({"weight": weight}, graph_of(scaled(each)), "Test", codes)(torch.tensor(1.0))
-        expected = torch.mul(weight, each)  # type: ignore[call-overload]
+        expected = torch.mul(weight, each)
         assert torch.equal(torch.signbit(made), torch.signbit(expected))
         assert torch.equal(made, expected)
     assert len(generated) == 2

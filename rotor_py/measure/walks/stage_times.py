@@ -22,9 +22,8 @@ MOST_WALKS = 8
 """A walk takes a forward at least, and as long as several steps where all stages are timed in all ways."""
 MOST_PER_WALK = 2
 """Of stages of one kind, so many are timed in a walk, as far from each other as can be: between them, others run."""
-MOST_STEPS = 3
-"""Beyond the fewest runs, stages are timed until all runs have taken as long as so many steps: a plan is worth no more
-waiting."""
+MOST_STEPS = 1
+"""No walk begins once runs beyond the fewest have taken as long as so many steps: a plan is worth no more waiting."""
 GOOD_ENOUGH = 0.02
 """Times are good enough if the time of a whole step is known as well as this."""
 TOO_FAR = 0.10
@@ -103,7 +102,7 @@ class StageTimes:
         # Stages are timed in turns, so that those of one kind are not slow because those of another are.
         wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
         bearable = GOOD_ENOUGH * sum(seconds.values())
-        taken = sum(run.all_seconds for kind in seconds for run in self._runs[kind])
+        taken = sum(run.all_seconds for kind in seconds for run in self._runs[kind][FEWEST_RUNS:])
         if hypot(*wrong.values()) <= bearable or taken > MOST_STEPS * sum(seconds.values()):
             return set()
         open_ones = [
