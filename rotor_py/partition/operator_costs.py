@@ -81,7 +81,8 @@ def operator_costs(joint: JointGraph, *, channels_last: bool = False) -> dict[fx
         laid_out = _LAID_OUT.get(node.target, 0) if channels_last else 0
         laid_out = laid_out if laid_out and _on_cpu(node) else 0
         # Where no gradient of the image is wanted, nobody reads the weight.
-        read = laid_out if laid_out < 3 or node.args[-1][0] else 2
+        wanted: Any = node.args[-1]
+        read = laid_out if laid_out < 3 or wanted[0] else 2
         copied[node] = sum(map(_bytes_to_lay_out, node.args[:read]))
         kinds[node] = _kind(node), laid_out
         if kinds[node] not in _known:
@@ -117,7 +118,8 @@ def _bytes_to_lay_out(value: Any) -> int:
     layout = _LAST.get(tensor.dim()) if isinstance(tensor, torch.Tensor) else None
     if tensor is None or layout is None or tensor.is_contiguous(memory_format=layout):
         return 0
-    return known(tensor.numel()) * tensor.element_size()
+    size: int = known(tensor.numel()) * tensor.element_size()
+    return size
 
 
 def _on_cpu(node: fx.Node) -> bool:
