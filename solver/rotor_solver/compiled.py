@@ -40,12 +40,21 @@ def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F]
     import numba
     from numba.core import options
 
+    from rotor_solver.arrays.kernel_files import keep_versions_apart
+
     if parallel:
         start_threads()
     # `_nrt` is a private option. A Numba without it counts references, which is slower and just as right.
     uncounted = hasattr(getattr(options, "DefaultOptions", None), "_nrt")
     more: dict[str, Any] = {"_nrt": parallel or makes_arrays} if uncounted else {}
-    return cast(Callable[[F], F], numba.njit(cache=True, parallel=parallel, nogil=True, **more))
+    compile_when_called = numba.njit(cache=True, parallel=parallel, nogil=True, **more)
+
+    def kept(function: F) -> F:
+        kernel = compile_when_called(function)
+        keep_versions_apart(kernel)
+        return cast(F, kernel)
+
+    return kept
 
 
 def __getattr__(name: str) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -36,15 +38,25 @@ class Processes:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What the function returned, by rank; AssertionError with the traceback of the first that raised."""
-        for connection in self.connections:
-            connection.send((function, arguments))
+        self._send((function, arguments))
         results = []
         for rank, connection in enumerate(self.connections):
             assert connection.poll(900), f"rank {rank} does not answer"  # kernels may have to be compiled
-            results.append(connection.recv())
+            try:
+                results.append(connection.recv())
+            except EOFError:
+                process = self.processes[rank]
+                process.join(10)
+                # Where a signal ended it, its stack is in what it printed.
+                raise AssertionError(f"rank {rank} has ended, exit code {process.exitcode}") from None
         for rank, (failed, result) in enumerate(results):
             assert not failed, f"rank {rank}:\n{result}"
         return [result for _, result in results]
+
+    def _send(self, task: tuple[Callable[..., Any], tuple[Any, ...]] | None) -> None:
+        for connection in self.connections:
+            with suppress(BrokenPipeError):  # of a process that has ended, which is found out when it is to answer
+                connection.send(task)
 
     def __enter__(self) -> Processes:
         return self
@@ -52,8 +64,7 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for connection in self.connections:
-            connection.send(None)
+        self._send(None)
         for process in self.processes:
             process.kill()
 
@@ -104,6 +115,7 @@ def random_state() -> torch.Tensor:
 
 
 def _serve(rank: int, count: int, meeting: str, backend: str, connection: Connection) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
