@@ -216,7 +216,7 @@ def _layer_norm_backward(func: torch._ops.OpOverload, args: Sequence[Any], kwarg
 def _safe_softmax(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Which scores are masked, and which rows altogether: `_safe_softmax` in transformers/attention.cpp."""
     scores = args[0]
-    return int(scores.numel() + scores.numel() // max(1, scores.shape[args[1]])) + scores.element_size()
+    return int(scores.numel() + scores.numel() // max(1, scores.shape[args[1]]) + scores.element_size())
 
 
 def _roll(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
