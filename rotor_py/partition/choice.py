@@ -96,7 +96,7 @@ def _lays_channels_last() -> bool:
     """Whether Inductor lays images out with their channels last, on the CPU."""
     from torch._inductor import config
 
-    return config.layout_optimization and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
+    return bool(config.layout_optimization and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available())
 
 
 def _mixed(stages: Stages, most: int) -> list[Program]:
