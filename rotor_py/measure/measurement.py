@@ -26,7 +26,8 @@ class Carried:
     """A tensor that is kept beside the chain, of `nbytes`: made by stage first - 1, last used by stage `last`.
 
     It is in memory from then on to the backward of stage `last`. From there to the backward of the stage that made it,
-    its gradient is, of `gradient_bytes`. If the tensor is returned, `last` is the number of stages.
+    its gradient is, of `gradient_bytes`. Where it gets none, the tensor counts until then: earlier stages may
+    have saved it, too. If the tensor is returned, `last` is the number of stages.
     """
 
     nbytes: int
@@ -148,7 +149,7 @@ class _Beside:
         for stage in range(carried.first, length):
             self.forward[stage] += carried.nbytes
             self.nograd[stage] += carried.nbytes
-            if stage >= carried.last:  # from then on its gradient is there instead
+            if stage >= carried.last or not carried.gradient_bytes:  # else its gradient is there instead
                 self.backward[stage] += carried.nbytes
         self.loss += carried.nbytes
         # To the solver, its gradient is one that a backward leaves, and that the backward of its maker ends.
