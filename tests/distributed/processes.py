@@ -106,7 +106,7 @@ def least_peak(step: Callable[[], object], present: Iterable[torch.Tensor]) -> i
     happens often on a busy machine. What is measured is never less than the peak, so the least of several is closest.
     """
     there = list(present)
-    return min(measured_peak(step, there, device()) for _ in range(6 if device().type == "cpu" else 1))
+    return min(measured_peak(step, there, device()) for _ in range(20 if device().type == "cpu" else 1))
 
 
 def random_state() -> torch.Tensor:
