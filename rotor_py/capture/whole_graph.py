@@ -31,8 +31,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rotor_py")
 
 _ATTEMPTS = 2
-"""Partitions that are compiled for one limit, at most: a second one where the first needs more than was foreseen."""
+"""Partitions that are compiled for one limit, at most: a second one where the first needs more than was foreseen, or so
+much less that a faster one may fit."""
 
+_WORTH_COMPILING = 0.01
+"""How much faster the second one has to be by its graph, if the first one fits. A guess: it costs as much waiting."""
+
+
+_CAUTION = 0.75
+"""How much of what the first one left the second one may take: it is fused otherwise. A guess; with all of it, a Llama
+came out 1 % over its limit."""
 
 _UNCERTAIN = 1.1
 """How much more than the limit the least partition may take by its graph, to be tried all the same. A guess: fused
@@ -41,6 +49,8 @@ operators do not allocate what they hand to each other, so most graphs take less
 
 _TURNS = 4
 """How often two ways are timed to be compared. A guess."""
+_MORE_TURNS = 8
+"""And how often again before one is given up: what disturbed the machine for a while has then passed. A guess."""
 _CLEARLY = 0.02
 """How much slower compiled code has to be not to be taken: times are known no better (`GOOD_ENOUGH`), and whoever asked
 for it would else get other last digits from one day to the next."""
@@ -75,6 +85,9 @@ class Partitioner(Protocol):
     def peak(self) -> int:
         """The bytes of what was chosen last."""
 
+    def gain(self, limit: int) -> float:
+        """By which part of its time the same graph would be faster within another limit, as far as it shows."""
+
 
 RoomOf = Callable[[Measurement, Any], Room]
 """The room that a step leaves, by what it costs plain and by what goes into the graph."""
@@ -97,6 +110,7 @@ def compiled_whole(
     began, attempts = compiler.seconds, _ATTEMPTS
     room_here = room.limit - room.fixed
     limit, least = room_here + given, 0
+    best: MeasuredGraph | None = None
     while attempts:
         if progress is not None:
             progress(0, 1, "the whole graph, compiled")
@@ -104,29 +118,37 @@ def compiled_whole(
         stage = CompiledStage(whole, "the graph as a whole", compiler, partitioner=partitioner.function)
         try:
             if not stage.prepare(plain.shared):
-                return None
+                break
         except InfeasibleError as error:
             if least or error.min_bytes > _UNCERTAIN * limit:
-                return None
+                break
             limit = least = error.min_bytes
             continue
         attempts -= 1
         try:
             found = plain.measured_as(replace(plain.cut, stages=((name, stage),), members=(names,)))
         except torch.OutOfMemoryError:  # what it needs was not foreseen
-            return None
+            break
         peak = room.peak(found.measurement)
-        if peak <= room.limit:
-            _log.info("compiled the graph as a whole in %.1f s", compiler.seconds - began)
-            if room.peak(plain.measurement) > room.limit:  # plain, it would have to run again what it cannot store
-                return found
-            # Not beside the stages' times: one by one they find their memory in caches, and together they do not.
-            as_one = plain.measured_as(replace(plain.cut, stages=((name, whole),), members=(names,)))
-            return None if slower(found, as_one) else found
-        # As much more than foreseen, the next one will need as well.
-        more = (peak - room.fixed) / max(1, partitioner.peak - given)
-        limit = min(given + int(room_here / more), partitioner.peak - 1)
-    return None
+        if peak <= room.limit and (best is None or not slower(found, best)):
+            best = found
+        # As much more or less than foreseen, the next one will need as well.
+        share = (peak - room.fixed) / max(1, partitioner.peak - given)
+        enough = given + int(room_here / share)
+        if best is None:
+            limit = min(enough, partitioner.peak - 1)
+            continue
+        limit += int(_CAUTION * max(0, enough - limit))
+        if partitioner.gain(limit) < _WORTH_COMPILING:
+            break
+    if best is None:
+        return None
+    _log.info("compiled the graph as a whole in %.1f s", compiler.seconds - began)
+    if room.peak(plain.measurement) > room.limit:  # plain, it would have to run again what it cannot store
+        return best
+    # Not beside the stages' times: one by one they find their memory in caches, and together they do not.
+    as_one = plain.measured_as(replace(plain.cut, stages=((name, whole),), members=(names,)))
+    return None if slower(best, as_one) else best
 
 
 def slower(found: MeasuredGraph, other: MeasuredGraph) -> bool:
@@ -135,8 +157,13 @@ def slower(found: MeasuredGraph, other: MeasuredGraph) -> bool:
     Both are timed anew, in turns, since a busy machine disturbs one for a while and then the other. What disturbs a run
     makes it longer: the shortest of each counts.
     """
-    turns = [(found.stages.time_again(), other.stages.time_again()) for _ in range(_TURNS)]
-    return min(mine for mine, _ in turns) > (1 + _CLEARLY) * min(theirs for _, theirs in turns)
+    mine, theirs = float("inf"), float("inf")
+    for turns in (_TURNS, _MORE_TURNS):
+        for _ in range(turns):
+            mine, theirs = min(mine, found.stages.time_again()), min(theirs, other.stages.time_again())
+        if mine <= (1 + _CLEARLY) * theirs:
+            return False
+    return True
 
 
 def compiling(progress: Progress) -> Progress:

@@ -53,6 +53,11 @@ class BudgetPartitioner(CustomPartitionerFn):
         """What was chosen last; None if torch had the graphs in its cache."""
         return self._for_graph.get("weight")
 
+    def weight_within(self, limit: int) -> Weight | None:
+        """What would be chosen of the last graph within another limit; None if nothing."""
+        fitting = [each for each in self._for_graph.get("choices", ()) if each.peak <= limit - self.reserve]
+        return fitting[-1] if fitting else None
+
     @property
     def found_least(self) -> bool:
         """Whether nothing that takes less could have been chosen."""
@@ -86,9 +91,12 @@ class BudgetPartitioner(CustomPartitionerFn):
     def _best(self, joint: JointGraph, limit: int) -> Candidate:
         room = limit - self.reserve
         self._for_graph["least"] = False
-        if self.fused and (found := usual(joint)).weight.peak <= room:
-            return found
+        usually = [usual(joint)] if self.fused else []
+        self._for_graph["choices"] = [each.weight for each in usually]
+        if usually and usually[0].weight.peak <= room:
+            return usually[0]
         others = candidates(joint, fused=self.fused)
+        self._for_graph["choices"] = [each.weight for each in [*others, *usually]]
         best = fastest_within(others, room)
         if best is None and self.reserve:
             best = others[0]

@@ -43,3 +43,7 @@ class _Partitioner:
     @property
     def peak(self) -> int:
         return 0 if self.function.weight is None else self.function.weight.peak
+
+    def gain(self, limit: int) -> float:
+        now, then = self.function.weight, self.function.weight_within(limit)
+        return 0.0 if now is None or then is None else 1 - then.seconds / max(now.seconds, 1e-12)

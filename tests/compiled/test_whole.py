@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rotor_profiling import measured_peak
+from rotor_profiling import measured_peak, storage_bytes
 from rotor_py import Checkpointable, verify
 from rotor_py.compiled.options import Compile
+from rotor_py.measure.measurement import Measurement
 from rotor_py.plan.room import StepRoom
 from rotor_solver import store_all
 from tests.compiled.network import Net, batch, gradients, loss, results, same
@@ -159,6 +160,36 @@ def test_what_takes_more_than_foreseen_is_compiled_once_more_with_less(
     assert len(found.names) == 1
     assert compilations.count == 2
     assert peak(found) * 23 // 20 <= limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("needs", [0.85, 0.99])
+def test_what_takes_less_than_foreseen_is_compiled_once_more_with_more(
+    monkeypatch: pytest.MonkeyPatch, free: Checkpointable, needs: float
+) -> None:
+    """A compiler that fuses much, so that more can be saved than the graph shows, and one that fuses nothing."""
+    foreseen: list[int] = []
+
+    def peak_of(room: StepRoom, found: Measurement) -> int:
+        if len(found.stages) == 1:
+            foreseen.append(partitioners[-1].peak)
+            return room.fixed + int(needs * (foreseen[-1] - given))
+        return room.limit + 1  # plain, nothing fits
+
+    partitioners: list[Any] = []
+    honest = StepRoom.partitioner
+
+    def partitioner(room: StepRoom, limit: int) -> Any:
+        partitioners.append(honest(room, limit))
+        return partitioners[-1]
+
+    assert free.budget is not None
+    given = storage_bytes([*free.model.parameters(), *free.model.buffers(), batch(ROWS)])
+    monkeypatch.setattr(StepRoom, "peak", peak_of)
+    monkeypatch.setattr(StepRoom, "partitioner", partitioner)
+    whole(peak(free) * 19 // 20)
+    assert len(foreseen) == (2 if needs == 0.85 else 1)
+    assert foreseen == sorted(set(foreseen))
 
 
 @pytest.mark.slow
