@@ -104,6 +104,7 @@ def measure_graphs(
                 f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
                 "TORCH_LOGS=graph_breaks says why"
             )
+        found.count_returned([*model.parameters(), *model.buffers(), *tensors_in([args, kwargs])])
         if loss is not None:
             with operators():
                 found.measure_loss(loss, device)
@@ -155,7 +156,9 @@ def _measure_graph(
     stages.settle_layouts(())
     returned = tuple(map(weakref.ref, tensors_in(made)))
     context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, loss_temp_bytes)
-    return MeasuredGraph(graph, cut, stages, context, loss, value, returned), graph.leave(made, values)
+    outputs = graph.leave(made, values)
+    around = tuple(map(weakref.ref, tensors_in([arguments, outputs])))
+    return MeasuredGraph(graph, cut, stages, context, loss, value, returned, around), outputs
 
 
 def _time_further(found: MeasuredGraphs, enough: Callable[[PossibleTimes, tuple[Any, ...]], bool]) -> None:

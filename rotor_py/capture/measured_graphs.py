@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from rotor_profiling import (
     loss_layouts,
     measure_loss,
     storage_bytes,
+    storages,
     tensors_in,
 )
 from rotor_profiling.isolate import trained_parameters
@@ -39,6 +40,8 @@ class MeasuredGraph:
     shared: tuple[Any, ...]
     returned: tuple[weakref.ref[torch.Tensor], ...]
     """The tensors that the last stage returned. Weak: measuring is not to hold what nobody else does."""
+    around: tuple[weakref.ref[torch.Tensor], ...] = ()
+    """The tensors that went into the graph, and that it returned. Weak, too."""
 
     @property
     def measurement(self) -> Measurement:
@@ -73,6 +76,8 @@ class MeasuredGraphs:
     """What the model returned."""
     outside_bytes: int = 0
     """What autograd keeps for operators outside all graphs."""
+    returned_bytes: int = 0
+    """What the model returned and the main graph has neither made nor read: the caller holds it through the step."""
     loss: LossCost | None = None
     """What the loss costs, if one was given."""
     variants: list[MeasuredGraph] = field(default_factory=list)
@@ -85,6 +90,11 @@ class MeasuredGraphs:
         self.loss = measure_loss(loss, self.output, device=device, output_bytes=_trained_bytes(self.output))
         self._layouts = loss_layouts(loss, self.output, device)
         self._settle(self.main)
+
+    def count_returned(self, known: Iterable[torch.Tensor]) -> None:
+        """Count what the model returned, but what is `known`, such as parameters and the batch."""
+        around = [tensor for each in self.main.around if (tensor := each()) is not None]
+        self.returned_bytes = storage_bytes(tensors_in(self.output), owned_elsewhere=storages([*known, *around]))
 
     def add_variants(self, found: list[MeasuredGraph]) -> None:
         """Add ways to run the main graph."""

@@ -32,7 +32,11 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
         chain = other.measurement.chain(fresh_gradients=True)
         whole = simulate(chain, store_all(chain))
         seconds, temp = seconds + whole.makespan, temp + whole.peak
-        kept += sum(other.measurement.gradient_bytes)  # made before the main graph's backward, and held through it
+        # Made before the main graph's backward, and held through it. The peak has them already, but not what the model
+        # returned: to a chain, that ends with its backward.
+        made = sum(other.measurement.gradient_bytes)
+        kept, temp = kept + made, max(0, temp - made)
+    kept += found.returned_bytes
     if found.after:
         # Their peaks include the gradient of the main graph's output, and the solver counts it beside the loss, too.
         temp = max(0, temp - output_bytes)
