@@ -76,6 +76,11 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
     "--precision", metavar="DTYPE", help="With h100:8: blocks gather parameters, and run, in this dtype: bfloat16."
 )
 @click.option(
+    "--shard",
+    type=click.Choice(["blocks", "whole"]),
+    help="With h100:8: parameters are gathered block by block, or all at once.  [default: blocks]",
+)
+@click.option(
     "--autocast", metavar="DTYPE", help="With a --device that need not be here: a step under torch.autocast: bfloat16."
 )
 @click.option(

@@ -61,6 +61,7 @@ class Request:
     device_file: str | None = None
     dtype: str | None = None
     precision: str | None = None
+    shard: Literal["blocks", "whole"] | None = None
     autocast: str | None = None
     optimizer: str | None = None
     grad_accumulation: int | None = None
@@ -93,6 +94,7 @@ class Request:
             "--device-file": self.device_file,
             "--dtype": self.dtype,
             "--precision": self.precision,
+            "--shard": self.shard,
             "--autocast": self.autocast,
             "--optimizer": self.optimizer,
             "--batch": self.batch,

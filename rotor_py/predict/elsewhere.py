@@ -20,24 +20,24 @@ from rotor_py.predict.operators.autocast import cuda_autocast
 from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_py.predict.prediction import prediction_for
 from rotor_py.predict.reserving import find_reservation
-from rotor_py.predict.sharding import shard_blocks
+from rotor_py.predict.sharding import SHARDINGS, Sharding
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory, made_without_memory
 from rotor_py.predict.world import world_of
 
-Shard = Callable[[nn.Module, DeviceMesh], object]
+Shard = Callable[[nn.Module, DeviceMesh], object] | Sharding
 
 
 class Elsewhere:
     """A place for models that are planned for `devices`, which need not be there.
 
-    Where there are several, parameters are divided among them by `shard_blocks` with this `precision`, or by `shard`:
-    a function of the model and of the mesh of devices.
+    Where there are several, parameters are divided among them by `shard`: a function of the model and of the mesh of
+    devices, or the name of one of ours, which gathers with this `precision`.
     """
 
-    def __init__(self, devices: Devices, *, shard: Shard | None = None, precision: torch.dtype | None = None) -> None:
+    def __init__(self, devices: Devices, *, shard: Shard = "blocks", precision: torch.dtype | None = None) -> None:
         self.devices = devices
-        self._shard = partial(shard_blocks, precision=precision) if shard is None else shard
+        self._shard = partial(_sharding(shard), precision=precision) if isinstance(shard, str) else shard
         self._mesh: DeviceMesh | None = None
         self._mode = TensorsWithoutMemory()
         self.without_memory = WithoutMemory(self._mode)
@@ -92,3 +92,10 @@ class Elsewhere:
                 f"{error.func} depends on values{f' ({where})' if where else ''}, and where nothing is computed there "
                 "are none; plan the model on a device that is here, or give it sizes that do not depend on its data"
             ) from error
+
+
+def _sharding(name: str) -> Callable[..., None]:
+    for each, function in SHARDINGS.items():
+        if each == name:
+            return function
+    raise ValueError(f"shard is {name!r}; give {' or '.join(map(repr, SHARDINGS))}, or a function of model and mesh")

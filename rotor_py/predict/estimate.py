@@ -33,7 +33,7 @@ def estimate(
     mem_limit: float | str | None = None,
     fresh_grads: bool = False,
     mem_slots: int = 500,
-    shard: Shard | None = None,
+    shard: Shard = "blocks",
     precision: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     offload: Literal["host"] | None = None,
@@ -57,9 +57,9 @@ def estimate(
             less where its allocator is predicted to reserve more than there is.
         fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`).
         mem_slots: how finely the solver divides memory.
-        shard: what divides the parameters: a function of the model and of the mesh of devices that calls `fully_shard`.
-            By default, each layer of a list of like layers is gathered by itself, and the rest together.
-        precision: the dtype in which parameters are gathered by default, and layers run.
+        shard: how parameters are divided: "blocks" gathers each layer of a list of like layers by itself, and the rest
+            together; "whole" all at once. Or a function of the model and of the mesh that calls `fully_shard`.
+        precision: the dtype in which "blocks" and "whole" gather parameters, and layers run.
         offload: "host": activations may wait in the host's memory, over the link that the table says.
         autocast: forward and loss run under `torch.autocast` with this dtype, and cast what it casts on CUDA.
 

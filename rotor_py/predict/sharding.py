@@ -1,28 +1,41 @@
-"""`fully_shard` applied to a model as most people do: to each of its blocks, and to what is around them."""
+"""`fully_shard` applied to each block of a model and to what is around them, as most people do, or to it as a whole."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 _LISTS = (nn.ModuleList, nn.Sequential)
+Sharding = Literal["blocks", "whole"]
+
+
+def shard_whole(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype | None = None) -> None:
+    """Have the parameters of `model` divided among the processes of `mesh`, and gathered all together.
+
+    With `precision`, parameters are gathered, and modules run, in this dtype; gradients are added up in 32 bits.
+    """
+    _shard([model], mesh, precision)
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype | None = None) -> None:
-    """Have the parameters of `model` divided among the processes of `mesh`, gathered block by block.
+    """The same, gathered block by block."""
+    _shard([*blocks_of(model), model], mesh, precision)
 
-    With `precision`, parameters are gathered, and blocks run, in this dtype; gradients are added up in 32 bits.
-    """
+
+SHARDINGS: dict[Sharding, Callable[..., None]] = {"blocks": shard_blocks, "whole": shard_whole}
+
+
+def _shard(modules: Iterable[nn.Module], mesh: DeviceMesh, precision: torch.dtype | None) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(precision, None if precision is None else torch.float32)
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -26,6 +26,14 @@ def loss(output):
 def optimizer(parameters):
     return torch.optim.AdamW(parameters)
 """
+BLOCKS = """
+import torch
+from torch import nn
+
+model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(6)))
+sample = torch.randn(4, 1024)
+loss = torch.sum
+"""
 PARAMETERS = (256 * 1024 + 1024 + 1024 * 10 + 128) * 4  # the last bias takes a block of 512 bytes
 
 
@@ -151,6 +159,16 @@ def test_several_devices_are_said_with_what_is_assumed_of_them(plan, model_file)
     assert report["prediction"]["exact"]["parameters_bytes"] < alone["prediction"]["exact"]["parameters_bytes"]
 
 
+def test_parameters_are_gathered_by_blocks_or_all_at_once(plan, model_file) -> None:
+    def peak(*options: str) -> int:
+        result = plan(model_file(BLOCKS), "--device", "h100:8", *options, "--json", "-")
+        assert result.exit_code == 0
+        return json.loads(result.stdout)["plan"]["peak_bytes"]
+
+    assert peak("--shard", "blocks") == peak()
+    assert peak("--shard", "whole") > peak()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -158,6 +176,8 @@ def test_several_devices_are_said_with_what_is_assumed_of_them(plan, model_file)
         (["--device", "a100"], "did you mean a100-80 or a100-40"),
         (["--device", "h100:none"], "'h100:none' is not a number of devices; write h100:8"),
         (["--device", "h100", "--precision", "bfloat16"], "write --device h100:8, or --dtype"),
+        (["--device", "h100", "--shard", "blocks"], "--shard divides parameters among several devices"),
+        (["--device", "h100:8", "--shard", "layers"], "'layers' is not one of 'blocks', 'whole'"),
         (["--device", "h100:8", "--precision", "int8"], "--precision 'int8' is no kind of floating-point number"),
         (["--device", "h100", "--verify"], "--verify trains a step on the device, which is not here"),
         (["--device", "h100", "--compile"], "--compile compiles"),

@@ -104,6 +104,9 @@ def test_what_divides_the_parameters_may_be_the_users_own() -> None:
     assert len(calls) == 1
     by_blocks = estimate(Blocks(), batch, "h100:2", loss=torch.mean)
     assert report.peak_bytes > by_blocks.peak_bytes
+    assert estimate(Blocks(), batch, "h100:2", loss=torch.mean, shard="whole").peak_bytes == report.peak_bytes
+    with pytest.raises(ValueError, match="shard is 'layers'; give 'blocks' or 'whole'"):
+        estimate(Blocks(), batch, "h100:2", shard="layers")  # type: ignore[arg-type]
 
 
 def test_a_chain_of_layers_takes_its_input_in_the_dtype_in_which_it_runs() -> None:

@@ -67,7 +67,7 @@ def place_for(request: Request) -> Place:
         if text is None and request.device_file is None:  # of which nothing else is known
             each = replace(each, name=f"a device of {format_bytes(size)}", efficiencies=UNANCHORED, sources=())
         devices = replace(devices, each=replace(each, memory_bytes=size))
-    return There(devices, precision, autocast)
+    return There(devices, precision, autocast, request.shard or "blocks")
 
 
 def limit_on(device: torch.device, text: str | None) -> int:

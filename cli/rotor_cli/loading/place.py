@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -109,12 +109,16 @@ class There:
     device = torch.device("cpu")
 
     def __init__(
-        self, predicted_for: Devices, precision: torch.dtype | None = None, autocast: torch.dtype | None = None
+        self,
+        predicted_for: Devices,
+        precision: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+        shard: Literal["blocks", "whole"] = "blocks",
     ) -> None:
         self.predicted_for = predicted_for
         self.autocast = autocast
         self.name = predicted_for.name
-        self._elsewhere = Elsewhere(predicted_for, precision=precision)
+        self._elsewhere = Elsewhere(predicted_for, shard=shard, precision=precision)
 
     def together(self) -> AbstractContextManager[object]:
         return self._elsewhere.together()

@@ -12,6 +12,8 @@ def refuse_device(request: Request) -> None:
         _refuse_elsewhere(request, request.device or "")
     if request.precision is not None and ":" not in (request.device or ""):
         raise usage("--precision is for parameters that several devices share; write --device h100:8, or --dtype")
+    if request.shard is not None and ":" not in (request.device or ""):
+        raise usage("--shard divides parameters among several devices; write --device h100:8")
     if request.autocast is not None and not request.elsewhere:
         raise usage(
             "--autocast is for a device that need not be here: add --device h100. Here, have the model's forward enter "
