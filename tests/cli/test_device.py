@@ -177,7 +177,6 @@ def test_parameters_are_gathered_by_blocks_or_all_at_once(plan, model_file) -> N
         (["--device", "h100:none"], "'h100:none' is not a number of devices; write h100:8"),
         (["--device", "h100", "--precision", "bfloat16"], "write --device h100:8, or --dtype"),
         (["--device", "h100", "--shard", "blocks"], "--shard divides parameters among several devices"),
-        (["--device", "h100:8", "--shard", "layers"], "'layers' is not one of 'blocks', 'whole'"),
         (["--device", "h100:8", "--precision", "int8"], "--precision 'int8' is no kind of floating-point number"),
         (["--device", "h100", "--verify"], "--verify trains a step on the device, which is not here"),
         (["--device", "h100", "--compile"], "--compile compiles"),
