@@ -14,7 +14,9 @@
 #     symbols for height and width were not done after 15 minutes.
 #  4. Any size, for a model that cannot be traced with symbols.
 #
-# Parameters and buffers keep their sizes.
+# Parameters and buffers keep their sizes, and numbers that modules hold are numbers. TorchDynamo takes no symbols for
+# those, either, but for the modules of `fully_shard`: there the width of a head would be one, and a Llama took nine
+# seconds a layer to trace.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import torch.fx.experimental._config as shape_config
 from torch import fx
 from torch._dynamo.callback import callback_handler as callbacks
 from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.variables import builder
 
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
@@ -53,6 +56,8 @@ _DYNAMO = {
     # is a part of what the graph computes.
     "specialize_float": True,
 }
+_NUMBER = "is_int_specialization_case"
+"""The function by which TorchDynamo decides that an integer is a number, where it has one."""
 # One symbol for two sizes that happen to be equal would tie them together: a batch of 8 sequences of length 8 could
 # have no other length.
 _SHAPES = {"use_duck_shape": False}
@@ -102,7 +107,12 @@ class Tracing:
         It is entered where a graph is to be made, and not around every step: settings take longer than small layers do.
         """
         dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS}
-        with settings_of(torch._dynamo.config, dynamo), settings_of(shape_config, _SHAPES), _shapes_unlogged():
+        with (
+            settings_of(torch._dynamo.config, dynamo),
+            settings_of(shape_config, _SHAPES),
+            settings_of(builder, _numbers_of_modules()),
+            _shapes_unlogged(),
+        ):
             callbacks.register_start_callback(self._start)
             callbacks.register_end_callback(self._end)
             try:
@@ -138,6 +148,19 @@ class Tracing:
         if get_ident() == self._thread and self._since is not None:
             self.seconds += time.perf_counter() - self._since
             self._since = None
+
+
+def _numbers_of_modules() -> dict[str, Callable[..., bool]]:
+    """What `builder` is given so that integers of the modules of `fully_shard` are numbers, as those of others are."""
+    usual = getattr(builder, _NUMBER, None)
+    if usual is None:
+        return {}
+
+    def is_number(value: Any, source: Any) -> bool:
+        place = source.guard_source
+        return bool(usual(value, source) or (place() if callable(place) else place).is_fsdp_module())
+
+    return {_NUMBER: is_number}
 
 
 @contextmanager

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling.instruments import using
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate
+from rotor_py.capture import compiled_models
 from rotor_py.devices.table import find_devices
 from rotor_py.predict.communication import find_room_for_communication
 from rotor_py.predict.sharding import blocks_of, shard_blocks
@@ -153,3 +155,36 @@ def test_blocks_are_the_outermost_of_a_list_that_are_alike() -> None:
     model = Model()
     assert list(blocks_of(model)) == list(model.inner.layers)[:2]
     assert list(blocks_of(nn.Linear(2, 2))) == []
+
+
+class Heads(nn.Module):
+    """Shapes follow from a number that a module holds, as the width of a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = WIDTH // 4
+        self.into, self.back = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        heads = self.into(value).view(value.shape[0], -1, self.width)
+        out: torch.Tensor = value + self.back(heads.tanh().flatten(1))
+        return out
+
+
+def test_numbers_of_sharded_modules_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With symbols for them, tracing takes seconds a layer."""
+    traced: list[fx.GraphModule] = []
+    backend = compiled_models._backend
+
+    def noted(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        traced.append(graph_module)
+        return backend(graph_module, example_inputs)
+
+    monkeypatch.setattr(compiled_models, "_backend", noted)
+    model = Blocks()
+    model.blocks = nn.ModuleList(Heads() for _ in range(3))
+    estimate(model, torch.randn(ROWS, WIDTH), "h100:2", loss=torch.mean)
+    values = [node.meta["example_value"] for graph in traced for node in graph.graph.nodes if node.op == "placeholder"]
+    symbols = [value for value in values if isinstance(value, torch.SymInt)]
+    assert traced
+    assert len(symbols) <= 2  # rows and columns of the batch
