@@ -73,7 +73,7 @@ class Elsewhere:
 
     def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation:
         """What is reserved for a `step` by a plan that was found; see `find_reservation`."""
-        return find_reservation(step, self.devices, keep_limit=keep_limit)
+        return find_reservation(step, self.devices, keep_limit=keep_limit, taken=self._mesh is not None)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -13,14 +13,14 @@ _ROUNDS = 2
 """How often a plan for less is tried. A guess: what is reserved follows the limit closely."""
 
 
-def find_reservation(step: TrainingStep, devices: Devices, *, keep_limit: bool) -> Reservation:
-    """What is reserved for `step` by the plan that its network has.
+def find_reservation(step: TrainingStep, devices: Devices, *, keep_limit: bool, taken: bool = False) -> Reservation:
+    """What is reserved for `step` by the plan that its network has; `taken` says that steps of it were taken before.
 
     Unless `keep_limit`, the network gets a smaller limit, and a plan for that, as long as the device has less than is
     reserved. If no plan fits the smaller one, the last that did stays.
     """
     network = step.network
-    found = reservation(step, devices)
+    found = reservation(step, devices, taken=taken)
     for _ in range(0 if keep_limit else _ROUNDS):
         budget, sequence, limit = network.budget, network.sequence, network.mem_limit
         assert budget is not None
@@ -37,27 +37,28 @@ def find_reservation(step: TrainingStep, devices: Devices, *, keep_limit: bool) 
         except InfeasibleError:  # a plan may need more than the least where others have to follow it as well
             network.mem_limit, network.sequence = limit, sequence
             break
-        found = reservation(step, devices)
+        found = reservation(step, devices, taken=True)
     return found
 
 
-def reservation(step: TrainingStep, devices: Devices) -> Reservation:
+def reservation(step: TrainingStep, devices: Devices, *, taken: bool = False) -> Reservation:
     """What is reserved for `step`: no less than the peak of the plan, which is that of the worst order of backwards."""
     budget, sequence = step.network.budget, step.network.sequence
     assert budget is not None
     assert sequence is not None
-    found = Reservation.of(followed_by_plan(step, devices.each).events, devices.each)
+    found = Reservation.of(followed_by_plan(step, devices.each, taken=taken).events, devices.each)
     return found.at_least(budget.peak_bytes(sequence))
 
 
-def followed_by_plan(step: TrainingStep, device: Device) -> FollowedStep:
-    """The requests of two steps, the first of which makes the optimizer's state.
+def followed_by_plan(step: TrainingStep, device: Device, *, taken: bool = False) -> FollowedStep:
+    """The requests of two steps, the first of which makes the optimizer's state, if it has not been made.
 
     State is allocated where activations were, so that those of the second find less room in one piece.
     """
     followed = FollowedStep(device)
-    with step.leaving_nothing():
-        step()  # the first by a plan differs from those that follow: the model is captured in it, for example
+    if not taken:
+        with step.leaving_nothing():
+            step()  # the first differs from those that follow: the model is captured in it, for example
     with step.leaving_nothing():
         followed.hold_workspace()
         followed.hold(step.present())

@@ -61,6 +61,17 @@ class TrainingStep:
             network.zero_grad()
         begins("end")
 
+    def prepare(self) -> None:
+        """Make what the first step leaves, without taking it: an optimizer's state, and gradients if they are kept."""
+        for parameter in self.network.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+        if self.optimizer is not None:
+            with stepping_as_on_cuda(self.optimizer):
+                self.optimizer.step()
+        if self.fresh_grads:
+            self.network.zero_grad()
+
     def present(self) -> list[torch.Tensor]:
         """What is there before the first one is taken."""
         state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
