@@ -26,6 +26,10 @@ _SLOTS = 300
 """How finely the solver divides memory. A guess: what is found is weighed exactly in any case."""
 _WORK = 300_000
 """Nodes that are weighed for all programs together, about. A guess: it takes some seconds."""
+_THEIRS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
+"""Budgets of PyTorch's partitioner that are looked at. A guess: they take about a second each, and those between hardly
+differ.
+"""
 _FEWEST = 32
 """Programs that are weighed of each kind, at least, however large the graph is. A guess."""
 
@@ -41,7 +45,7 @@ class Candidate:
 def candidates(joint: JointGraph, *, fused: bool = False) -> list[Candidate]:
     """Programs that no other beats in both memory and time, the one of least memory first.
 
-    Operators run one by one, or `fused` by Inductor.
+    Operators run one by one, or `fused` by Inductor; PyTorch's own partitions for its budgets are then among them.
     """
     costs = _costs(joint, fused)
     stages = Stages(joint, costs)
@@ -50,6 +54,8 @@ def candidates(joint: JointGraph, *, fused: bool = False) -> list[Candidate]:
     for keep_outputs in (True, False):
         found = frontier(stages.chain(keep_outputs=keep_outputs), slots=_SLOTS).sequences
         programs += [follow(stages, found[each], keep_outputs=keep_outputs) for each in _spread(len(found), most)]
+    if fused:
+        programs += programs_by_budgets(joint, _THEIRS)
     weighed = [Candidate(program, weigh(joint, costs, program)) for program in programs]
     return undominated(weighed)
 
