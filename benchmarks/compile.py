@@ -2,11 +2,13 @@
 
     python benchmarks/compile.py Llama U-Net     # on the CPU; prints the tables. All models without names
     python benchmarks/compile.py ViT --write     # also into docs/compile.md and benchmarks/results/
-    python benchmarks/compile.py GPT-2 --stored  # only the rows in which everything is stored: a fifth of the time
+    python benchmarks/compile.py GPT-2 --only stored   # only the rows in which everything is stored
+    python benchmarks/compile.py GPT-2 --only budgets  # only torch.compile's budgets, and plans for their peaks
 
 Written rows of a model take the place of its earlier ones, and those of other models stay: a long table is made in
 parts. Each plan is made for the peak of another row. Times are those of forward, loss and backward, in seconds of the
-processor, since machines are busy, and taken in turns in the same run: the median of the ratios to plain eager.
+processor, since machines are busy, and taken in turns in the same run, each in another order: the median of the ratios
+to plain eager. Another copy of the model under torch.compile shows how far two rows are apart for nothing.
 Differences are those of the gradients from plain eager, relative to their norm; dropout, where a model has it, draws
 the numbers of eager mode. The seconds until the first step is done are those of the processor, too, compilers included,
 and for some rows again for a copy (warm). The cache on disk is empty before each row, but all plans share one. A second
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -107,46 +110,53 @@ class Row:
         return time.process_time() - began
 
 
-def rows(case: Case, block: str, *, stored: bool) -> list[Row]:
+def rows(case: Case, block: str, only: str | None) -> list[Row]:
     case[0].train()
     found = [Row("plain eager", "eager", case, lambda model: model)]
     with fresh_cache():
-        found.append(Row("torch.compile", "compiled", case, torch.compile, again=True))
-    if stored:
+        found.append(Row("torch.compile", "compiled", case, torch.compile))
+        found.append(Row("torch.compile, another copy", "copy", case, torch.compile))
+    if only == "stored":
         with fresh_cache():
-            return [*found, *planned_rows(case, [max(row.peak for row in found)])]
-    with fresh_cache():
-        found.append(Row("torch.compile, all saved", "all saved", case, partial(torch.compile, options=SAVING_ALL)))
+            return [*found, *planned_rows(case, found)]
     for budget in BUDGETS:
         less = partial(functorch_config.patch, activation_memory_budget=budget)
         with fresh_cache():
             found.append(Row(f"torch.compile, budget {budget}", "budget", case, torch.compile, less))
+    if only == "budgets":
+        with fresh_cache():
+            limits = sorted({row.peak for row in found if row.kind == "budget"}, reverse=True)
+            return [*found, *(row for limit in limits for row in _planned(case, limit, compiled=True))]
+    with fresh_cache():
+        found.append(Row("torch.compile, all saved", "all saved", case, partial(torch.compile, options=SAVING_ALL)))
     found.append(Row("every block checkpointed", "checkpointed", case, lambda model: checkpointed(model, block)))
     with fresh_cache():
         made = lambda model: torch.compile(checkpointed(model, block))  # noqa: E731
         found.append(Row("the same, compiled", "checkpointed", case, made))
     with fresh_cache():  # the same code for all plans: the first one compiles it
-        return [*found, *planned_rows(case, [row.peak for row in found])]
+        return [*found, *planned_rows(case, found)]
 
 
-def planned_rows(case: Case, peaks: list[int]) -> list[Row]:
+def planned_rows(case: Case, others: list[Row]) -> list[Row]:
     """Plans for the largest peak, and for each other one that is a tenth or more above the limit of another plan.
 
-    So for each peak there is a plan that takes no more, and hardly less, where one fits.
+    So for each peak there is a plan that takes no more, and hardly less, where one fits. Beside the budgets of
+    torch.compile, planned and compiled has a row for each of their peaks.
     """
-    most, found, largest = max(peaks), {}, True
-    for limit in [most, *sorted(set(peaks) - {most})]:
-        if any(0.9 * limit <= other <= limit for other in found):
+    peaks, budgets = {row.peak for row in others}, {row.peak for row in others if row.kind == "budget"}
+    most, found = max(peaks), dict[int, list[Row]]()
+    for limit in [most, *sorted(peaks - {most})]:
+        near = any(0.9 * limit <= other <= limit for other in found)
+        if near and limit not in budgets:
             continue
-        pair = [row for compiled in (False, True) if (row := _planned(case, limit, compiled, largest)) is not None]
-        if pair:
+        plain = [] if near else _planned(case, limit, compiled=False, again=limit == most)
+        if pair := [*plain, *_planned(case, limit, compiled=True, again=limit == most)]:
             found[limit] = pair
-        largest = False
     return [row for limit in sorted(found, reverse=True) for row in found[limit]]
 
 
-def _planned(case: Case, limit: int, compiled: bool, again: bool) -> Row | None:
-    """None if no plan fits."""
+def _planned(case: Case, limit: int, *, compiled: bool, again: bool = False) -> list[Row]:
+    """No row if no plan fits."""
 
     def planned(model: nn.Module) -> nn.Module:
         options: dict[str, Any] = {"loss": case[2], "fresh_grads": True, "compile": compiled, "watch": False}
@@ -157,16 +167,29 @@ def _planned(case: Case, limit: int, compiled: bool, again: bool) -> Row | None:
         row = Row(name, "ours" if compiled else "planned", case, planned, again=again)
     except InfeasibleError as error:
         print(f"{name}: {error}", flush=True)
-        return None
+        return []
     if row.peak > limit:
         row.name += ": **over it**"
-    return row
+    return [row]
 
 
-def compared(name: str, case: Case, repeats: int, *, stored: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def in_turns(found: list[Row], repeats: int) -> list[list[float]]:
+    """The seconds of a step of each row, in each turn. What ran before a step has its part in them: orders change."""
+    draw, turns = random.Random(0), []
+    for _ in range(repeats):
+        seconds = [0.0] * len(found)
+        for index in draw.sample(range(len(found)), len(found)):
+            seconds[index] = found[index].step()
+        turns.append(seconds)
+    return turns
+
+
+def compared(
+    name: str, case: Case, repeats: int, only: str | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows of both tables."""
-    found = rows(case, CASES[name][1], stored=stored)
-    turns = [[row.step() for row in found] for _ in range(repeats)]
+    found = rows(case, CASES[name][1], only)
+    turns = in_turns(found, repeats)
     plain = found[0].gradients
     timed = [Timed(row.name, row.kind, row.peak, [turn[i] for turn in turns]) for i, row in enumerate(found)]
     return [
@@ -200,15 +223,15 @@ def table(found: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[*CASES, []])
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--stored", action="store_true", help="only with everything stored")
+    parser.add_argument("--repeats", type=int, default=41)
+    parser.add_argument("--only", choices=("stored", "budgets"), help="with everything stored, or beside budgets")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     # Compilers run one by one: helping processes that live on would not be counted.
     with inductor_config.patch(fallback_random=True, compile_threads=1):
         for name in options.models or CASES:
             torch.manual_seed(0)
-            found, holds = compared(name, CASES[name][0](), options.repeats, stored=options.stored)
+            found, holds = compared(name, CASES[name][0](), options.repeats, options.only)
             print(table(found), verdict_table(holds), sep="\n\n", flush=True)
             if options.write:
                 everything = merged("compile", found, CPU, CASES)

@@ -4,7 +4,8 @@
     at a peak    beside each budget of torch.compile and each plan that runs uncompiled: no slower. Its row is the one
                  of the highest peak that is not above the other's
 
-Ratios are medians over turns, in which the two ran one after the other. They are known to 2 % or so.
+Ratios are medians over turns, each with one step of all ways. How well they are known shows a copy of the model that
+runs the same code: its ratio would be 1.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any, Literal
 
 from rotor_py import format_bytes
 
-Kind = Literal["eager", "compiled", "all saved", "budget", "checkpointed", "planned", "ours"]
+Kind = Literal["eager", "compiled", "copy", "all saved", "budget", "checkpointed", "planned", "ours"]
 
 WITHIN = 0.03
 """How much longer than torch.compile a step may take that stores everything."""
 NOISE = 0.02
-"""By how much two ratios may differ for nothing."""
+"""By how much two ratios may differ for nothing, at least: the copy is one sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +48,18 @@ class Verdict:
     ratio: float = 0.0
     low: float = 0.0
     high: float = 0.0
+    noise: float = NOISE
 
     @property
     def word(self) -> str:
         """What it comes to, in a word or two."""
         if self.ours is None:
             return "**no plan**"
+        if self.ours.kind == "copy":
+            return "the same code"
         if self.ratio <= self.allowed:
             return "yes"
-        return "within noise" if self.ratio <= self.allowed + NOISE and self.low <= self.allowed else "**no**"
+        return "within noise" if self.ratio <= self.allowed + self.noise and self.low <= self.allowed else "**no**"
 
 
 def verdicts(found: Sequence[Timed]) -> list[Verdict]:
@@ -63,19 +67,21 @@ def verdicts(found: Sequence[Timed]) -> list[Verdict]:
     ours = sorted((each for each in found if each.kind == "ours"), key=lambda each: each.peak)
     whole = next(each for each in found if each.kind == "compiled")
     others = [each for each in found if each.kind in ("budget", "planned")]
+    copies = [_verdict(whole, each, 1.0) for each in found if each.kind == "copy"]
+    noise = max([NOISE, *(abs(each.ratio - 1) for each in copies)])
     pairs = [(whole, ours[-1] if ours else None, 1 + WITHIN)]
     for other in others:
         inside = [each for each in ours if each.peak <= other.peak]
         pairs.append((other, inside[-1] if inside else None, 1.0))
-    return [_verdict(*pair) for pair in pairs]
+    return [*copies, *(_verdict(*pair, noise) for pair in pairs)]
 
 
-def _verdict(other: Timed, ours: Timed | None, allowed: float) -> Verdict:
+def _verdict(other: Timed, ours: Timed | None, allowed: float, noise: float = NOISE) -> Verdict:
     if ours is None:
         return Verdict(other, None, allowed)
     ratios = [mine / theirs for mine, theirs in zip(ours.seconds, other.seconds, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    return Verdict(other, ours, allowed, middle, low, high)
+    return Verdict(other, ours, allowed, middle, low, high, noise)
 
 
 def as_rows(model: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
