@@ -44,7 +44,7 @@ came out 1 % over its limit."""
 
 _UNCERTAIN = 1.6
 """How much more than the limit the least partition may take by its graph, to be tried all the same: fused operators do
-not allocate what they hand to each other. A guess: a ConvNeXt took 17.5 MB where its graph shows 27.4, others 0.9 of it.
+not allocate what they hand to each other. A guess: a ConvNeXt took 17.5 MB where its graph shows 27.4.
 """
 
 _TURNS = 4

@@ -14,8 +14,8 @@ from rotor_solver import InfeasibleError
 _SLACK = (0.0, 0.0, 0.03, 0.06, 0.12)
 """How much more room than the last step took is planned with, round by round, as a part of it. Guesses.
 
-A plan for less room runs other stages again, which gathers other parameters: it may take a little more room in turn, and
-without slack that went on for a Llama of 80 layers.
+A plan that is left less memory runs other stages again, which gathers other parameters: it may take more room in turn.
+Without slack, that went on for a Llama of 80 layers.
 """
 
 
