@@ -7,12 +7,13 @@ operators make and that end when nobody holds them, and what kernels allocate in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rotor_profiling.predicted.followed_storages import FollowedStorages
-from rotor_profiling.storage import local
+from rotor_profiling.storage import allocated, local
 from rotor_py.devices.device import Device
 from rotor_py.devices.requests import Allocate, Event, Free
 from rotor_py.devices.roofline import Roofline
@@ -33,6 +34,7 @@ class FollowedStep(FollowedStorages):
         self.events: list[Event] = []
         self._device = device
         self._roofline = Roofline(device)
+        self._before = 0
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count what is there already: parameters, the optimizer's state, the batch."""
@@ -42,6 +44,41 @@ class FollowedStep(FollowedStorages):
     def hold_workspace(self) -> None:
         """Count what libraries allocate once, and keep."""
         self.events.append(Allocate("workspace", workspace_bytes(self._device)))
+
+    def begin(self) -> None:
+        """All that has been told so far was there before the step."""
+        self._before = len(self.events)
+
+    @property
+    def step_events(self) -> list[Event]:
+        """The requests of the step itself."""
+        return self.events[self._before :]
+
+    def risen(self) -> int:
+        """The most bytes that the step has taken beyond what was there when it began."""
+        sizes, now, before, most = dict[object, int](), 0, 0, 0
+        for index, event in enumerate(self.events):
+            if isinstance(event, Allocate):
+                sizes[event.key] = allocated(event.size, "cuda")
+                now += sizes[event.key]
+            else:
+                now -= sizes.pop(event.key)
+            if index < self._before:
+                before = most = now
+            most = max(most, now)
+        return most - before
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the step leaves all as it was, so that the next one will request the same."""
+        made = {event.key: event.size for event in self.step_events if isinstance(event, Allocate)}
+        ended = {event.key for event in self.step_events if isinstance(event, Free)}
+        # FSDP2 leaves storages without bytes.
+        return ended <= set(made) and not any(size and key not in ended for key, size in made.items())
+
+    def repeated(self) -> list[Event]:
+        """All requests, and those of the step once more."""
+        return [*self.events, *(replace(event, key=("again", event.key)) for event in self.step_events)]
 
     def taken(self, number: int, size: int) -> None:
         self.events.append(Allocate(number, size, self.stream))

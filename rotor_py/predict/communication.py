@@ -7,7 +7,12 @@ taken as often as one likes, so here the bound gives way to what is seen.
 
 from __future__ import annotations
 
-from rotor_profiling.instruments import memory_meter
+from collections.abc import Sequence
+
+from rotor_py.devices.device import Device
+from rotor_py.devices.followed_step import FollowedStep
+from rotor_py.devices.requests import Event
+from rotor_py.predict.gathering import gathering_apart
 from rotor_py.predict.training_step import TrainingStep
 from rotor_solver import InfeasibleError
 
@@ -19,29 +24,54 @@ Without slack, that went on for a Llama of 80 layers.
 """
 
 
-def find_room_for_communication(step: TrainingStep) -> None:
-    """Have the network of `step`, which has been measured, plan with the room for communication that the step takes.
+class Communication:
+    """Steps on `device` of models whose parameters are sharded, by the plans that they have. None is taken twice."""
 
-    If no step stays inside of the room that it was planned with, the room is the upper bound again. If no plan fits
-    beside a room, the room stays, and planning says so.
-    """
-    network = step.network
-    budget = network.budget
-    assert budget is not None
-    step.prepare()
-    taken = 0
-    for slack in _SLACK:
-        room = int((1 + slack) * taken)
-        divided = budget.with_communication(room)
-        network.divide(divided)
-        try:
-            sequence = network.compute_sequence()
-        except InfeasibleError:
-            return
-        with memory_meter(network.device) as meter:
-            step(meter.mark)
-        risen = max(phase.peak for phase in meter.phases.values())
-        taken = divided.fixed.total + risen - divided.peak_bytes(sequence)
-        if taken <= room:
-            return
-    network.divide(budget)
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._last: tuple[object, FollowedStep] | None = None
+
+    def requests(self, step: TrainingStep) -> Sequence[Event]:
+        """Those of two steps by the plan. An optimizer's state is there before."""
+        followed = self._followed(step)
+        if followed.repeats:
+            return followed.repeated()
+        with step.leaving_nothing(), gathering_apart(followed), followed:
+            step()
+        return followed.events
+
+    def find_room(self, step: TrainingStep) -> None:
+        """Have the network of `step`, which has been measured, plan with the room that the step takes.
+
+        If no step stays inside of the room that it was planned with, the room is the upper bound again. If no plan fits
+        beside a room, the room stays, and planning says so.
+        """
+        network = step.network
+        budget = network.budget
+        assert budget is not None
+        step.prepare()
+        taken = 0
+        for slack in _SLACK:
+            room = int((1 + slack) * taken)
+            divided = budget.with_communication(room)
+            network.divide(divided)
+            try:
+                sequence = network.compute_sequence()
+            except InfeasibleError:
+                return
+            taken = divided.fixed.total + self._followed(step).risen() - divided.peak_bytes(sequence)
+            if taken <= room:
+                return
+        network.divide(budget)
+
+    def _followed(self, step: TrainingStep) -> FollowedStep:
+        plan = step.network.sequence
+        if self._last is None or self._last[0] != plan:
+            followed = FollowedStep(self._device)
+            followed.hold_workspace()
+            followed.hold(step.present())
+            followed.begin()
+            with step.leaving_nothing(), gathering_apart(followed), followed:
+                step()
+            self._last = plan, followed
+        return self._last[1]

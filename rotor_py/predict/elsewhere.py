@@ -15,7 +15,7 @@ from rotor_profiling.instruments import using
 from rotor_py.devices.device import Devices
 from rotor_py.devices.reservation import Reservation
 from rotor_py.errors import UnsupportedModelError
-from rotor_py.predict.communication import find_room_for_communication
+from rotor_py.predict.communication import Communication
 from rotor_py.predict.operators.autocast import cuda_autocast
 from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_py.predict.prediction import prediction_for
@@ -39,6 +39,7 @@ class Elsewhere:
         self.devices = devices
         self._shard = partial(_sharding(shard), precision=precision) if isinstance(shard, str) else shard
         self._mesh: DeviceMesh | None = None
+        self._communication = Communication(devices.each)
         self._mode = TensorsWithoutMemory()
         self.without_memory = WithoutMemory(self._mode)
         """what makes models, samples and optimizers without memory of others"""
@@ -69,11 +70,12 @@ class Elsewhere:
     def follow(self, step: TrainingStep) -> None:
         """Have a model that was measured plan with the room that communication takes in a `step` by its plan."""
         if self._mesh is not None:
-            find_room_for_communication(step)
+            self._communication.find_room(step)
 
     def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation:
         """What is reserved for a `step` by a plan that was found; see `find_reservation`."""
-        return find_reservation(step, self.devices, keep_limit=keep_limit, taken=self._mesh is not None)
+        requests_of = None if self._mesh is None else self._communication.requests
+        return find_reservation(step, self.devices, keep_limit=keep_limit, requests_of=requests_of)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -74,8 +74,10 @@ class TrainingStep:
 
     def present(self) -> list[torch.Tensor]:
         """What is there before the first one is taken."""
+        parameters = list(self.network.parameters())
+        gradients = [each.grad for each in parameters if each.grad is not None]
         state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
-        return [*self.network.parameters(), *self.network.buffers(), *state, *tensors_in(self.value)]
+        return [*parameters, *self.network.buffers(), *gradients, *state, *tensors_in(self.value)]
 
     @contextmanager
     def leaving_nothing(self) -> Iterator[None]:

@@ -72,8 +72,8 @@ def test_a_plan_that_moves_is_faster_and_its_step_is_inside_the_limit(monkeypatc
     peaks: list[tuple[int, int]] = []
     followed = reserving.followed_by_plan
 
-    def noted(step: TrainingStep, device: Device, *, taken: bool) -> FollowedStep:
-        found = followed(step, device, taken=taken)
+    def noted(step: TrainingStep, device: Device) -> FollowedStep:
+        found = followed(step, device)
         sizes, held, peak, ends = dict[object, int](), 0, 0, list[int]()
         for event in found.events:
             match event:

@@ -16,8 +16,10 @@ from rotor_profiling.instruments import using
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate
 from rotor_py.capture import compiled_models
-from rotor_py.devices.table import find_devices
-from rotor_py.predict.communication import find_room_for_communication
+from rotor_py.devices.followed_step import FollowedStep
+from rotor_py.devices.reservation import Reservation
+from rotor_py.devices.table import find_device, find_devices
+from rotor_py.predict.communication import Communication
 from rotor_py.predict.sharding import blocks_of, shard_blocks
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory
@@ -27,6 +29,7 @@ from tests.distributed.processes import Processes
 from tests.predict import sharded_steps
 from tests.predict.sharded_steps import ROWS, WIDTH, Blocks
 
+repeated = FollowedStep.repeated
 ON_THE_CPU = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
 BLOCK = 512
 
@@ -80,7 +83,7 @@ def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> Non
         least, most = budget.least_bytes() - bound, budget.peak_bytes(store_all(budget.chain)) - bound
         network.mem_limit = int(least + share * (most - least)) + bound // 4
         step = TrainingStep(network, batch, sharded_steps.loss, optimizer, fresh_grads=True)
-        find_room_for_communication(step)
+        Communication(find_device("h100")).find_room(step)
         sequence = network.compute_sequence()
         found = network.budget
         assert found is not None
@@ -103,6 +106,22 @@ def test_without_a_step_inside_its_room_the_room_is_the_upper_bound(monkeypatch:
     seen = communication()
     monkeypatch.setattr("rotor_py.predict.communication._SLACK", (0.0,))  # no step fits into no room at all
     assert communication() > 1.5 * seen > 0
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh gradients", "kept gradients"])
+def test_a_second_step_requests_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch, fresh: bool) -> None:
+    def reserved() -> Reservation | None:
+        batch = torch.empty(ROWS, WIDTH)
+        return estimate(
+            Blocks, batch, "h100:4", optimizer=torch.optim.AdamW, loss=torch.mean, fresh_grads=fresh
+        ).reserved
+
+    asked = []
+    monkeypatch.setattr(FollowedStep, "repeated", lambda step: asked.append(step) or repeated(step))  # type: ignore[func-returns-value]  # a list's append
+    once = reserved()
+    assert asked
+    monkeypatch.setattr(FollowedStep, "repeats", False)
+    assert reserved() == once
 
 
 def test_what_divides_the_parameters_may_be_the_users_own() -> None:
