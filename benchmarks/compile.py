@@ -84,15 +84,13 @@ class Row:
         *,
         again: bool = False,
     ) -> None:
-        self.name, self.kind, self.loss = name, kind, case[2]
+        self.name, self.kind, self.loss, self.around = name, kind, case[2], around
         self.seconds = []
         for _ in range(1 + again):
-            torch._dynamo.reset()
             self.model, self.inputs = copy.deepcopy(case[0]), case[1]
             began = processor_seconds()
-            with around():
-                self.network = make(self.model)
-                self.step()
+            self.network = make(self.model)
+            self.step()
             self.seconds.append(processor_seconds() - began)
         self.step()
         self.model.zero_grad()
@@ -104,10 +102,11 @@ class Row:
     def step(self) -> float:
         self.model.zero_grad()
         torch.manual_seed(1)
-        began = time.process_time()
-        output = self.network(**self.inputs)
-        self.loss(output).backward()
-        return time.process_time() - began
+        with self.around():
+            began = time.process_time()
+            output = self.network(**self.inputs)
+            self.loss(output).backward()
+            return time.process_time() - began
 
 
 def rows(case: Case, block: str, only: str | None) -> list[Row]:
@@ -174,14 +173,24 @@ def _planned(case: Case, limit: int, *, compiled: bool, again: bool = False) -> 
 
 
 def in_turns(found: list[Row], repeats: int) -> list[list[float]]:
-    """The seconds of a step of each row, in each turn. What ran before a step has its part in them: orders change."""
-    draw, turns = random.Random(0), []
+    """The seconds of a step of each row, in each turn. What ran before a step has its part in them: orders change.
+
+    RuntimeError if anything is compiled meanwhile: a row would then run other code than that of its peak.
+    """
+    draw, turns, compiled = random.Random(0), [], graphs_compiled()
     for _ in range(repeats):
         seconds = [0.0] * len(found)
         for index in draw.sample(range(len(found)), len(found)):
             seconds[index] = found[index].step()
         turns.append(seconds)
+    if graphs_compiled() != compiled:
+        raise RuntimeError(f"{graphs_compiled() - compiled} graphs were compiled again while steps were timed")
     return turns
+
+
+def graphs_compiled() -> int:
+    """How many TorchDynamo has captured so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def compared(
@@ -228,10 +237,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     # Compilers run one by one: helping processes that live on would not be counted.
-    with inductor_config.patch(fallback_random=True, compile_threads=1):
+    # Each row is a copy of the model with code of its own: none may be thrown away for another one.
+    many = torch._dynamo.config.patch(recompile_limit=100, accumulated_recompile_limit=1000)
+    with many, inductor_config.patch(fallback_random=True, compile_threads=1):
         for name in options.models or CASES:
             torch.manual_seed(0)
             found, holds = compared(name, CASES[name][0](), options.repeats, options.only)
+            torch._dynamo.reset()
             print(table(found), verdict_table(holds), sep="\n\n", flush=True)
             if options.write:
                 everything = merged("compile", found, CPU, CASES)
