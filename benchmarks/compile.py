@@ -101,7 +101,7 @@ class Row:
         self.name, self.kind, self.loss, self.around = name, kind, case[2], around
         self.seconds = []
         for _ in range(1 + again):
-            self.model, self.inputs = copy.deepcopy(case[0]), case[1]
+            self.model, self.inputs = copy.deepcopy((case[0], case[1]))  # capturing marks the images of a batch
             began = processor_seconds()
             self.network = make(self.model)
             self.step()

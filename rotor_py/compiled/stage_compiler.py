@@ -41,6 +41,7 @@ class StageCompiler:
         self._foreseen: dict[StageCode, tuple[Foreseen, ...]] = {}
         self.seconds = 0.0
         """How long compiling has taken so far."""
+        self._has_tools = True
 
     @property
     def kinds(self) -> int:
@@ -102,6 +103,8 @@ class StageCompiler:
         partitioner: CustomPartitionerFn | None,
         way: str | None,
     ) -> StageCode | None:
+        if not self._has_tools:
+            return None
         began = time.perf_counter()
         if way is not None and self._partitions is not None:
             partitioner = self._partitions.within(budget_of(way))
@@ -114,10 +117,19 @@ class StageCompiler:
         # Whatever AOTAutograd, Inductor or the compiler of the machine raise: plain, the stage trains as well.
         except Exception as error:
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
-            _log.warning("%s is not compiled: %s", name, cause)
+            self._has_tools = not _misses_tools(error)
+            _log.warning("%s is not compiled: %s", name if self._has_tools else "the model", cause)
             return None
         finally:
             self.seconds += time.perf_counter() - began
+
+
+def _misses_tools(error: Exception) -> bool:
+    """Whether a compiler is missing, so that nothing else can be compiled, either."""
+    from torch._inductor import exc
+
+    missing = exc.InvalidCxxCompiler, exc.TritonMissing, exc.GPUTooOldForTriton
+    return isinstance(getattr(error, "inner_exception", error), missing)
 
 
 def _kind(stage: nn.Module, value: object) -> Hashable:

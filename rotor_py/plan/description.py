@@ -83,7 +83,7 @@ def report_of(plan: StepPlan, model: TrainedModel) -> Report:
         budget=plan.budget,
         measurement=plan.measurement,
         sequence=sequence,
-        compiled=plan.compiled,
+        compiled=plan.compiled if plan.compiled or model.settings.inductor is not None else None,
     )
 
 

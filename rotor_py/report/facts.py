@@ -27,8 +27,8 @@ class ReportFacts(PlanNumbers):
 
     sweep: Sweep | None = None
     """What all limits cost, where that is known."""
-    compiled: Iterable[str] = ()
-    """The names of the stages that run compiled."""
+    compiled: Iterable[str] | None = None
+    """The names of the stages that run compiled; None where nobody has asked for it."""
     batches: BatchChoice | None = None
     """How the batch was chosen, if it was."""
     predicted_for: Devices | None = None
@@ -66,8 +66,7 @@ class ReportFacts(PlanNumbers):
 
     def remarks(self) -> tuple[str, ...]:
         """What there is to say beside the verdict, in whole sentences."""
-        names = tuple(self.compiled)
-        compiled = f"{len(names)} of {len(self.chain)} stages run compiled." if names else None
+        compiled = None if self.compiled is None else _compiled(len(tuple(self.compiled)), len(self.chain))
         chosen = () if self.batches is None else self.batches.sentences()
         freed = f"{self.budget.gradients_freed()}." if self.budget.freed_gradients else None
         words = self.budget.moved_in_words(self.sequence)
@@ -131,3 +130,9 @@ class ReportFacts(PlanNumbers):
             f"{self.budget.forwards} forwards are in flight at once, by {len(found)} different sequences; their "
             f"backwards {order}. Stages and pictures are those of {name}, where the peak is."
         )
+
+
+def _compiled(number: int, stages: int) -> str:
+    if not number:
+        return f"None of {stages} stages runs compiled: none can be, which the log tells, or plain ones are as fast."
+    return f"{number} of {stages} stages run compiled."

@@ -129,6 +129,28 @@ def test_compiled_code_is_slower_only_if_it_is_at_its_best_and_clearly(
     assert order == ["compiled", "plain"] * len(compiled)  # in turns
 
 
+def test_without_a_compiler_one_line_says_so_for_the_whole_model_and_so_does_the_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler
+
+    asked = []
+
+    def missing(*args: Any, **options: Any) -> Any:
+        asked.append(args)
+        raise InductorError(InvalidCxxCompiler("No working C++ compiler found"), None)
+
+    monkeypatch.setattr("rotor_py.compiled.stage_compiler.compile_code", missing)
+    torch.manual_seed(0)
+    found = Checkpointable(Net(), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
+    lines = [each.getMessage() for each in caplog.records if "not compiled" in each.getMessage()]
+    assert lines == ["the model is not compiled: InvalidCxxCompiler: No working C++ compiler found"]
+    assert len(asked) == 1
+    assert "None of 4 stages runs compiled" in str(found.report())
+    plain = Checkpointable(Net(), batch(), "1GB", loss=loss, fresh_grads=True, granularity=4)
+    assert "compiled" not in str(plain.report())
+
+
 def test_a_stage_that_cannot_be_compiled_runs_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

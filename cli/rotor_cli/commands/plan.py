@@ -124,7 +124,7 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
         sequence=stored,
         arguments=arguments_in_python(found, network, request),
         limited=request.limited,
-        compiled=network.compiled,
+        compiled=network.compiled if request.compile else None,
     )
 
 
@@ -153,8 +153,9 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
     # Which stages run compiled is decided for a limit, and costs follow from that.
     assert network.budget is not None
     assert network.inspection_values is not None
-    found = replace(facts, budget=network.budget, measurement=network.inspection_values, compiled=network.compiled)
-    return replace(found, mem_limit=limit, sequence=sequence)
+    found = replace(facts, budget=network.budget, measurement=network.inspection_values)
+    compiled = network.compiled if request.compile else None
+    return replace(found, mem_limit=limit, sequence=sequence, compiled=compiled)
 
 
 def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, place: Place) -> Facts:
