@@ -7,14 +7,14 @@ taken as often as one likes, so here the bound gives way to what is seen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from rotor_py.checkpointable import Checkpointable
 from rotor_py.devices.device import Device
 from rotor_py.devices.followed_step import FollowedStep
 from rotor_py.devices.requests import Event
+from rotor_py.measure.device import limit_bytes
 from rotor_py.predict.gathering import gathering_apart
 from rotor_py.predict.training_step import TrainingStep
-from rotor_solver import InfeasibleError
+from rotor_solver import InfeasibleError, Sequence
 
 _SLACK = (0.0, 0.0, 0.03, 0.06, 0.12)
 """How much more room than the last step took is planned with, round by round, as a part of it. Guesses.
@@ -29,9 +29,9 @@ class Communication:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._last: tuple[object, FollowedStep] | None = None
+        self._last: tuple[Checkpointable, Sequence, FollowedStep] | None = None
 
-    def requests(self, step: TrainingStep) -> Sequence[Event]:
+    def requests(self, step: TrainingStep) -> list[Event]:
         """Those of two steps by the plan. An optimizer's state is there before."""
         followed = self._followed(step)
         if followed.repeats:
@@ -56,22 +56,46 @@ class Communication:
             divided = budget.with_communication(room)
             network.divide(divided)
             try:
-                sequence = network.compute_sequence()
+                network.compute_sequence()
             except InfeasibleError:
                 return
-            taken = divided.fixed.total + self._followed(step).risen() - divided.peak_bytes(sequence)
+            taken = self._taken(step)
             if taken <= room:
                 return
         network.divide(budget)
 
+    def promise(self, step: TrainingStep) -> None:
+        """Have the network of `step` count the room that the step takes by its plan, whatever that was made for.
+
+        Where that is beyond its limit, the limit is what the step takes.
+        """
+        network = step.network
+        plan, budget = network.sequence, network.budget
+        assert plan is not None
+        assert budget is not None
+        taken = self._taken(step)
+        if taken > budget.fixed.communication:
+            divided = budget.with_communication(taken)
+            network.divide(divided)
+            network.sequence = plan
+            network.mem_limit = max(limit_bytes(network.mem_limit, network.device), divided.peak_bytes(plan))
+
+    def _taken(self, step: TrainingStep) -> int:
+        """The bytes for communication with which the peak of the plan is that of the step."""
+        followed, budget, plan = self._followed(step), step.network.budget, step.network.sequence
+        assert plan is not None
+        assert budget is not None
+        return budget.fixed.total + followed.risen() - budget.peak_bytes(plan)
+
     def _followed(self, step: TrainingStep) -> FollowedStep:
-        plan = step.network.sequence
-        if self._last is None or self._last[0] != plan:
+        network, plan = step.network, step.network.sequence
+        assert plan is not None
+        if self._last is None or self._last[0] is not network or self._last[1] != plan:
             followed = FollowedStep(self._device)
             followed.hold_workspace()
             followed.hold(step.present())
             followed.begin()
             with step.leaving_nothing(), gathering_apart(followed), followed:
                 step()
-            self._last = plan, followed
-        return self._last[1]
+            self._last = network, plan, followed
+        return self._last[2]

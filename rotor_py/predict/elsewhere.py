@@ -74,8 +74,11 @@ class Elsewhere:
 
     def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation:
         """What is reserved for a `step` by a plan that was found; see `find_reservation`."""
-        requests_of = None if self._mesh is None else self._communication.requests
-        return find_reservation(step, self.devices, keep_limit=keep_limit, requests_of=requests_of)
+        if self._mesh is None:
+            return find_reservation(step, self.devices, keep_limit=keep_limit)
+        found = find_reservation(step, self.devices, keep_limit=keep_limit, requests_of=self._communication.requests)
+        self._communication.promise(step)
+        return found
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -108,6 +108,21 @@ def test_without_a_step_inside_its_room_the_room_is_the_upper_bound(monkeypatch:
     assert communication() > 1.5 * seen > 0
 
 
+def test_a_plan_made_for_too_little_room_promises_what_its_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one that `--max-overhead` chooses, in the room of another plan."""
+
+    def plan_without_room(communication: Communication, step: TrainingStep) -> None:
+        step.prepare()
+        assert step.network.budget is not None
+        step.network.divide(step.network.budget.with_communication(0))
+
+    monkeypatch.setattr(Communication, "find_room", plan_without_room)
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loss": torch.mean, "fresh_grads": True}
+    report = estimate(Blocks, torch.empty(ROWS, WIDTH), "h100:4", mem_limit="37MB", **options)
+    assert report.budget.fixed.communication > 0
+    assert report.peak_bytes == report.mem_limit > 37_000_000
+
+
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh gradients", "kept gradients"])
 def test_a_second_step_requests_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch, fresh: bool) -> None:
     def reserved() -> Reservation | None:

@@ -162,8 +162,8 @@ def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: R
     """With what the allocator reserves for the plan; where nobody has set a limit, one that leaves room for it."""
     keep_limit = request.mem_limit is not None or request.overhead is not None
     reserved = place.reserve(_step(network, found, request, place), keep_limit=keep_limit)
-    if keep_limit or reserved is None:
-        return replace(facts, reserved=reserved)
+    if reserved is None:
+        return facts
     assert network.budget is not None
     assert network.sequence is not None
     limit = limit_bytes(network.mem_limit, network.device)
