@@ -1,7 +1,7 @@
 """What the stages of a model cost: seconds and bytes, on CPU and CUDA, measured without changing the model."""
 
 from rotor_profiling.instruments import memory_meter
-from rotor_profiling.isolate import RandomState, isolated
+from rotor_profiling.isolate import RandomState, buffers_kept, isolated
 from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
@@ -27,6 +27,7 @@ __all__ = [
     "StepWatch",
     "UnknownOptimizerError",
     "UnusableLossError",
+    "buffers_kept",
     "bytes_like",
     "isolated",
     "leaves_of",

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from rotor_profiling.values import equal
+
 Slot = tuple[dict[str, Any], str, torch.Tensor]
 """A place where a module keeps a tensor: its table of parameters or buffers, the name there, and the tensor."""
 
@@ -84,6 +86,23 @@ def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[lis
             yield list(aliases.values())
     finally:
         state.restore()
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Put back the buffers of `module`, and their values, whatever is run in here. It takes a copy of all of them."""
+    tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
+    copies = {id(tensor): (tensor, tensor.clone()) for _, _, tensor in buffer_slots(module)}
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        with torch.no_grad():
+            for tensor, copy in copies.values():
+                if not equal(tensor, copy):  # written without need, autograd could not use what it has saved of it
+                    tensor.copy_(copy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ class CapturedForward:
         self.open_sizes = open_sizes
         self._granularity = granularity
         self._compiled: _Compiled | None = None
-        self._graphs: dict[TracedGraph, CapturedGraph] = {}
+        self._graphs: dict[TracedGraph, list[CapturedGraph]] = {}
+        """For each that was traced, one for every layer that runs it: layers alike may share one that is traced."""
         self.breaks_at: str | None = None
         """The line of the model at which TorchDynamo broke its graph first; None if it broke nowhere."""
         self._told_of_cache = False
@@ -97,9 +98,11 @@ class CapturedForward:
             self._compiled = _Compiled(FSDPMarks.of(self.model))
         compiled, marks = self._compiled, self._compiled.marks
 
+        taken: list[CapturedGraph] = []
+
         def handle(traced: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             asking.open = False
-            graph = self._captured(traced, marks)
+            graph = self._captured(traced, arguments, taken, marks)
             # The graph runs inside of `forward.function`, where holes and marks are on the model.
             with marks.unmarked() if marks else nullcontext():
                 outputs = run_graph(graph, arguments)
@@ -158,13 +161,24 @@ class CapturedForward:
         finally:
             marks.measuring = False
 
-    def _captured(self, traced: TracedGraph, marks: FSDPMarks | None) -> CapturedGraph:
-        """The traced graph, for this model: with its parameters, and cut for it."""
-        if traced not in self._graphs:
+    def _captured(
+        self, traced: TracedGraph, arguments: tuple[Any, ...], taken: list[CapturedGraph], marks: FSDPMarks | None
+    ) -> CapturedGraph:
+        """The traced graph, for this model: with its parameters, and cut for it; it is then among those `taken`.
+
+        One that this forward has taken with other parameters is not: its stages may run again with those.
+        """
+        known = self._graphs.setdefault(traced, [])
+        found = next((each for each in known if each.has(arguments)), None)
+        if found is None:
+            found = next((each for each in known if each not in taken), None)
+        if found is None:
             # By id: tensors compare element by element.
             buffers = frozenset(id(buffer) for buffer in self.model.buffers())
-            self._graphs[traced] = CapturedGraph(traced.graph_module, buffers, self._granularity, marks)
-        return self._graphs[traced]
+            found = CapturedGraph(traced.graph_module, buffers, self._granularity, marks)
+            known.append(found)
+        taken.append(found)
+        return found
 
     def _refusal(self, error: Unsupported) -> UnsupportedModelError:
         cause = str(error).partition("\n")[0].rstrip(".: ")

@@ -33,8 +33,9 @@ from rotor_py.capture.graph.run_graph import line_of, run_graph
 from rotor_py.capture.marks.fsdp_marks import FSDPMarks
 from rotor_py.capture.marks.mark_nodes import enter, leave
 from rotor_py.errors import UnsupportedModelError
-from rotor_py.measure.cut import Layer
+from rotor_py.measure.cut import Cut, Layer
 from rotor_py.measure.measurement import PrefixCost
+from rotor_py.stage.surroundings import remember_moved_elsewhere
 
 Agree = Callable[[list[int]], list[int]]
 
@@ -121,10 +122,21 @@ class CapturedGraph:
         self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]
         self._context = asking_at_once(context_of(facts, self._wanted))
 
+    def has(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether its stages have the parameters and buffers that are among these arguments."""
+        given = zip(self._placeholders, arguments, strict=True)
+        return self._facts is not None and all(value is self._owned.get(node, value) for node, value in given)
+
     @property
     def answers(self) -> Answers:
         """What the graph assumes of questions about data."""
         return answers_of(self.graph_module.graph)
+
+    def remember_written(self, cut: Cut) -> None:
+        """Have the stages of `cut` find buffers that others of them write into as they were, when they run again."""
+        assert self._facts is not None
+        written = [tensor for node, tensor in self._owned.items() if node in self._facts.written]
+        remember_moved_elsewhere([function for _, function in cut.stages], written)
 
     @property
     def trains(self) -> bool:

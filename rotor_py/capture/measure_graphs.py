@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import nn
 
 from rotor_profiling import (
     RandomState,
+    buffers_kept,
     storages,
     tensors_in,
 )
@@ -45,7 +46,7 @@ _TRIFLE = 0.01
 predicted peak may differ from the measured one.
 """
 _TABLES = frozenset(vars(nn.Module()))
-"""The attributes of every module: parameters, buffers, hooks, the mode. Measuring restores them by other means."""
+"""The attributes of every module: parameters, buffers, hooks, the mode."""
 
 
 def measure_graphs(
@@ -90,7 +91,7 @@ def measure_graphs(
 
     # Stages are run several times to be measured, and draw random numbers each time.
     state = RandomState.now((device,))
-    with _attributes_kept(model), forward.measuring():
+    with _attributes_kept(model), buffers_kept(model), forward.measuring():
         try:
             with outside:
                 output = forward.call(args, kwargs, run)
@@ -194,12 +195,19 @@ def _refuse_much_outside(model: nn.Module, outside: SavedOutside, captured_bytes
 
 @contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back the attributes that a forward sets on modules, such as a count of its calls."""
+    """Put back the attributes that a forward sets on modules, such as a count of its calls, and generators' states."""
     before = [(vars(module), {k: v for k, v in vars(module).items() if k not in _TABLES}) for module in model.modules()]
+    generators = {each: each.get_state() for _, kept in before for each in kept.values() if _is_generator(each)}
     try:
         yield
     finally:
+        for generator, state in generators.items():
+            generator.set_state(state)
         for attributes, kept in before:
             for key in [key for key in attributes if key not in _TABLES and key not in kept]:
                 del attributes[key]
             attributes.update(kept)
+
+
+def _is_generator(value: Any) -> TypeGuard[torch.Generator]:
+    return isinstance(value, torch.Generator)

@@ -114,6 +114,7 @@ class CaptureSession:
         """Run the stages of the main graph in this way from the next forward on."""
         assert self._main is not None
         self._main = _MainGraph(self._main.graph, cut)
+        self._main.graph.remember_written(cut)
         self._planned = {self._main.graph: cut}  # the same graph for other shapes is cut again
 
     def same_graph(self, other: CaptureSession) -> bool:
@@ -161,6 +162,7 @@ class CaptureSession:
             if self.answers is not None and graph.answers not in ((), self.answers):
                 raise OtherDataError(self.answers, graph.answers)
             self._planned[graph] = replace(self._cut(graph), input_owned=True)
+            graph.remember_written(self._planned[graph])
         except PlanMismatchError:
             if not self._followed_plan:
                 raise

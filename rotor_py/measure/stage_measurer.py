@@ -57,7 +57,7 @@ from rotor_py.stage.decisions import decided_bytes, decides_nothing, remember_un
 from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moving
+from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moved_elsewhere, remember_moving
 from rotor_py.stage.ways.elsewhere import ELSEWHERE
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver.progress import Progress
@@ -158,6 +158,7 @@ class StageMeasurer:
             if progress is not None:
                 progress(number, len(self._stages), name)
             value = self._measure_stage(number, value)
+        remember_moved_elsewhere(function for _, function in self._stages)
         self._held_bytes = self._bytes_of_silent(value)
         del value
         if progress is not None:

@@ -7,7 +7,8 @@ copies them all, compares, and remembers which ones moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,9 @@ _PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatc
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 """Per stage, the positions of the buffers that its forward was seen to change."""
 
+_moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+"""Per stage, the positions of the buffers that other stages change, perhaps before it is run again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
@@ -41,6 +45,8 @@ class Surroundings:
     random: RandomState | None
     buffers: tuple[tuple[Slot, torch.Tensor], ...]
     decisions: Decisions = ()
+    slots: tuple[Slot, ...] = ()
+    """The buffers that there were: a model may have put others in their place since."""
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
@@ -57,6 +63,10 @@ class Surroundings:
                 # The stream goes on afterwards as if this run had not been.
                 stack.callback(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
                 self.random.restore()
+            for table, name, tensor in self.slots:
+                if table[name] is not tensor:
+                    stack.callback(table.__setitem__, name, table[name])
+                    table[name] = tensor
             # Another tensor in the module's table and no write into the one there: autograd may have saved that one.
             for (table, name, _), before in self.buffers:
                 stack.callback(table.__setitem__, name, table[name])
@@ -97,7 +107,7 @@ def recorded(
     drew = before is not None and RandomState.now(devices) != before
     moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
     buffers = tuple((slots[i], copies[i]) for i in moved)
-    result.append(Surroundings(autocast, before if drew else None, buffers, decided[0]))
+    result.append(Surroundings(autocast, before if drew else None, buffers, decided[0], tuple(slots)))
 
 
 def _find_moving(
@@ -118,12 +128,13 @@ def _find_moving(
     else:
         changed = sorted({*changed, *copies})
     _moving[function] = _moving.get(function, frozenset()) | frozenset(changed)
+    changed = sorted({*changed, *_moved_elsewhere.get(function, ())})
     if surprise := [slots[i][1] for i in changed if i not in copies]:
         raise RuntimeError(
             f"buffer {surprise[0]!r} of stage {name!r} was changed by a forward pass for the first time, so the "
             "stage cannot be run again exactly in this step; run the step once more, it is now known to change"
         )
-    return sorted(changed)
+    return changed
 
 
 def _let_copies_track(module: nn.Module, stack: ExitStack) -> None:
@@ -162,8 +173,8 @@ def _own_buffers(function: Callable[..., Any]) -> list[Slot]:
 
 
 def _copies(function: Callable[..., Any], slots: list[Slot]) -> dict[int, torch.Tensor]:
-    known = _moving.get(function) if isinstance(function, nn.Module) else None
-    return {i: slot[2].clone() for i, slot in enumerate(slots) if known is None or i in known}
+    unknown = not isinstance(function, nn.Module) or function not in _moving
+    return {i: slot[2].clone() for i, slot in enumerate(slots) if unknown or i in recall_moving(function)}
 
 
 def _moved(slot: Slot, version: int) -> bool:
@@ -176,9 +187,11 @@ def _equal(copy: torch.Tensor, slot: Slot) -> bool:
     return equal(copy, table[name])
 
 
-def recall_moving(function: nn.Module) -> frozenset[int]:
-    """The positions of the buffers that runs of a stage have changed, as far as they are copied."""
-    return _moving.get(function, frozenset())
+def recall_moving(function: Callable[..., Any]) -> frozenset[int]:
+    """The positions of the buffers that runs of a stage, or of another one, have changed, as far as they are copied."""
+    if not isinstance(function, nn.Module):
+        return frozenset()
+    return _moving.get(function, frozenset()) | _moved_elsewhere.get(function, frozenset())
 
 
 def remember_moving(function: nn.Module, positions: frozenset[int]) -> None:
@@ -186,9 +199,24 @@ def remember_moving(function: nn.Module, positions: frozenset[int]) -> None:
     _moving[function] = recall_moving(function) | positions
 
 
+def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iterable[torch.Tensor] = ()) -> None:
+    """Have each stage copy the buffers that any of them is known to change, and those of `also` that several have.
+
+    A stage that only reads one has to find it in its second run as in its first.
+    """
+    stages = [(function, _own_buffers(function)) for function in functions if isinstance(function, nn.Module)]
+    holders = Counter(address for _, slots in stages for address in {id(tensor) for _, _, tensor in slots})
+    moved = {id(tensor) for tensor in also}
+    moved |= {id(slots[i][2]) for function, slots in stages for i in _moving.get(function, ()) if i < len(slots)}
+    for function, slots in stages:
+        here = {i for i, (_, _, tensor) in enumerate(slots) if id(tensor) in moved and holders[id(tensor)] > 1}
+        if here:
+            _moved_elsewhere[function] = _moved_elsewhere.get(function, frozenset()) | here
+
+
 def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
     """The buffers of which a copy is kept while `function` may be run again, as far as its runs have shown."""
-    known = _moving.get(function, frozenset()) if isinstance(function, nn.Module) else frozenset()
+    known = recall_moving(function)
     return [slot[2] for i, slot in enumerate(_own_buffers(function)) if i in known]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from rotor_py.capture.graph.graph_facts import GraphFacts
-from rotor_py.capture.graph.graph_nodes import carries_gradient, memory_root, new_bytes, overwrites, tensors_of
+from rotor_py.capture.graph.graph_nodes import carries_gradient, memory_root, new_bytes, tensors_of, written_by
 from rotor_py.capture.graph.sizes import example_of
 from rotor_py.capture.marks.mark_nodes import enter, leave
 
@@ -154,8 +154,7 @@ def _unfinished(facts: GraphFacts) -> set[int]:
     position = {node: at for at, node in enumerate(facts.body)}
     found: set[int] = set()
     for node in facts.body:
-        if node.op in ("call_function", "call_method") and overwrites(node) and node.all_input_nodes:
-            target = memory_root(node.all_input_nodes[0])
+        for target in map(memory_root, written_by(node)):
             found.update(range(position.get(target, position[node]), position[node]))
     return found
 

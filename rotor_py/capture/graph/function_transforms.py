@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor_py.capture.graph.graph_nodes import name_of, overwrites
+from rotor_py.capture.graph.graph_nodes import name_of, written_by
 from rotor_py.capture.graph.run_graph import line_of
 from rotor_py.capture.graph.sizes import example_of
 from rotor_py.errors import UnsupportedModelError
@@ -49,7 +49,7 @@ def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
     inputs = list(dict.fromkeys(each for node in region for each in node.all_input_nodes if each not in members))
     outputs = [node for node in region if any(user not in members for user in node.users)]
     for node in region:
-        if overwrites(node) and node.all_input_nodes and node.all_input_nodes[0] in inputs:
+        if not set(inputs).isdisjoint(written_by(node)):
             raise UnsupportedModelError(
                 f"{line_of(node)} writes into a tensor inside of a function that torch.func transforms, and running a "
                 "stage again would write again; let it make a new tensor there"

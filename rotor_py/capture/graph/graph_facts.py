@@ -22,8 +22,8 @@ from rotor_py.capture.graph.graph_nodes import (
     is_random,
     memory_root,
     name_of,
-    overwrites,
     tensors_of,
+    written_by,
 )
 from rotor_py.capture.graph.recurrent_layers import draws_random_numbers
 from rotor_py.capture.graph.sizes import Sizes
@@ -63,6 +63,8 @@ class GraphFacts:
     sizes: Sizes
     """What the symbols of the graph stand for."""
     marks: FSDPMarks | None = None
+    written: set[fx.Node] = field(default_factory=set)
+    """The nodes into whose memory the body may write. Whoever reads it after that has to run in the body, too."""
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
     """The owned placeholders that are holes, each with its parameter's place and the group that it is gathered with."""
     codes: Codes = field(default_factory=Codes)
@@ -70,8 +72,12 @@ class GraphFacts:
 
     @property
     def operators(self) -> list[str]:
-        """What makes the tensors of the body, in order: equal for graphs that do the same, if for other sizes."""
-        return [f"{node.op} {name_of(node)}" for node in self.body if tensors_of(node)]
+        """What makes the tensors of the body, in order, and which of them need a gradient, as of what is given: equal
+        for graphs that do the same, if for other sizes.
+        """
+        given = ["gradient" if carries_gradient(node) else "given" for node in self.given]
+        made = [f"{node.op} {name_of(node)} {carries_gradient(node)}" for node in self.body if tensors_of(node)]
+        return [*given, *made]
 
 
 def read_graph(
@@ -84,7 +90,7 @@ def read_graph(
     while True:
         facts = _read(graph_module, values, _Reader(sizes, buffers, marks, late))
         # All stages share what the context makes, so none may write into it: whoever ran again would write again.
-        written = {memory_root(node.all_input_nodes[0]) for node in facts.body if _writes(node)} & {*facts.context}
+        written = {node for node in facts.context if memory_root(node) in facts.written}
         if not written:
             return facts
         late |= written
@@ -146,7 +152,10 @@ class _Reader:
             give_up(node)
         else:
             facts.body.append(node)
-            self._read_by_body.update(memory_root(each) for each in node.all_input_nodes)
+            self._read_by_body.update(map(memory_root, node.all_input_nodes))
+            self.facts.written.update(map(memory_root, written_by(node)))
+            if "_norm" in name_of(node):  # it may move its running statistics
+                self.facts.written.update(each for each in node.all_input_nodes if self._is_buffer(each))
 
     def _is_early(self, node: fx.Node) -> bool:
         """Whether a node can run before all nodes of the body, with the same result."""
@@ -167,27 +176,28 @@ class _Reader:
             return False
         if not all(each in self._early or (each in owned and not owned[each].requires_grad) for each in inputs):
             return False
-        if overwrites(node):
-            # Moved before the body, a write would be seen too early by nodes of the body that have read its target.
-            target = memory_root(inputs[0])
-            return target.op not in ("placeholder", "get_attr") and target not in self._read_by_body
+        if not self.facts.written.isdisjoint(map(memory_root, inputs)):
+            return False
+        # Moved before the body, a write would be seen too early by nodes of the body that have read its target.
+        if any(
+            target.op in ("placeholder", "get_attr") or target in self._read_by_body
+            for target in map(memory_root, written_by(node))
+        ):
+            return False
         return node.op in ("call_function", "call_method", "get_attr")
+
+    def _is_buffer(self, node: fx.Node) -> bool:
+        return node in self.facts.owned and not isinstance(self.facts.owned[node], nn.Parameter)
 
 
 def written_input(facts: GraphFacts) -> fx.Node | None:
     """A node that writes into a tensor that the model is called with."""
     for node in facts.body:
-        if _writes(node):
-            target = memory_root(node.all_input_nodes[0])
+        for target in map(memory_root, written_by(node)):
             # Dynamo names a placeholder after the place of its value: `args` or `kwargs` of the compiled function.
             if target in facts.given and target.name.startswith(("l_args_", "l_kwargs_")):
                 return node
     return None
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether the node may write into its first input."""
-    return node.op in ("call_function", "call_method") and overwrites(node) and bool(node.all_input_nodes)
 
 
 def _switched(now: Modes, node: fx.Node) -> Modes:

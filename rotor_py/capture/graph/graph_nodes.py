@@ -65,6 +65,14 @@ def overwrites(node: fx.Node) -> bool:
     return bool(node.kwargs.get("inplace") or node.kwargs.get("out") is not None)
 
 
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The inputs that the node may write into; those of a norm that are its running statistics are not among them."""
+    if node.op not in ("call_function", "call_method") or not overwrites(node):
+        return []
+    out = [each for each in tree_leaves(node.kwargs.get("out")) if isinstance(each, fx.Node)]
+    return out or node.all_input_nodes[:1]
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the node may draw random numbers."""
     return any(word in name_of(node) for word in _RANDOM)

@@ -18,7 +18,7 @@ from rotor_profiling import value_kind
 from rotor_profiling.stage.kind import HasKind
 from rotor_py.capture.graph.emitter import Emitter
 from rotor_py.capture.graph.graph_facts import GraphFacts
-from rotor_py.capture.graph.graph_nodes import memory_root, need_gradients, new_bytes, overwrites, tensors_of
+from rotor_py.capture.graph.graph_nodes import memory_root, need_gradients, new_bytes, tensors_of, written_by
 from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.capture.marks.mark_nodes import MARKS
 from rotor_py.distributed.gathering import GatheredToRead
@@ -129,7 +129,7 @@ class MarkedStage:
         Compiled code makes a new tensor of one that it writes into, and earlier pieces have handed that on already.
         """
         own = {*nodes, *self.facts.owned}
-        if any(overwrites(node) and memory_root(node.all_input_nodes[0]) not in own for node in nodes):
+        if any(memory_root(each) not in own for node in nodes for each in written_by(node)):
             return False
         return any(map(tensors_of, makes)) and any(new_bytes(node, self.facts.sizes) for node in nodes)
 
