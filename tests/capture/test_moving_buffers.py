@@ -152,7 +152,7 @@ def test_layers_that_are_traced_alike_keep_their_own_parameters() -> None:
     class Blocks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+            self.blocks = nn.ModuleList(Scaled() for _ in range(2))
 
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
