@@ -97,8 +97,7 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for table, before in tables:
-            table.clear()
-            table.update(before)
+            table.update(before)  # what the first forward of all has made stays
         with torch.no_grad():
             for tensor, copy in copies.values():
                 if not equal(tensor, copy):  # written without need, autograd could not use what it has saved of it

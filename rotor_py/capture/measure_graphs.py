@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -195,19 +195,12 @@ def _refuse_much_outside(model: nn.Module, outside: SavedOutside, captured_bytes
 
 @contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back the attributes that a forward sets on modules, such as a count of its calls, and generators' states."""
+    """Put back the attributes that a forward sets on modules, such as a count of its calls."""
     before = [(vars(module), {k: v for k, v in vars(module).items() if k not in _TABLES}) for module in model.modules()]
-    generators = {each: each.get_state() for _, kept in before for each in kept.values() if _is_generator(each)}
     try:
         yield
     finally:
-        for generator, state in generators.items():
-            generator.set_state(state)
         for attributes, kept in before:
             for key in [key for key in attributes if key not in _TABLES and key not in kept]:
                 del attributes[key]
             attributes.update(kept)
-
-
-def _is_generator(value: Any) -> TypeGuard[torch.Generator]:
-    return isinstance(value, torch.Generator)

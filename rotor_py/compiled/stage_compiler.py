@@ -15,8 +15,8 @@ from rotor_profiling.stage.kind import stage_kind
 from rotor_py.compiled.budgets import Foreseen, OnlySurveyedError, Partitions, budget_of
 from rotor_py.compiled.stage_code import Config, StageCode, compile_code, owned_slots
 from rotor_py.errors import InfeasibleError
-from rotor_py.stage.autocast import autocast_now
 from rotor_py.stage.protocol import offers_of
+from rotor_py.stage.restored.autocast import autocast_now
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn

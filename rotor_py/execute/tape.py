@@ -55,6 +55,7 @@ from rotor_py.execute.runners import Runners
 from rotor_py.execute.store import ActivationStore
 from rotor_py.execute.whole_runs import run_through
 from rotor_py.offload.tier import Tier
+from rotor_py.stage.restored.other_streams import draws
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
 from rotor_solver import Backward, ForwardEnable, Sequence
@@ -257,7 +258,9 @@ class Tape:
     def _without_gradient(self, stage: int, value: Any, output: Any) -> list[torch.Tensor]:
         """The tensors of `output` that the stage passes on as they came, and those that measuring has found."""
         passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
-        known = self.runners[stage].effects.without_gradient
+        runner = self.runners[stage]
+        # One that skips a layer by chance has an output without a gradient in some steps, and with one in others.
+        known = () if draws(runner.function) else runner.effects.without_gradient
         return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]
 
     def _runner(self, step: Step) -> StageRunner:

@@ -53,9 +53,9 @@ from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, w
 from rotor_py.measure.walks.survey import Survey
 from rotor_py.measure.walks.walked_chain import WalkedChain
 from rotor_py.stage.activity import During
-from rotor_py.stage.decisions import decided_bytes, decides_nothing, remember_undecided
 from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.stage.protocol import offers_of
+from rotor_py.stage.restored.decisions import decided_bytes, decides_nothing, remember_undecided
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moved_elsewhere, remember_moving
 from rotor_py.stage.ways.elsewhere import ELSEWHERE

@@ -35,6 +35,7 @@ from rotor_py.plan.steps.step_spec import ModelState, StepSpec
 from rotor_py.plan.telling import telling
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.plan.ways import fastest_stored
+from rotor_py.stage.restored.other_streams import streams_kept
 from rotor_solver import InfeasibleError
 
 _log = logging.getLogger("rotor_py")
@@ -100,6 +101,7 @@ class PlanMaker:
             planning,
             old_objects_aside(),
             callers_hooks_aside(),
+            streams_kept(self.model.core),
             torch.enable_grad(),
             telling(self.settings, type(self.model.core).__name__) as progress,
         ):

@@ -19,9 +19,10 @@ from torch import nn
 
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
 from rotor_profiling.values import equal
-from rotor_py.stage.autocast import Autocast, autocast_now, restored_autocast
-from rotor_py.stage.decisions import Decisions, decisions_recorded, decisions_repeated
-from rotor_py.stage.running_statistics import WrittenStatistics
+from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
+from rotor_py.stage.restored.decisions import Decisions, decisions_recorded, decisions_repeated
+from rotor_py.stage.restored.other_streams import Drawn, other_draws
+from rotor_py.stage.restored.running_statistics import WrittenStatistics
 
 # Their output in training does not depend on their statistics. So these are not copied: for a second run, tracking is
 # switched off instead. A derived class may read its statistics, so types have to be equal.
@@ -47,6 +48,7 @@ class Surroundings:
     decisions: Decisions = ()
     slots: tuple[Slot, ...] = ()
     """The buffers that there were: a model may have put others in their place since."""
+    drawn: Drawn = ()
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
@@ -63,6 +65,9 @@ class Surroundings:
                 # The stream goes on afterwards as if this run had not been.
                 stack.callback(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
                 self.random.restore()
+            for stream, state in self.drawn:
+                stack.callback(stream.set, stream.state())
+                stream.set(state)
             for table, name, tensor in self.slots:
                 if table[name] is not tensor:
                     stack.callback(table.__setitem__, name, table[name])
@@ -100,6 +105,7 @@ def recorded(
     with (
         restored_autocast(autocast, cache=torch.is_grad_enabled()),  # no cache for weights without history
         decisions_recorded(function) as decided,
+        other_draws(function) if preserve_rng_state else nullcontext([()]) as drawn,
         statistics if slots and function not in _moving else nullcontext(),
     ):
         yield result
@@ -107,7 +113,7 @@ def recorded(
     drew = before is not None and RandomState.now(devices) != before
     moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
     buffers = tuple((slots[i], copies[i]) for i in moved)
-    result.append(Surroundings(autocast, before if drew else None, buffers, decided[0], tuple(slots)))
+    result.append(Surroundings(autocast, before if drew else None, buffers, decided[0], tuple(slots), drawn[0]))
 
 
 def _find_moving(

@@ -13,7 +13,7 @@ from torch import nn
 from rotor_profiling import tensors_in
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.plan.inputs.sample import Call
-from rotor_py.stage.autocast import Autocast, autocast_now, restored_autocast
+from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
 from rotor_py.trainers.in_place import PlannedForward
 
 

@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rotor_py.stage.autocast import autocast_now, restored_autocast
 from rotor_py.stage.keepers.handed_over import handing_over_now, tensor_of
 from rotor_py.stage.keepers.keeper import saving_now
 from rotor_py.stage.keepers.saved import Saved
+from rotor_py.stage.restored.autocast import autocast_now, restored_autocast
 from rotor_py.stage.ways.recipe import Around, Reading, Recipe, nothing_around
 
 
