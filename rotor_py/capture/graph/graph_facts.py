@@ -75,7 +75,7 @@ class GraphFacts:
         """What makes the tensors of the body, in order, and which of them need a gradient, as of what is given: equal
         for graphs that do the same, if for other sizes.
         """
-        given = ["gradient" if carries_gradient(node) else "given" for node in self.given]
+        given = ["gradient" if carries_gradient(node) else "given" for node in self.given if tensors_of(node)]
         made = [f"{node.op} {name_of(node)} {carries_gradient(node)}" for node in self.body if tensors_of(node)]
         return [*given, *made]
 
