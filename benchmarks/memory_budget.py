@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from rotor_profiling.instruments import memory_meter
 from rotor_profiling.storage import storage_bytes
 from rotor_py import memory_budget
+from rotor_py.partition.costs.operator_costs import operator_costs
 from rotor_py.partition.joint_graph import JointGraph
-from rotor_py.partition.operator_costs import operator_costs
 
 RATIOS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 SHOWN = 10_000

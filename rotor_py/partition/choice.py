@@ -10,15 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-import torch
-from torch import fx
-
 from rotor_py.partition.chain.stages import Stages
+from rotor_py.partition.costs.graph_costs import GraphCosts
 from rotor_py.partition.follow import follow
-from rotor_py.partition.fused_costs import fused_costs
 from rotor_py.partition.joint_graph import JointGraph, usually_saved
-from rotor_py.partition.operator_costs import Cost, operator_costs
-from rotor_py.partition.peak import Weight, weigh
+from rotor_py.partition.peak import Weight
 from rotor_py.partition.program import Program, in_time
 from rotor_solver import frontier
 
@@ -47,8 +43,8 @@ def candidates(joint: JointGraph, *, fused: bool = False) -> list[Candidate]:
 
     Operators run one by one, or `fused` by Inductor; PyTorch's own partitions for its budgets are then among them.
     """
-    costs = _costs(joint, fused)
-    stages = Stages(joint, costs)
+    costs = GraphCosts.of(joint, fused=fused)
+    stages = Stages(joint, costs.usual)
     most = max(_FEWEST, _WORK // (3 * (len(joint.forward) + len(joint.backward))))
     programs = _mixed(stages, most)
     for keep_outputs in (True, False):
@@ -56,8 +52,7 @@ def candidates(joint: JointGraph, *, fused: bool = False) -> list[Candidate]:
         programs += [follow(stages, found[each], keep_outputs=keep_outputs) for each in _spread(len(found), most)]
     if fused:
         programs += programs_by_budgets(joint, _THEIRS)
-    weighed = [Candidate(program, weigh(joint, costs, program)) for program in programs]
-    return undominated(weighed)
+    return undominated([Candidate(program, costs.weigh(program)) for program in programs])
 
 
 def undominated(found: list[Candidate]) -> list[Candidate]:
@@ -81,8 +76,8 @@ def usual(joint: JointGraph) -> Candidate:
 
 def by_budgets(joint: JointGraph, budgets: Sequence[float]) -> list[Candidate]:
     """What PyTorch's partitioner makes of a graph for Inductor with each of its own budgets, parts of what 1 saves."""
-    costs = _costs(joint, fused=True)
-    return [Candidate(each, weigh(joint, costs, each)) for each in programs_by_budgets(joint, budgets)]
+    costs = GraphCosts.of(joint, fused=True)
+    return [Candidate(each, costs.weigh(each)) for each in programs_by_budgets(joint, budgets)]
 
 
 def programs_by_budgets(joint: JointGraph, budgets: Sequence[float]) -> list[Program]:
@@ -90,19 +85,6 @@ def programs_by_budgets(joint: JointGraph, budgets: Sequence[float]) -> list[Pro
     early = set(joint.early)
     kept = [[node for node in saved if node in joint.root or node in early] for saved in usually_saved(joint, budgets)]
     return [in_time(joint, {joint.allocating(node) for node in each}) for each in kept]
-
-
-def _costs(joint: JointGraph, fused: bool) -> dict[fx.Node, Cost]:
-    if not fused:
-        return operator_costs(joint)
-    return fused_costs(joint, operator_costs(joint, channels_last=_lays_channels_last()))
-
-
-def _lays_channels_last() -> bool:
-    """Whether Inductor lays images out with their channels last, on the CPU."""
-    from torch._inductor import config
-
-    return bool(config.layout_optimization and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available())
 
 
 def _mixed(stages: Stages, most: int) -> list[Program]:

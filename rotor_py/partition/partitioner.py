@@ -20,7 +20,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from rotor_profiling.storage import tensors_in
 from rotor_py.errors import InfeasibleError
 from rotor_py.measure.device import limit_bytes
-from rotor_py.partition.choice import Candidate, candidates, fastest_within, usual
+from rotor_py.partition.choice import Candidate, candidates, fastest_within, undominated, usual
+from rotor_py.partition.costs.graph_costs import GraphCosts
 from rotor_py.partition.dropout import add_stand_ins
 from rotor_py.partition.extract import extract
 from rotor_py.partition.joint_graph import JointGraph
@@ -93,10 +94,10 @@ class BudgetPartitioner(CustomPartitionerFn):
         self._for_graph["least"] = False
         usually = [usual(joint)] if self.fused else []
         self._for_graph["choices"] = [each.weight for each in usually]
-        if usually and usually[0].weight.peak <= room:
+        if usually and usually[0].weight.peak <= room and not GraphCosts.of(joint, fused=True).faster_again:
             return usually[0]
-        others = candidates(joint, fused=self.fused)
-        self._for_graph["choices"] = [each.weight for each in [*others, *usually]]
+        others = undominated([*candidates(joint, fused=self.fused), *usually])
+        self._for_graph["choices"] = [each.weight for each in others]
         best = fastest_within(others, room)
         if best is None and self.reserve:
             best = others[0]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from rotor_py.partition.costs.operator_costs import Cost
 from rotor_py.partition.joint_graph import JointGraph
-from rotor_py.partition.operator_costs import Cost
 from rotor_py.partition.program import Program, Run
 
 _Memory = dict[int, "_Block"]

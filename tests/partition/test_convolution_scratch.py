@@ -28,3 +28,26 @@ def test_the_peak_of_convolutions_under_inductor_is_known_from_the_graph(before:
         step = take_step(model, torch.compile(model, options=options), value)
     (weight,) = options["custom_partitioner_fn"].chosen.values()
     assert step.peak == weight.peak
+
+
+class Depthwise(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.apart = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        self.up, self.down = nn.Conv2d(channels, 4 * channels, 1), nn.Conv2d(4 * channels, channels, 1)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        inside: torch.Tensor = self.down(nn.functional.gelu(self.up(self.apart(value))))
+        return value + inside
+
+
+@pytest.mark.parametrize("budget", ["1GB", "9MB"])
+def test_so_it_is_where_channels_are_convolved_apart(budget: str) -> None:
+    # Within 9 MB, no convolution may run again: the library would then take 5 MB to convolve channels apart.
+    torch._dynamo.reset()
+    model = Loss(nn.Sequential(nn.Conv2d(8, 128, 1), *(Depthwise(128) for _ in range(3))))
+    options = memory_budget(budget).options
+    with fresh_cache():
+        step = take_step(model, torch.compile(model, options=options), torch.randn(4, 8, 8, 8))
+    (weight,) = options["custom_partitioner_fn"].chosen.values()
+    assert 0.9 * weight.peak < step.peak < 1.02 * weight.peak

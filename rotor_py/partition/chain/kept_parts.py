@@ -16,8 +16,8 @@ from torch._functorch import partitioners
 
 from rotor_py.partition.chain.cut_forward import CutForward
 from rotor_py.partition.chain.values import source_of
+from rotor_py.partition.costs.operator_costs import Cost
 from rotor_py.partition.joint_graph import usually_saved
-from rotor_py.partition.operator_costs import Cost
 
 _THRESHOLDS = 6
 """How many different limits of seconds for a byte are tried in cuts of a stage. A guess."""

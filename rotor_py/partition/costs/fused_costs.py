@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rotor_py.partition.costs.operator_costs import Cost, synchronize
 from rotor_py.partition.joint_graph import JointGraph, known
-from rotor_py.partition.operator_costs import Cost, synchronize
 
 _SHARE = 0.15
 """The part of its time that a fused operator takes. A guess: what it computes, without the way through memory."""

@@ -2,10 +2,6 @@
 
 Its seconds decide what is worth running again. Its scratch memory, which no graph shows, counts towards the peak:
 convolutions, attention and reductions allocate more than they return.
-
-On the CPU, Inductor runs convolutions on tensors with their channels last, whatever the graph says, and copies those
-that come from outside in another layout: weights. The library's own copies are others, too: deep in a U-Net, scratch
-memory is three times as large as for the layout of the graph, and early in it, a tenth.
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rotor_profiling.instruments import memory_meter
 from rotor_profiling.storage import tensors_in
+from rotor_py.partition.costs.convolution_layouts import Layout, copied_bytes, layouts_of
 from rotor_py.partition.joint_graph import JointGraph, is_number, known
 
 _log = logging.getLogger("rotor_py")
@@ -49,26 +46,22 @@ class Cost:
     keeping: float = 0.0
 
 
-_LAID_OUT: dict[Any, int] = {torch.ops.aten.convolution.default: 2, torch.ops.aten.convolution_backward.default: 3}
-"""Operators whose first arguments are images and a weight, and how many of them."""
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By number of dimensions, the layout with channels last."""
-
 _known: dict[Hashable, Cost] = {}
 """Costs by kind of operator, for the whole process: equal budgets find equal partitions."""
 
 
 class _Run(NamedTuple):
-    """A node to be run by itself. Of its first arguments, so many are `laid_out` with their channels last."""
+    """A node to be run by itself, with these `layouts` of its first arguments."""
 
     node: fx.Node
-    laid_out: int
+    layouts: tuple[Layout, ...]
 
 
-def operator_costs(joint: JointGraph, *, channels_last: bool = False) -> dict[fx.Node, Cost]:
+def operator_costs(joint: JointGraph, *, inductor: bool = False, convolves_again: bool = False) -> dict[fx.Node, Cost]:
     """The cost of every node. Views, numbers and what unpacks tuples cost nothing.
 
-    Convolutions on the CPU are run on what the graph has, or on the same with `channels_last`.
+    Convolutions on the CPU are run on what the graph has, or on the same as `inductor` lays it out, which depends on
+    whether the backward `convolves_again`.
     """
     found: dict[fx.Node, Cost] = {}
     kinds: dict[fx.Node, Hashable] = {}
@@ -78,15 +71,11 @@ def operator_costs(joint: JointGraph, *, channels_last: bool = False) -> dict[fx
         if node.target is operator.getitem or is_number(node) or _is_view(joint, node):
             found[node] = Cost()
             continue
-        laid_out = _LAID_OUT.get(node.target, 0) if channels_last else 0
-        laid_out = laid_out if laid_out and _on_cpu(node) else 0
-        # Where no gradient of the image is wanted, nobody reads the weight.
-        wanted: Any = node.args[-1]
-        read = laid_out if laid_out < 3 or wanted[0] else 2
-        copied[node] = sum(map(_bytes_to_lay_out, node.args[:read]))
-        kinds[node] = _kind(node), laid_out
+        layouts = layouts_of(node, convolves_again=convolves_again) if inductor else ()
+        copied[node] = copied_bytes(node, layouts)
+        kinds[node] = _kind(node), layouts
         if kinds[node] not in _known:
-            missing.setdefault(kinds[node], _Run(node, laid_out))
+            missing.setdefault(kinds[node], _Run(node, layouts))
     _measure(joint, missing)
     for node, kind in kinds.items():
         found[node] = replace(_known[kind], scratch=_known[kind].scratch + copied[node])
@@ -110,21 +99,6 @@ def _kind(node: fx.Node) -> Hashable:
 
     arguments = tuple(map(str, tree_leaves(fx.node.map_arg((node.args, node.kwargs), described))))
     return str(node.target), arguments
-
-
-def _bytes_to_lay_out(value: Any) -> int:
-    """The bytes of a copy of `value` with its channels last; 0 if Inductor's own code makes it, which lays it out."""
-    tensor = value.meta.get("val") if isinstance(value, fx.Node) and value.op == "placeholder" else None
-    layout = _LAST.get(tensor.dim()) if isinstance(tensor, torch.Tensor) else None
-    if tensor is None or layout is None or tensor.is_contiguous(memory_format=layout):
-        return 0
-    size: int = known(tensor.numel()) * tensor.element_size()
-    return size
-
-
-def _on_cpu(node: fx.Node) -> bool:
-    value = node.all_input_nodes[0].meta.get("val")
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
 def _measure(joint: JointGraph, missing: dict[Hashable, _Run]) -> None:
@@ -170,11 +144,8 @@ def _runnable(run: _Run) -> Callable[[], Callable[[], Any]] | None:
 
     def prepared() -> Callable[[], Any]:
         args, kwargs = tree_map(made, (node.args, node.kwargs), is_leaf=lambda each: isinstance(each, fx.Node))
-        first = args[: run.laid_out]
-        args = (
-            *(each.to(memory_format=_LAST.get(each.dim(), torch.preserve_format)) for each in first),
-            *args[len(first) :],
-        )
+        first = [layout(each) for layout, each in zip(run.layouts, args, strict=False)]
+        args = (*first, *args[len(first) :])
         return lambda: target(*args, **kwargs)
 
     return prepared
