@@ -38,12 +38,11 @@ class Candidate:
     weight: Weight
 
 
-def candidates(joint: JointGraph, *, fused: bool = False) -> list[Candidate]:
+def candidates(joint: JointGraph, costs: GraphCosts, *, fused: bool = False) -> list[Candidate]:
     """Programs that no other beats in both memory and time, the one of least memory first.
 
     Operators run one by one, or `fused` by Inductor; PyTorch's own partitions for its budgets are then among them.
     """
-    costs = GraphCosts.of(joint, fused=fused)
     stages = Stages(joint, costs.usual)
     most = max(_FEWEST, _WORK // (3 * (len(joint.forward) + len(joint.backward))))
     programs = _mixed(stages, most)
@@ -69,9 +68,10 @@ def fastest_within(found: list[Candidate], limit: int) -> Candidate | None:
     return next((each for each in reversed(found) if each.weight.peak <= limit), None)
 
 
-def usual(joint: JointGraph) -> Candidate:
+def usual(joint: JointGraph, costs: GraphCosts) -> Candidate:
     """What PyTorch's partitioner makes of a graph for Inductor without a budget: nothing is known to be faster."""
-    return by_budgets(joint, [1])[0]
+    (program,) = programs_by_budgets(joint, [1])
+    return Candidate(program, costs.weigh(program))
 
 
 def by_budgets(joint: JointGraph, budgets: Sequence[float]) -> list[Candidate]:

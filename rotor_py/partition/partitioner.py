@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class BudgetPartitioner(CustomPartitionerFn):
     limit: int | str
     fused: bool = False
     """Whether Inductor fuses the operators of the graphs."""
+    estimated: bool = False
+    """Whether the peak is that of fused code, as far as it can be known, and no bound: who asks for it measures."""
     chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
     """What was chosen last for every frame of the model. Breaks of the graph begin new frames."""
     reserve: int = 0
@@ -47,7 +49,7 @@ class BudgetPartitioner(CustomPartitionerFn):
 
     def for_one_graph(self, reserve: int) -> BudgetPartitioner:
         """The same partitioner, which remembers what it chose: the graph of one call alone comes to it."""
-        return BudgetPartitioner(self.limit, self.fused, self.chosen, reserve)
+        return replace(self, reserve=reserve, _for_graph={})
 
     @property
     def weight(self) -> Weight | None:
@@ -68,7 +70,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         return self  # torch copies its settings before every compilation
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BudgetPartitioner, (self.limit, self.fused, {}, self.reserve)
+        return BudgetPartitioner, (self.limit, self.fused, self.estimated, {}, self.reserve)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -92,11 +94,12 @@ class BudgetPartitioner(CustomPartitionerFn):
     def _best(self, joint: JointGraph, limit: int) -> Candidate:
         room = limit - self.reserve
         self._for_graph["least"] = False
-        usually = [usual(joint)] if self.fused else []
+        costs = GraphCosts.of(joint, fused=self.fused, estimated=self.estimated)
+        usually = [usual(joint, costs)] if self.fused else []
         self._for_graph["choices"] = [each.weight for each in usually]
-        if usually and usually[0].weight.peak <= room and not GraphCosts.of(joint, fused=True).faster_again:
+        if usually and usually[0].weight.peak <= room and not costs.faster_again:
             return usually[0]
-        others = undominated([*candidates(joint, fused=self.fused), *usually])
+        others = undominated([*candidates(joint, costs, fused=self.fused), *usually])
         self._for_graph["choices"] = [each.weight for each in others]
         best = fastest_within(others, room)
         if best is None and self.reserve:
@@ -139,7 +142,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         limit: object = self.limit
         if isinstance(limit, str) and limit.rstrip().endswith("%"):  # other bytes on another machine
             limit = [limit_bytes(self.limit, device) for device in (torch.device("cpu"), *_accelerators())]
-        return f"rotor_py.memory_budget {limit} {self.fused} {self.reserve} {code_digest()}"
+        return f"rotor_py.memory_budget {limit} {self.fused} {self.estimated} {self.reserve} {code_digest()}"
 
 
 def prepare(module: fx.GraphModule) -> None:

@@ -5,19 +5,24 @@
     backward          what is saved and still read; outputs, which the caller holds until the step ends, and their
                       gradients; gradients of inputs, as soon as they are made; values in between; scratch memory
 
-Memory is counted by storages: views cost nothing, and keep what they view.
+Memory is counted by storages: views cost nothing, and keep what they view. Where operators are `fused`, what stays in
+registers costs nothing either, and a kernel writes its result over what it reads last. How Inductor fuses is only known
+once it has: the peak is then an estimate, for code that is measured.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
+from torch._functorch import partitioners
 
 from rotor_py.partition.costs.operator_costs import Cost
 from rotor_py.partition.joint_graph import JointGraph
 from rotor_py.partition.program import Program, Run
+from rotor_py.partition.registers import in_registers
 
 _Memory = dict[int, "_Block"]
 """The memory behind a value: blocks, by the storage of the joint graph that each stands for."""
@@ -45,20 +50,20 @@ class Weight:
     """Bytes while every run of the backward runs."""
 
 
-def weigh(joint: JointGraph, costs: dict[fx.Node, Cost], program: Program) -> Weight:
+def weigh(joint: JointGraph, costs: dict[fx.Node, Cost], program: Program, *, fused: bool = False) -> Weight:
     """Run `program` in numbers."""
     steps: dict[fx.Node, Run] = {}
     for node in program.forward:
         steps[node] = Run(node, {each: steps.get(each, each) for each in node.all_input_nodes})
     caller = _blocks(joint, joint.primals)
-    forward = _Machine(joint, costs, dict(caller))
+    forward = _Machine(joint, costs, dict(caller), fused=fused)
     ends = [steps.get(node, node) for node in (*joint.outputs, *program.saved)]
     forward_peak = max(forward.run(list(steps.values()), ends))
 
     # Autograd's engine, or the caller of backward, holds gradients of outputs until the backward returns.
     held = _blocks(joint, [*joint.outputs, *joint.tangents]) | caller
     kept = {storage: block for storage, block in _blocks(joint, program.saved).items() if storage not in held}
-    backward = _Machine(joint, costs, held, kept)
+    backward = _Machine(joint, costs, held, kept, fused=fused)
     last = {run.node: run for run in program.backward}
     curve = backward.run(list(program.backward), [last.get(node, node) for node in joint.gradients])
     backward_peak = max(curve)
@@ -85,6 +90,7 @@ class _Machine:
     """What stays throughout."""
     incoming: _Memory = field(default_factory=dict)
     """What is there at the start, and freed when it has been read."""
+    fused: bool = False
 
     def __post_init__(self) -> None:
         for block in self.held.values():
@@ -93,15 +99,18 @@ class _Machine:
 
     def run(self, runs: list[Run], ends: Iterable[Run | fx.Node]) -> list[int]:
         """What is live before anything runs, and while each of `runs` runs, one after the other; `ends` stay."""
+        ends = list(ends)
+        inside = in_registers(self.joint, runs, set(ends)) if self.fused else set()
         new: list[list[_Block]] = []
         read: list[list[_Block]] = []
         for position, run in enumerate(runs):
             behind: _Memory = {}
             for each in run.reads.values():
                 behind |= self._memory(each)
-            own = {
-                s: behind[s] if s in behind else _Block(size) for s, size in self.joint.allocations[run.node].items()
-            }
+            own = behind
+            if run not in inside:
+                sizes = self.joint.allocations[run.node]
+                own = {s: behind[s] if s in behind else _Block(size) for s, size in sizes.items()}
             self.made[run] = own
             fresh = [block for storage, block in own.items() if storage not in behind]
             touched = [*behind.values(), *fresh]
@@ -118,12 +127,21 @@ class _Machine:
         freed: set[_Block] = set()
         for position, run in enumerate(runs):
             live += sum(block.size for block in new[position])
-            curve.append(live + self.costs[run.node].scratch)
-            for block in read[position]:
-                if block.last == position and not block.stays and block not in freed:
-                    freed.add(block)
-                    live -= block.size
+            ended = [
+                block for block in read[position] if block.last == position and not block.stays and block not in freed
+            ]
+            written_over = self._written_over(run, new[position], ended) if self.fused else 0
+            curve.append(live + self.costs[run.node].scratch - written_over)
+            freed.update(ended)
+            live -= sum(block.size for block in ended)
         return curve
+
+    def _written_over(self, run: Run, new: list[_Block], ended: list[_Block]) -> int:
+        """Bytes of what a fused operator makes in the place of what it reads last."""
+        if not partitioners.get_default_op_list().is_fusible(run.node):
+            return 0
+        free = Counter(block.size for block in ended if block not in new)
+        return sum(size * min(count, free[size]) for size, count in Counter(block.size for block in new).items())
 
     def _memory(self, value: Run | fx.Node) -> _Memory:
         if isinstance(value, Run):

@@ -33,7 +33,7 @@ class StepRoom:
     def partitioner(self, limit: int) -> Partitioner:
         from rotor_py.partition.partitioner import BudgetPartitioner
 
-        return _Partitioner(BudgetPartitioner(limit, fused=True))
+        return _Partitioner(BudgetPartitioner(limit, fused=True, estimated=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,8 +107,8 @@ def seen_candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Candi
     found: list[list[Candidate]] = []
     plain = partitioner.candidates
 
-    def noted(joint: Any, **options: Any) -> list[Candidate]:
-        found.append(plain(joint, **options))
+    def noted(*joint: Any, **options: Any) -> list[Candidate]:
+        found.append(plain(*joint, **options))
         return found[-1]
 
     with monkeypatch.context() as patched:

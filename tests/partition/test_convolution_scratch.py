@@ -50,4 +50,4 @@ def test_so_it_is_where_channels_are_convolved_apart(budget: str) -> None:
     with fresh_cache():
         step = take_step(model, torch.compile(model, options=options), torch.randn(4, 8, 8, 8))
     (weight,) = options["custom_partitioner_fn"].chosen.values()
-    assert 0.9 * weight.peak < step.peak < 1.02 * weight.peak
+    assert 0.85 * weight.peak < step.peak < 1.02 * weight.peak

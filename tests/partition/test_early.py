@@ -13,6 +13,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 
 from rotor_py.partition import partitioner
 from rotor_py.partition.choice import Candidate, usual
+from rotor_py.partition.costs.graph_costs import GraphCosts
 from rotor_py.partition.joint_graph import JointGraph, usually_saved
 from rotor_py.partition.partitioner import BudgetPartitioner
 from tests.partition.compiled_steps import Residual
@@ -49,8 +50,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JointGraph, Candidate]]
     """Every graph that is partitioned from now on, and what is chosen for it."""
     found: list[tuple[JointGraph, Candidate]] = []
 
-    def choose(joint: JointGraph) -> Candidate:
-        found.append((joint, usual(joint)))
+    def choose(joint: JointGraph, costs: GraphCosts) -> Candidate:
+        found.append((joint, usual(joint, costs)))
         return found[-1][1]
 
     monkeypatch.setattr(partitioner, "usual", choose)

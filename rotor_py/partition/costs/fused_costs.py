@@ -39,14 +39,15 @@ def fused_costs(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, 
         if not kinds.is_fusible(node):
             found[node] = cost
             continue
-        share = _REDUCED_SHARE if _reduces(node) else _SHARE
+        share = _REDUCED_SHARE if reduces(node) else _SHARE
         device = node.meta["val"].device if isinstance(node.meta.get("val"), torch.Tensor) else torch.device("cpu")
         keeping = joint.bytes_of(node) * _seconds_per_byte(device) if joint.root.get(node) is node else 0.0
         found[node] = replace(cost, seconds=share * cost.seconds, keeping=keeping)
     return found
 
 
-def _reduces(node: fx.Node) -> bool:
+def reduces(node: fx.Node) -> bool:
+    """Whether a node's value is smaller than something that it reads: a sum, for example."""
     value = node.meta.get("val")
     read = [each.meta.get("val") for each in node.all_input_nodes]
     sizes = [each.numel() for each in read if isinstance(each, torch.Tensor)]

@@ -24,16 +24,19 @@ class GraphCosts:
     joint: JointGraph
     usual: dict[fx.Node, Cost]
     convolving_again: dict[fx.Node, Cost]
+    estimated: bool = False
+    """Whether peaks are those of fused code, as far as they can be known."""
 
     @classmethod
-    def of(cls, joint: JointGraph, *, fused: bool) -> GraphCosts:
+    def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False) -> GraphCosts:
         """Of operators that run one by one, or `fused` by Inductor."""
         if not fused:
             alone = operator_costs(joint)
             return cls(joint, alone, alone)
         inductor = _lays_out()
         found = (operator_costs(joint, inductor=inductor, convolves_again=again) for again in (False, True))
-        return cls(joint, *(fused_costs(joint, each) for each in found))
+        usual, convolving_again = (fused_costs(joint, each) for each in found)
+        return cls(joint, usual, convolving_again, estimated)
 
     @property
     def faster_again(self) -> bool:
@@ -43,7 +46,7 @@ class GraphCosts:
     def weigh(self, program: Program) -> Weight:
         """The peak and the seconds of `program`."""
         again = any(node.target is torch.ops.aten.convolution.default for node in program.replayed)
-        return weigh(self.joint, self.convolving_again if again else self.usual, program)
+        return weigh(self.joint, self.convolving_again if again else self.usual, program, fused=self.estimated)
 
 
 def _lays_out() -> bool:

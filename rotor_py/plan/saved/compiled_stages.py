@@ -73,7 +73,7 @@ class CompiledStages:
         """
         from rotor_py.partition.partitioner import BudgetPartitioner
 
-        partitioner = None if self.room is None else BudgetPartitioner(self.room, fused=True)
+        partitioner = None if self.room is None else BudgetPartitioner(self.room, fused=True, estimated=True)
         stages: list[Layer] = []
         for (name, function), names in zip(cut.stages, ways, strict=True):
             if name in self.stages:
