@@ -191,6 +191,7 @@ class PlanMaker:
             except InfeasibleError as error:
                 self._refusals.remember(replace(spec, answers=self.in_use.source.answers), error)
                 raise
+            self.in_use.outgrown = False  # it was compiled for this very room: there is no other to compile it for
         self._grown += grows
 
     def _measure_again(self, spec: StepSpec, value: Any) -> None:
