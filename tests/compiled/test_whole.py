@@ -231,3 +231,21 @@ def test_where_it_fails_the_stages_are_compiled(
     assert len(found.names) == 2
     assert found.compiled
     assert "the graph as a whole is not compiled: this machine has no compiler" in caplog.text
+
+
+def test_what_does_not_fit_after_all_is_not_compiled_in_every_step(
+    free: Checkpointable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert free.budget is not None
+    fixed = free.budget.fixed.total
+    limit = fixed + (peak(free) - fixed) * 9 // 10
+    roomy = StepRoom.partitioner
+    monkeypatch.setattr(StepRoom, "partitioner", lambda room, _: roomy(room, 10**12))
+    monkeypatch.setattr(StepRoom, "peak", lambda *_: 0)  # as if it were overlooked what the step takes beside the graph
+    torch.manual_seed(0)
+    found = Checkpointable(Net(2), mem_limit=limit, compile=True, loss=loss, fresh_grads=True, granularity=2)
+    for _ in range(3):
+        found.zero_grad()
+        loss(found(batch(ROWS))).backward()
+    assert len(found.names) > 1
+    assert "planning again" not in caplog.text
