@@ -21,7 +21,7 @@ from rotor_profiling.step import measured_peak
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.errors import OffloadError
 from rotor_py.offload.bandwidth import Bandwidth
-from rotor_solver import InfeasibleError
+from rotor_solver import InfeasibleError, Persistent
 from rotor_solver.moving import timed_moments
 from tests.execute.test_moving import settle
 
@@ -261,9 +261,11 @@ def test_a_disk_without_room_is_refused_when_it_is_planned_for(tmp_path: Path, m
 
 
 def test_a_sequence_that_is_set_has_its_room_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One measurement for both: which options a stage has, and their numbers, can be others at another one.
-    sequence = planned(chain(), limit_between(chain(), 0.3), tmp_path, cache=True).sequence
-    model = planned(chain(), 10**9, tmp_path, cache=True)
+    model = planned(chain(), 10**9, tmp_path)
+    # Of this very measurement: which options a stage has, and their numbers, can be others at another one.
+    assert model.budget is not None
+    sequence = model.budget.solve(limit_between(chain(), 0.3), Persistent())
+    assert sequence.moves is not None
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
