@@ -28,6 +28,7 @@ from rotor_py.partition.joint_graph import JointGraph
 from rotor_py.partition.peak import Weight
 from rotor_py.partition.sizes import guard_sizes
 from rotor_py.units import format_bytes, limit_text
+from rotor_solver import Chain
 
 _log = logging.getLogger("rotor_py")
 
@@ -41,6 +42,8 @@ class BudgetPartitioner(CustomPartitionerFn):
     """Whether Inductor fuses the operators of the graphs."""
     estimated: bool = False
     """Whether the peak is that of fused code, as far as it can be known, and no bound: who asks for it measures."""
+    loss: int = 0
+    """Bytes that are taken between the forward and the backward, beside the outputs and their gradients."""
     chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
     """What was chosen last for every frame of the model. Breaks of the graph begin new frames."""
     reserve: int = 0
@@ -70,7 +73,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         return self  # torch copies its settings before every compilation
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BudgetPartitioner, (self.limit, self.fused, self.estimated, {}, self.reserve)
+        return BudgetPartitioner, (self.limit, self.fused, self.estimated, self.loss, {}, self.reserve)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -94,7 +97,7 @@ class BudgetPartitioner(CustomPartitionerFn):
     def _best(self, joint: JointGraph, limit: int) -> Candidate:
         room = limit - self.reserve
         self._for_graph["least"] = False
-        costs = GraphCosts.of(joint, fused=self.fused, estimated=self.estimated)
+        costs = GraphCosts.of(joint, fused=self.fused, estimated=self.estimated, loss=self.loss)
         usually = [usual(joint, costs)] if self.fused else []
         self._for_graph["choices"] = [each.weight for each in usually]
         if usually and usually[0].weight.peak <= room and not costs.faster_again:
@@ -142,7 +145,13 @@ class BudgetPartitioner(CustomPartitionerFn):
         limit: object = self.limit
         if isinstance(limit, str) and limit.rstrip().endswith("%"):  # other bytes on another machine
             limit = [limit_bytes(self.limit, device) for device in (torch.device("cpu"), *_accelerators())]
-        return f"rotor_py.memory_budget {limit} {self.fused} {self.estimated} {self.reserve} {code_digest()}"
+        how = f"{self.fused} {self.estimated} {self.loss} {self.reserve}"
+        return f"rotor_py.memory_budget {limit} {how} {code_digest()}"
+
+
+def whole_partitioner(limit: int, step: Chain) -> BudgetPartitioner:
+    """For a graph that is compiled whole, in a step that costs `step`. What Inductor makes of it is measured."""
+    return BudgetPartitioner(limit, fused=True, estimated=True, loss=step.loss_temp)
 
 
 def prepare(module: fx.GraphModule) -> None:

@@ -2,6 +2,7 @@
 
     held throughout   what the caller has: parameters, buffers, inputs
     forward           what is still read, returned or saved, and the scratch memory of the operator that runs
+    loss              what is saved, outputs and their gradients, and what the loss takes beside them
     backward          what is saved and still read; outputs, which the caller holds until the step ends, and their
                       gradients; gradients of inputs, as soon as they are made; values in between; scratch memory
 
@@ -50,8 +51,10 @@ class Weight:
     """Bytes while every run of the backward runs."""
 
 
-def weigh(joint: JointGraph, costs: dict[fx.Node, Cost], program: Program, *, fused: bool = False) -> Weight:
-    """Run `program` in numbers."""
+def weigh(
+    joint: JointGraph, costs: dict[fx.Node, Cost], program: Program, *, fused: bool = False, loss: int = 0
+) -> Weight:
+    """Run `program` in numbers; `loss` are the bytes that its loss takes beside its outputs and their gradients."""
     steps: dict[fx.Node, Run] = {}
     for node in program.forward:
         steps[node] = Run(node, {each: steps.get(each, each) for each in node.all_input_nodes})
@@ -67,6 +70,7 @@ def weigh(joint: JointGraph, costs: dict[fx.Node, Cost], program: Program, *, fu
     last = {run.node: run for run in program.backward}
     curve = backward.run(list(program.backward), [last.get(node, node) for node in joint.gradients])
     backward_peak = max(curve)
+    loss_peak = curve[0] + loss
     saved = sum(block.size for block in kept.values())
     replayed = sum(costs[node].seconds for node in program.replayed)
     ran = (*program.forward, *(run.node for run in program.backward))
@@ -74,7 +78,13 @@ def weigh(joint: JointGraph, costs: dict[fx.Node, Cost], program: Program, *, fu
     roots = {joint.root.get(node, node) for node in program.saved}
     seconds += sum(costs[node].keeping for node in roots if node in costs)
     return Weight(
-        max(forward_peak, backward_peak), forward_peak, backward_peak, saved, seconds, replayed, tuple(curve[1:])
+        max(forward_peak, loss_peak, backward_peak),
+        forward_peak,
+        backward_peak,
+        saved,
+        seconds,
+        replayed,
+        tuple(curve[1:]),
     )
 
 

@@ -28,12 +28,15 @@ class StepRoom:
 
     def peak(self, measurement: Measurement) -> int:
         budget = self.budget.with_found(measurement, 0, fresh_gradients=self.fresh)
-        return replace(budget, snapshot_bytes=0).peak_bytes(store_all(budget.chain))
+        # Of the graph alone: what follows it, down to the loss, is that of the plain step.
+        plain = self.budget.chain
+        chain = replace(budget.chain, loss_time=plain.loss_time, loss_temp=plain.loss_temp)
+        return replace(budget, chain=chain, snapshot_bytes=0).peak_bytes(store_all(chain))
 
     def partitioner(self, limit: int) -> Partitioner:
-        from rotor_py.partition.partitioner import BudgetPartitioner
+        from rotor_py.partition.partitioner import whole_partitioner
 
-        return _Partitioner(BudgetPartitioner(limit, fused=True, estimated=True))
+        return _Partitioner(whole_partitioner(limit, self.budget.chain))
 
 
 @dataclass(frozen=True, slots=True)

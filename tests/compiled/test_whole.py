@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,6 @@ import torch
 
 from rotor_profiling import measured_peak, storage_bytes
 from rotor_py import Checkpointable, verify
-from rotor_py.compiled.options import Compile
 from rotor_py.measure.measurement import Measurement
 from rotor_py.plan.room import StepRoom
 from rotor_solver import store_all
@@ -29,10 +30,10 @@ def whatever_was_measured() -> Iterator[None]:
         yield
 
 
-def whole(limit: int | str, compile: Compile = True) -> Checkpointable:
+def whole(limit: int | str, loss: Callable[[torch.Tensor], torch.Tensor] = loss) -> Checkpointable:
     """A `Net` that runs compiled as a whole, whatever was measured, or else stage by stage."""
     torch.manual_seed(0)
-    found = Checkpointable(Net(2), batch(ROWS), limit, compile=compile, loss=loss, fresh_grads=True, granularity=2)
+    found = Checkpointable(Net(2), batch(ROWS), limit, compile=True, loss=loss, fresh_grads=True, granularity=2)
     plan = found._planner.in_use
     plan.turn_to(plan.ways[0])
     assert found.chain is not None
@@ -72,25 +73,55 @@ def test_the_graph_is_one_compiled_stage(free: Checkpointable, tight: Checkpoint
         assert len(found._planner.in_use.ways) == 2  # and plain: its stages are not compiled beside it
 
 
+def measured(found: Checkpointable, loss: Callable[[torch.Tensor], torch.Tensor] = loss) -> int:
+    value = batch(ROWS)
+    found.watch = False
+
+    def step() -> None:
+        output = found(value)
+        loss(output).backward()
+
+    before = copy.deepcopy(found.model.state_dict())
+    found.model.zero_grad()
+    step()
+    found.model.zero_grad()
+    present = [*found.model.parameters(), *found.model.buffers(), value]
+    try:
+        return measured_peak(step, present, torch.device("cpu"))
+    finally:
+        found.model.load_state_dict(before)
+
+
 def test_its_peak_is_inside_the_limit_and_as_predicted(free: Checkpointable, tight: Checkpointable) -> None:
     assert isinstance(tight.mem_limit, int)
     assert peak(tight) <= tight.mem_limit < peak(free)
     for found in (free, tight):
-        value = batch(ROWS)
-        found.watch = False
+        assert 0.98 * peak(found) <= measured(found) <= peak(found)
 
-        def step(found: Checkpointable = found, value: torch.Tensor = value) -> None:
-            output = found(value)
-            loss(output).backward()
 
-        before = copy.deepcopy(found.model.state_dict())
-        found.model.zero_grad()
-        step()
-        found.model.zero_grad()
-        present = [*found.model.parameters(), *found.model.buffers(), value]
-        measured = measured_peak(step, present, torch.device("cpu"))
-        assert 0.98 * peak(found) <= measured <= peak(found)
-        found.model.load_state_dict(before)
+def test_it_leaves_room_for_a_loss_that_takes_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def large(output: torch.Tensor) -> torch.Tensor:
+        return output.repeat(1, 8).exp().mean()
+
+    free = whole("1GB", large)
+    assert free.budget is not None
+    assert peak(free) > peak_without_loss(free)
+    compilations = Compilations(monkeypatch)
+    tight = whole(peak(free) - batch(ROWS).nbytes, large)
+    assert len(tight.names) == 1
+    assert compilations.count == 1  # it was known before, not found out
+    assert isinstance(tight.mem_limit, int)
+    assert 0.98 * peak(tight) <= measured(tight, large) <= peak(tight) <= tight.mem_limit
+
+    tight.save_plan(tmp_path / "plan.json")
+    again = Checkpointable(Net(2), plan=tmp_path / "plan.json", granularity=2)
+    assert measured(again, large) <= tight.mem_limit
+
+
+def peak_without_loss(found: Checkpointable) -> int:
+    assert found.budget is not None
+    budget = found.budget
+    return replace(budget, chain=replace(budget.chain, loss_temp=0)).peak_bytes(store_all(budget.chain))
 
 
 def test_a_budget_changes_no_bit(free: Checkpointable, tight: Checkpointable) -> None:

@@ -26,17 +26,19 @@ class GraphCosts:
     convolving_again: dict[fx.Node, Cost]
     estimated: bool = False
     """Whether peaks are those of fused code, as far as they can be known."""
+    loss: int = 0
+    """Bytes that are taken between the forward and the backward, beside the outputs and their gradients."""
 
     @classmethod
-    def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False) -> GraphCosts:
+    def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False, loss: int = 0) -> GraphCosts:
         """Of operators that run one by one, or `fused` by Inductor."""
         if not fused:
             alone = operator_costs(joint)
-            return cls(joint, alone, alone)
+            return cls(joint, alone, alone, loss=loss)
         inductor = _lays_out()
         found = (operator_costs(joint, inductor=inductor, convolves_again=again) for again in (False, True))
         usual, convolving_again = (fused_costs(joint, each) for each in found)
-        return cls(joint, usual, convolving_again, estimated)
+        return cls(joint, usual, convolving_again, estimated, loss)
 
     @property
     def faster_again(self) -> bool:
@@ -46,7 +48,8 @@ class GraphCosts:
     def weigh(self, program: Program) -> Weight:
         """The peak and the seconds of `program`."""
         again = any(node.target is torch.ops.aten.convolution.default for node in program.replayed)
-        return weigh(self.joint, self.convolving_again if again else self.usual, program, fused=self.estimated)
+        costs = self.convolving_again if again else self.usual
+        return weigh(self.joint, costs, program, fused=self.estimated, loss=self.loss)
 
 
 def _lays_out() -> bool:

@@ -18,6 +18,7 @@ from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.cut import JOINT, Cut, Layer
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
+from rotor_solver import Chain
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -66,14 +67,14 @@ class CompiledStages:
         """The options as Inductor is told them."""
         return tuple(sorted(self.options.items()))
 
-    def compiled_again(self, cut: Cut, compiler: StageCompiler, ways: Sequence[Sequence[str]]) -> Cut:
+    def compiled_again(self, cut: Cut, compiler: StageCompiler, chain: Chain, ways: Sequence[Sequence[str]]) -> Cut:
         """The same cut, with these stages compiled by `compiler` when they run for the first time.
 
-        `ways` are those in which each stage of the cut may be stored.
+        `chain` is what it was measured as, and `ways` are those in which each of its stages may be stored.
         """
-        from rotor_py.partition.partitioner import BudgetPartitioner
+        from rotor_py.partition.partitioner import whole_partitioner
 
-        partitioner = None if self.room is None else BudgetPartitioner(self.room, fused=True, estimated=True)
+        partitioner = None if self.room is None else whole_partitioner(self.room, chain)
         stages: list[Layer] = []
         for (name, function), names in zip(cut.stages, ways, strict=True):
             if name in self.stages:

@@ -98,7 +98,7 @@ def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, layers: list[Layer
     if plan.compiled is None:
         return found
     assert compiler is not None  # `Planner.adopt` sees to it
-    return plan.compiled.compiled_again(found, compiler, plan.costs.measurement.way_names)
+    return plan.compiled.compiled_again(found, compiler, plan.costs.budget.chain, plan.costs.measurement.way_names)
 
 
 def _tell_of_capture(value: Any, seconds: float) -> None:
