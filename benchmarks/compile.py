@@ -100,8 +100,9 @@ class Row:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
         *,
         again: bool = False,
+        limit: int | None = None,
     ) -> None:
-        self.name, self.kind, self.loss, self.around = name, kind, case[2], around
+        self.name, self.kind, self.loss, self.around, self.limit = name, kind, case[2], around, limit
         self.seconds = []
         for _ in range(1 + again):
             self.model, self.inputs = copy.deepcopy((case[0], case[1]))  # capturing marks the images of a batch
@@ -180,7 +181,7 @@ def _planned(case: Case, limit: int, *, compiled: bool, again: bool = False) -> 
 
     name = f"planned{' and compiled' if compiled else ''}, {format_bytes(limit)}"
     try:
-        row = Row(name, "ours" if compiled else "planned", case, planned, again=again)
+        row = Row(name, "ours" if compiled else "planned", case, planned, again=again, limit=limit)
     except InfeasibleError as error:
         print(f"{name}: {error}", flush=True)
         return []
@@ -217,7 +218,7 @@ def compared(
     found = rows(case, CASES[name][1], only)
     turns = in_turns(found, repeats)
     plain = found[0].gradients
-    timed = [Timed(row.name, row.kind, row.peak, [turn[i] for turn in turns]) for i, row in enumerate(found)]
+    timed = [Timed(row.name, row.kind, row.peak, [turn[i] for turn in turns], row.limit) for i, row in enumerate(found)]
     return [
         {
             "model": name,

@@ -1,8 +1,8 @@
 """Whether planned and compiled is no slower than other ways to train, at their peaks.
 
     stored       everything stored, beside torch.compile without a budget: within 3 %, whatever its peak
-    at a peak    beside each budget of torch.compile and each plan that runs uncompiled: no slower. Its row is the one
-                 of the highest peak that is not above the other's
+    at a peak    beside each budget of torch.compile, and each plan that runs uncompiled: no slower. Its row is the one
+                 of the highest peak that is not above the budget's, or not above the limit of the other plan
 
 Ratios are medians over turns, each with one step of all ways. How well they are known shows a copy of the model that
 runs the same code: its ratio would be 1.
@@ -33,6 +33,8 @@ class Timed:
     kind: Kind
     peak: int
     seconds: Sequence[float]
+    limit: int | None = None
+    """The bytes that a plan was made for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ def verdicts(found: Sequence[Timed]) -> list[Verdict]:
     noise = max([NOISE, *(abs(each.ratio - 1) for each in copies)])
     pairs = [(whole, ours[-1] if ours else None, 1 + WITHIN)]
     for other in others:
-        inside = [each for each in ours if each.peak <= other.peak]
+        most = other.peak if other.limit is None else other.limit
+        inside = [each for each in ours if each.peak <= most]
         pairs.append((other, inside[-1] if inside else None, 1.0))
     return [*copies, *(_verdict(*pair, noise) for pair in pairs)]
 

@@ -9,9 +9,9 @@ they show in the graph. What Inductor makes of it is measured, as any stage is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rotor_py")
 
-_ATTEMPTS = 2
-"""Partitions that are compiled for one limit, at most: a second one where the first needs more than was foreseen, or so
-much less that a faster one may fit."""
+_ATTEMPTS = 3
+"""Partitions that are compiled for one limit, at most: another one where the first needs more than was foreseen, or so
+much less that a faster one may fit, and a third one where the limit is between the peaks of two."""
 
 _WORTH_COMPILING = 0.01
 """How much faster the second one has to be by its graph, if the first one fits. A guess: it costs as much waiting."""
@@ -107,11 +107,11 @@ def compiled_whole(
     name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     _, whole = joined([(each, layers[each]) for each in names])
     given = storage_bytes([*owned_tensors(whole), *tensors_in(plain.shared)])
-    began, attempts = compiler.seconds, _ATTEMPTS
-    room_here = room.limit - room.fixed
+    began, room_here = compiler.seconds, room.limit - room.fixed
     limit, least = room_here + given, 0
-    best: MeasuredGraph | None = None
-    while attempts:
+    tried: list[Tried] = []
+    best: tuple[MeasuredGraph, Partitioner] | None = None
+    while len(tried) < _ATTEMPTS:
         if progress is not None:
             progress(0, 1, "the whole graph, compiled")
         partitioner = room.partitioner(limit)
@@ -124,31 +124,50 @@ def compiled_whole(
                 break
             limit = least = error.min_bytes
             continue
-        attempts -= 1
         try:
             found = plain.measured_as(replace(plain.cut, stages=((name, stage),), members=(names,)))
         except torch.OutOfMemoryError:  # what it needs was not foreseen
             break
         peak = room.peak(found.measurement)
-        if peak <= room.limit and (best is None or not slower(found, best)):
-            best = found
-        # As much more or less than foreseen, the next one will need as well.
-        share = (peak - room.fixed) / max(1, partitioner.peak - given)
-        enough = given + int(room_here / share)
-        if best is None:
-            limit = min(enough, partitioner.peak - 1)
-            continue
-        limit += int(_CAUTION * max(0, enough - limit))
-        if partitioner.gain(limit) < _WORTH_COMPILING:
+        if peak <= room.limit and (best is None or not slower(found, best[0])):
+            best = found, partitioner
+        tried.append(Tried(partitioner.peak - given, peak - room.fixed))
+        limit = given + next_shown(tried, room_here)
+        all_fit = all(each.taken <= room_here for each in tried)
+        if best is not None and (best[1].gain(limit) < _WORTH_COMPILING or (all_fit and len(tried) == 2)):
             break
     if best is None:
         return None
     _log.info("compiled the graph as a whole in %.1f s", compiler.seconds - began)
     if room.peak(plain.measurement) > room.limit:  # plain, it would have to run again what it cannot store
-        return best
+        return best[0]
     # Not beside the stages' times: one by one they find their memory in caches, and together they do not.
     as_one = plain.measured_as(replace(plain.cut, stages=((name, whole),), members=(names,)))
-    return None if slower(best, as_one) else best
+    return None if slower(best[0], as_one) else best[0]
+
+
+class Tried(NamedTuple):
+    """A partition that was compiled: the bytes that its graph shows, and those that its code takes."""
+
+    shown: int
+    taken: int
+
+
+def next_shown(tried: Sequence[Tried], room: int) -> int:
+    """The bytes that the next partition may show, for its code to take no more than `room`."""
+    under = [each for each in tried if each.taken <= room]
+    over = [each for each in tried if each.taken > room]
+    if under and over:
+        low, high = max(under), min(over)
+        between = (high.shown - low.shown) * (room - low.taken) // (high.taken - low.taken)
+        return min(low.shown + between, high.shown - 1)
+    # As much more or less than it shows, the next one will need as well.
+    shown, taken = tried[-1]
+    enough = room * shown // max(1, taken)
+    if over:
+        return min(enough, shown - 1)
+    start = max(room, shown)
+    return start + int(_CAUTION * max(0, enough - start))
 
 
 def slower(found: MeasuredGraph, other: MeasuredGraph) -> bool:

@@ -32,6 +32,12 @@ def test_at_a_peak_the_plan_that_takes_no_more_is_compared() -> None:
     assert words(verdicts([WHOLE, budget, more])) == ["yes", "**no plan**"]
 
 
+def test_two_plans_for_one_limit_are_compared_though_one_takes_a_little_more() -> None:
+    plain, ours = Timed("planned", "planned", 79, (1.0,) * 4, limit=80), timed("ours", "ours", 80, *[0.9] * 4)
+    assert verdicts([WHOLE, plain, ours])[1].ours is ours
+    assert verdicts([WHOLE, plain, timed("ours", "ours", 81)])[1].ours is None
+
+
 def test_plans_that_run_uncompiled_are_compared_and_nothing_else() -> None:
     others = [timed("planned", "planned", 90), timed("every block", "checkpointed", 90), timed("plain", "eager", 90)]
     found = verdicts([WHOLE, *others, timed("ours", "ours", 90, *[0.9] * 4)])

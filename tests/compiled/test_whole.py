@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from rotor_profiling import measured_peak, storage_bytes
 from rotor_py import Checkpointable, verify
+from rotor_py.capture.whole_graph import Tried, next_shown
 from rotor_py.measure.measurement import Measurement
+from rotor_py.partition.costs.operator_costs import Cost
+from rotor_py.partition.joint_graph import JointGraph
 from rotor_py.plan.room import StepRoom
 from rotor_solver import store_all
 from tests.compiled.network import Net, batch, gradients, loss, results, same
@@ -24,10 +28,16 @@ ROWS = 256
 
 @pytest.fixture(autouse=True, scope="module")
 def whatever_was_measured() -> Iterator[None]:
-    """A network as small as this one may be faster plain."""
+    """A network as small as this one may be faster plain, and which of its partitions is faster is a matter of luck."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rotor_py.capture.whole_graph.slower", lambda *_: False)
+        patch.setattr("rotor_py.partition.costs.graph_costs.fused_costs", alike)
         yield
+
+
+def alike(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:
+    """Every operator takes as long as any other, so it is faster to run fewer of them again."""
+    return {node: replace(cost, seconds=1e-6, keeping=0.0) for node, cost in costs.items()}
 
 
 def whole(limit: int | str, loss: Callable[[torch.Tensor], torch.Tensor] = loss) -> Checkpointable:
@@ -221,6 +231,42 @@ def test_what_takes_less_than_foreseen_is_compiled_once_more_with_more(
     whole(peak(free) * 19 // 20)
     assert len(foreseen) == (2 if needs == 0.85 else 1)
     assert foreseen == sorted(set(foreseen))
+
+
+def test_what_the_next_partition_may_show() -> None:
+    room = 100
+    assert next_shown([Tried(shown=100, taken=125)], room) == 80
+    assert next_shown([Tried(100, 101)], room) == 99
+    assert next_shown([Tried(96, 80)], room) == 115  # three quarters of the 20 % that are left
+    between = [Tried(90, 80), Tried(110, 104)]
+    assert next_shown(between, room) == next_shown(between[::-1], room) == 106
+    assert next_shown([Tried(100, 99), Tried(101, 1000)], room) == 100
+
+
+@pytest.mark.slow
+def test_a_limit_between_the_peaks_of_two_partitions_has_a_third_compiled(
+    monkeypatch: pytest.MonkeyPatch, free: Checkpointable
+) -> None:
+    assert free.budget is not None
+    compilations = Compilations(monkeypatch)
+    # The first partition takes far less than the room, the second one a little more, and the third one fits.
+    shares = [0.6, 1.04, 0.97]
+    saved: list[int] = []
+
+    def peak_of(room: StepRoom, found: Measurement) -> int:
+        if len(found.stages) > 1:
+            return room.limit + 1  # plain, nothing fits
+        saved.append(found.stages[0].saved_bytes)
+        return room.fixed + int(shares[len(saved) - 1] * (room.limit - room.fixed))
+
+    fixed = free.budget.fixed.total
+    tight = fixed + (peak(free) - fixed) * 8 // 10
+    monkeypatch.setattr("rotor_py.plan.plan_maker.StepRoom", lambda budget, _, fresh: StepRoom(budget, tight, fresh))
+    monkeypatch.setattr(StepRoom, "peak", peak_of)
+    found = whole(peak(free))
+    assert compilations.count == 3
+    assert saved[0] < saved[2] < saved[1]
+    assert found._planner.in_use.ways[0].measurement.stages[0].saved_bytes == saved[2]
 
 
 @pytest.mark.slow
