@@ -107,7 +107,7 @@ def test_a_limit_that_is_too_small_on_one_rank_is_refused_on_all(processes: Proc
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_sent_while_stages_are_still_run_again(processes: Processes, kind: str) -> None:
-    for events in processes.run(training.order_of_events, kind, limit_of(processes, kind)):
+    for events in processes.run(training.order_of_events, kind):
         assert events.count("bucket") > 2
         after_the_first = events[events.index("bucket") :]
         assert any(event != "bucket" for event in after_the_first), events
