@@ -26,7 +26,7 @@ _THEIRS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
 """Budgets of PyTorch's partitioner that are looked at. A guess: they take about a second each, and those between hardly
 differ.
 """
-_ROUGHER = 1.04
+_OURS_LONGER = 1.04
 """How much longer Inductor's code for one of our programs takes than for one of PyTorch's whose operators take as long.
 Of a ConvNeXt, three of each were timed: ours took 2 to 6 % more.
 """
@@ -62,7 +62,7 @@ def candidates(joint: JointGraph, costs: GraphCosts, *, fused: bool = False) -> 
 
 def _as_compiled(ours: Candidate) -> Candidate:
     weight = ours.weight
-    seconds, replayed = _ROUGHER * weight.seconds, _ROUGHER * weight.replayed_seconds
+    seconds, replayed = _OURS_LONGER * weight.seconds, _OURS_LONGER * weight.replayed_seconds
     return replace(ours, weight=replace(weight, seconds=seconds, replayed_seconds=replayed))
 
 
