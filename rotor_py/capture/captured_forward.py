@@ -22,7 +22,8 @@ from rotor_py.capture.graph.run_graph import raise_own_error
 from rotor_py.capture.marks.fsdp_marks import FSDPMarks
 from rotor_py.capture.replaced.cumulative_batch_norm import batch_norms_in_graphs
 from rotor_py.capture.replaced.library_masks import masks_asked_about
-from rotor_py.capture.tracing import Tracing, keep_image_sizes, keep_known_sizes
+from rotor_py.capture.tracing.open_numbers import OpenNumbers
+from rotor_py.capture.tracing.tracing import Tracing, keep_image_sizes, keep_known_sizes
 from rotor_py.distributed.shard_groups import groups_of
 from rotor_py.errors import UnsupportedModelError
 
@@ -53,6 +54,7 @@ class CapturedForward:
         self.breaks_at: str | None = None
         """The line of the model at which TorchDynamo broke its graph first; None if it broke nowhere."""
         self._told_of_cache = False
+        self._numbers = OpenNumbers(model)
         self._answers: Answers = ()
         """How the last batch answered: the next one is likely to answer alike."""
 
@@ -114,7 +116,7 @@ class CapturedForward:
             if known and self._graphs and recaptured is not None:
                 recaptured(forward.seconds)
 
-        now = Tracing(began)
+        now = Tracing(began, self._numbers)
         with (
             handing_graphs_to(handle, now),
             masks_asked_about(),

@@ -22,7 +22,7 @@ from torch import fx, nn
 from rotor_profiling.storage import layout_of
 from rotor_py.capture.data_questions import NOW, Answers, Asking
 from rotor_py.capture.graph.run_graph import run_graph
-from rotor_py.capture.tracing import Tracing
+from rotor_py.capture.tracing.tracing import Tracing
 from rotor_py.stage.restored.autocast import Autocast
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]

@@ -16,7 +16,8 @@ from torch import nn
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, PlanMismatchError, UnsupportedModelError
-from rotor_py.capture import compiled_models, tracing
+from rotor_py.capture import compiled_models
+from rotor_py.capture.tracing import tracing
 from tests.capture.steps import adamw, compare, everything, limits
 from tests.capture.test_graph_facts import Tower, planned_tower, tower_loss
 
@@ -377,15 +378,15 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-        self.factor = 1.0
+        self.factors: tuple[float, ...] = (1.0,)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         assert value.isfinite().all()
         return self.scaled(value)
 
     def scaled(self, value: torch.Tensor) -> torch.Tensor:
-        self.factor += 1
-        return self.layers(value * self.factor).tanh()
+        self.factors = (*self.factors, 1.0)
+        return self.layers(value * sum(self.factors)).tanh()
 
 
 def test_a_model_that_needs_more_graphs_than_there_may_be_is_told_where_its_graph_breaks(monkeypatch: Any) -> None:

@@ -16,14 +16,15 @@
 #
 # Parameters and buffers keep their sizes, and numbers that modules hold are numbers. TorchDynamo takes no symbols for
 # those, either, but for the modules of `fully_shard`: there the width of a head would be one, and a Llama took nine
-# seconds a layer to trace.
+# seconds a layer to trace. But a number that has changed from one trace to the next is left open from then on: a count
+# of calls, a temperature that a training loop lowers. Else every step would be traced.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -34,9 +35,10 @@ import torch.fx.experimental._config as shape_config
 from torch import fx
 from torch._dynamo.callback import callback_handler as callbacks
 from torch._dynamo.utils import graph_break_reasons
-from torch._dynamo.variables import builder
 
 from rotor_py.capture.graph.graph_nodes import tensors_of
+from rotor_py.capture.tracing.open_numbers import OpenNumbers
+from rotor_py.capture.tracing.settings_of import settings_of
 
 MOST_GRAPHS = 64
 """Graphs of one model. TorchDynamo's own limit is 8, after which it runs the model as it is, without a plan. A guess:
@@ -56,8 +58,6 @@ _DYNAMO = {
     # is a part of what the graph computes.
     "specialize_float": True,
 }
-_NUMBER = "is_int_specialization_case"
-"""The function by which TorchDynamo decides that an integer is a number, where it has one."""
 # One symbol for two sizes that happen to be equal would tie them together: a batch of 8 sequences of length 8 could
 # have no other length.
 _SHAPES = {"use_duck_shape": False}
@@ -92,10 +92,11 @@ def _keep_sizes(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
 class Tracing:
     """The tracing in the course of one call, in this thread: `began` is called once, when it begins."""
 
-    def __init__(self, began: Callable[[], None]) -> None:
+    def __init__(self, began: Callable[[], None], numbers: OpenNumbers) -> None:
         self.seconds = 0.0
         """What it took so far. Of a model whose graph breaks, the pieces are traced one by one."""
         self._began: Callable[[], None] | None = began
+        self._numbers = numbers
         self._breaks_before = len(graph_break_reasons)
         self._thread = get_ident()
         self._since: float | None = None
@@ -107,10 +108,11 @@ class Tracing:
         It is entered where a graph is to be made, and not around every step: settings take longer than small layers do.
         """
         dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS}
+        self._numbers.look()
         with (
             settings_of(torch._dynamo.config, dynamo),
             settings_of(shape_config, _SHAPES),
-            settings_of(builder, _numbers_of_modules()),
+            self._numbers.left_open(),
             _shapes_unlogged(),
         ):
             callbacks.register_start_callback(self._start)
@@ -148,36 +150,6 @@ class Tracing:
         if get_ident() == self._thread and self._since is not None:
             self.seconds += time.perf_counter() - self._since
             self._since = None
-
-
-def _numbers_of_modules() -> dict[str, Callable[..., bool]]:
-    """What `builder` is given so that integers of the modules of `fully_shard` are numbers, as those of others are."""
-    usual = getattr(builder, _NUMBER, None)
-    if usual is None:
-        return {}
-
-    def is_number(value: Any, source: Any) -> bool:
-        place = source.guard_source
-        return bool(usual(value, source) or (place() if callable(place) else place).is_fsdp_module())
-
-    return {_NUMBER: is_number}
-
-
-@contextmanager
-def settings_of(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Have settings of torch in this thread as they are here, as long as this context lasts.
-
-    `config.patch` makes a class and a context variable at every call. That takes longer than a small layer does, and
-    the variables stay in memory for good: Python keeps them in the context that they were set in.
-    """
-    before = [(name, getattr(config, name)) for name in settings]
-    try:
-        for name, value in settings.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name, value in before:
-            setattr(config, name, value)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""How TorchDynamo is told to trace a model: which sizes and numbers it leaves open."""
