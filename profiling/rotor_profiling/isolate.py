@@ -1,4 +1,7 @@
-"""Run a function of a model so that nothing of the model moves: not its gradients, its buffers or the random stream."""
+"""Run a function of a model so that nothing of the model moves: not its gradients, its buffers or the random stream.
+
+Nor do attributes, such as a count of calls; but a cache that the first run makes stays for those that follow.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.values import equal
 
 Slot = tuple[dict[str, Any], str, torch.Tensor]
@@ -82,7 +86,7 @@ def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[lis
     copies = {id(tensor): tensor.clone() for _, _, tensor in buffers}
     state = RandomState.now((device,))
     try:
-        with substituted(parameters, aliases), substituted(buffers, copies):
+        with attributes_kept(function, caches=False), substituted(parameters, aliases), substituted(buffers, copies):
             yield list(aliases.values())
     finally:
         state.restore()

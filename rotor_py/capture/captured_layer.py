@@ -16,11 +16,12 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from rotor_profiling import RandomState, isolated, leaves_of, tensors_in
+from rotor_profiling.attributes import sets_attributes
 from rotor_profiling.values import equal
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.capture.tracing import MOST_GRAPHS
+from rotor_py.capture.tracing.tracing import MOST_GRAPHS
 from rotor_py.stage.protocol import Run, StageOffers
 from rotor_py.stage.ways.watched import calls_forward_alone
 
@@ -106,15 +107,29 @@ class CapturedLayer(StageOffers):
     def _same_bits(self, value: Any, device: torch.device) -> bool:
         """Whether the layer makes the same numbers in each way: what it returns, gradients, buffers, random numbers."""
         expected, state = self._step(self.layer, value, device)
+        known = self._count_graphs(value, device)
         for way in self._named:
             found, after = self._step(self.forward_by(way), value, device)
-            if len(self._stages) > 1:
+            if len(self._stages) > known:
                 _log.debug("layer %s is stored whole or not at all: every run takes another graph", self._name)
                 return False
             if state != after or len(found) != len(expected) or not all(map(_same, found, expected)):
                 _log.debug("layer %s is stored whole or not at all: captured, it makes other numbers", self._name)
                 return False
         return True
+
+    def _count_graphs(self, value: Any, device: torch.device) -> int:
+        """How many graphs it takes before a next run: what a layer keeps in attributes goes on from run to run."""
+        if sets_attributes(self.layer):
+            run = self.forward_by(self._named[0])
+            with isolated(self.layer, device), torch.enable_grad():
+                # The second run may find what the first has made, and TorchDynamo opens a number that has changed.
+                run(leaves_of(value))
+                run(leaves_of(value))
+                known = len(self._stages)
+                run(leaves_of(value))
+                return known
+        return len(self._stages)
 
     def _step(self, run: Run, value: Any, device: torch.device) -> tuple[list[torch.Tensor | None], RandomState]:
         leaf = leaves_of(value)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from rotor_profiling import (
     storages,
     tensors_in,
 )
+from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.instruments import operators
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
@@ -45,8 +45,6 @@ _TRIFLE = 0.01
 """How much may be kept outside the graphs, as a part of what they keep. A guess: less than the 2 % by which a
 predicted peak may differ from the measured one.
 """
-_TABLES = frozenset(vars(nn.Module()))
-"""The attributes of every module: parameters, buffers, hooks, the mode."""
 
 
 def measure_graphs(
@@ -91,7 +89,7 @@ def measure_graphs(
 
     # Stages are run several times to be measured, and draw random numbers each time.
     state = RandomState.now((device,))
-    with _attributes_kept(model), buffers_kept(model), forward.measuring():
+    with attributes_kept(model), buffers_kept(model), forward.measuring():
         try:
             with outside:
                 output = forward.call(args, kwargs, run)
@@ -191,16 +189,3 @@ def _refuse_much_outside(model: nn.Module, outside: SavedOutside, captured_bytes
             f"keeps {format_bytes(outside.total_bytes)} for the backward, which cannot be planned "
             f"({format_bytes(captured_bytes)} can); TORCH_LOGS=graph_breaks says why the graph breaks there"
         )
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back the attributes that a forward sets on modules, such as a count of its calls."""
-    before = [(vars(module), {k: v for k, v in vars(module).items() if k not in _TABLES}) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for attributes, kept in before:
-            for key in [key for key in attributes if key not in _TABLES and key not in kept]:
-                del attributes[key]
-            attributes.update(kept)

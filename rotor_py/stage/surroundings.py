@@ -1,5 +1,5 @@
-"""What surrounds a stage's forward, kept so that it can be run again exactly: random state, autocast, buffers, and
-what the stage decides (`decisions`).
+"""What surrounds a stage's forward, kept so that it can be run again exactly: random state, autocast, buffers,
+attributes, and what the stage decides (`decisions`).
 
 Copies of buffers cost memory, so only those are copied that the stage was seen to change. The first forward of a stage
 copies them all, compares, and remembers which ones moved.
@@ -8,7 +8,7 @@ copies them all, compares, and remembers which ones moved.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from rotor_profiling.attributes import Attributes, Change
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
 from rotor_profiling.values import equal
 from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
@@ -49,6 +50,8 @@ class Surroundings:
     slots: tuple[Slot, ...] = ()
     """The buffers that there were: a model may have put others in their place since."""
     drawn: Drawn = ()
+    changes: Callable[[], Sequence[Change]] = tuple
+    """Finds the attributes that are not as they were any more, and what they were."""
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
@@ -61,6 +64,9 @@ class Surroundings:
         with ExitStack() as stack:
             # What puts a change back is registered before the change: an interrupt between the two does no harm.
             stack.enter_context(restored_autocast(self.autocast, cache=graph))
+            stack.callback(Attributes(function).put_back)  # before anything in here sets one
+            for change in self.changes():
+                change.find_as_before()
             if self.random is not None:
                 # The stream goes on afterwards as if this run had not been.
                 stack.callback(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
@@ -93,13 +99,15 @@ def recorded(
     """Record what surrounds the first forward of `function`, which is run inside this context.
 
     Yields a list that holds the surroundings once the context has been left. RuntimeError if the forward changes a
-    buffer that no forward of the stage has changed before, of which there is no copy.
+    buffer, or writes into a tensor in an attribute, that no forward of the stage has changed before: of these there is
+    no copy.
     """
     autocast = autocast_now(devices)
     before = RandomState.now(devices) if preserve_rng_state else None
     slots = _own_buffers(function)
     copies = _copies(function, slots)
     versions = [tensor._version for _, _, tensor in slots]
+    attributes = Attributes(function)
     result: list[Surroundings] = []
     statistics = WrittenStatistics()
     with (
@@ -113,7 +121,18 @@ def recorded(
     drew = before is not None and RandomState.now(devices) != before
     moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
     buffers = tuple((slots[i], copies[i]) for i in moved)
-    result.append(Surroundings(autocast, before if drew else None, buffers, decided[0], tuple(slots), drawn[0]))
+    changes = attributes.changes()
+    result.append(
+        Surroundings(
+            autocast,
+            before if drew else None,
+            buffers,
+            decided[0],
+            tuple(slots),
+            drawn[0],
+            (lambda: changes) if changes else tuple,
+        )
+    )
 
 
 def _find_moving(
@@ -159,6 +178,7 @@ def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> 
         autocast_now(devices),
         RandomState.now(devices),  # whether the run will draw numbers is not known yet
         tuple((slots[i], copy) for i, copy in copies.items()),
+        changes=Attributes(function).changes,
     )
 
 

@@ -1,4 +1,4 @@
-"""The first forward of a stage, undone: buffers and the random state are again what they were before it.
+"""The first forward of a stage, undone: buffers, attributes and the random state are again what they were before it.
 
 Only where a stage may have to be run a second time because it ran out of memory: copies of its buffers cost memory.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import bytes_like
+from rotor_profiling.attributes import Attributes
 from rotor_profiling.isolate import RandomState, buffer_slots
 from rotor_py.stage.surroundings import slots_that_move
 
@@ -21,6 +22,7 @@ class Undo:
 
     def __init__(self, function: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
         self._random = RandomState.now(devices)
+        self._attributes = Attributes(function)
         self._copies = [(slot, slot[2].clone()) for slot in slots_that_move(function)]
         copied = {id(tensor) for (_, _, tensor), _ in self._copies}
         # Not thought to change, so there is no copy. Should one change after all, that is noticed.
@@ -29,6 +31,10 @@ class Undo:
     def restore(self) -> str | None:
         """Put everything back. Returns what could not be: why the stage cannot be run as if for the first time."""
         self._random.restore()
+        try:
+            self._attributes.put_back()
+        except RuntimeError as error:
+            return str(error)
         for (table, name, tensor), before in self._copies:
             table[name] = tensor
             # What has not changed is not written: a buffer may be one number seen many times (`expand`).

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import RandomState, leaves_of, measured_peak, tensors_in
+from rotor_profiling.attributes import attributes_kept
 from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.trials.operations import TimedOperation, measured_operations
 from rotor_py.trials.restore import put_back, same_state
@@ -153,7 +154,7 @@ class TrainingStep:
         changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
         state = RandomState.now((self.device,))
         try:
-            with put_back(changing):
+            with put_back(changing), attributes_kept(self.model):
                 yield
         finally:
             state.restore()

@@ -203,7 +203,7 @@ def test_an_error_in_a_recomputation_is_the_stages_own_and_the_next_step_is_righ
         runs = 0
 
         def forward(self, x):
-            self.runs += 1
+            Failing.runs += 1  # of the class: what a layer keeps in itself is found again as it was
             if self.runs == 2:
                 raise KeyError("mine")
             return super().forward(x)

@@ -140,7 +140,7 @@ class Changing(nn.Linear):
     runs = 0
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
+        Changing.runs += 1  # of the class: what a layer keeps in itself is found again as it was
         made = super().forward(value)
         return made[self.runs :].exp() if self.runs < 3 else made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,15 @@ def test_a_step_takes_what_is_predicted_and_no_more_than_the_limit(kind: Kind, s
     assert peak >= (0.85 if kind is Gated else 0.98) * network.budget.peak_bytes(network.sequence)
 
 
+class Noted(list[int]):
+    """What a run that is undone has added to it stays: lists of other classes are not put back."""
+
+
 class Probe(nn.Linear):
     """Notes what the device holds when it begins."""
 
     device: Capacity | None = None
-    held: list[int]
+    held: Noted
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         if self.device is not None:
@@ -96,11 +101,20 @@ class Probe(nn.Linear):
         return super().forward(value)
 
 
+@dataclass
+class Fault:
+    """Where a stage is to run out of memory. An attribute of the stage itself would be put back, and it fail again."""
+
+    where: str = ""
+    device: Capacity | None = None
+
+
 class Once(nn.Module):
     """Runs out of memory in its forward or backward, once."""
 
-    where = ""
-    device: Capacity | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.fault = Fault()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         keeps = value * 2  # what the frame of an error's traceback would keep
@@ -111,10 +125,10 @@ class Once(nn.Module):
         return made
 
     def run_out(self, where: str) -> None:
-        if self.where == where:
-            self.where = ""
-            if self.device is not None:
-                self.device.peak = 0
+        if self.fault.where == where:
+            self.fault.where = ""
+            if self.fault.device is not None:
+                self.fault.device.peak = 0
             raise out_of_memory()
 
 
@@ -131,7 +145,7 @@ def test_what_the_failed_run_held_is_free_when_the_next_one_begins(where: str) -
     step(network, batch=batch)
     network.zero_grad(set_to_none=False)
     with Capacity() as device:
-        probe.device, probe.held, once.where = device, [], where
+        probe.device, probe.held, once.fault.where = device, Noted(), where
         square(network(batch)).backward()
     assert probe.held[0] == 0
     begins = probe.held[1]
@@ -157,7 +171,7 @@ def test_the_rest_of_a_backward_stays_inside_the_smaller_limit(later: int, caplo
     step(network, batch=batch)
     network.zero_grad()
     with Capacity() as device:
-        once.where, once.device = "backward", device
+        once.fault = Fault("backward", device)
         step(network, batch=batch)
     (line,) = [line for line in caplog.messages if line.startswith("out of memory in the backward")]
     limit = int(line.partition(" bytes), where")[0].rpartition("(")[2])

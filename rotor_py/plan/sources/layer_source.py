@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.instruments import operators
 from rotor_py.measure.cut import Cut, cut
 from rotor_py.measure.stages import MeasuredCut, measure
@@ -46,7 +47,7 @@ class LayerSource:
 
     def measure(self, value: Any, how: Measuring) -> Measured:
         enough, parts = how.enough, LayerParts()
-        with operators():
+        with operators(), attributes_kept(self._model, caches=False):
             found = cut(self._model, value, how.device)
             measurement = measure(
                 found,

@@ -1,0 +1,229 @@
+"""What modules keep in plain attributes, such as a count of their calls: found as it was, and put back.
+
+Parameters, buffers and modules are none of them: those are in tables of their own. A module that was generated from a
+graph (`HasKind`) sets none.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import starmap
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from rotor_profiling.stage.kind import HasKind
+from rotor_profiling.storage import storage_bytes, storages, tensors_in
+
+_TABLES = frozenset(vars(nn.Module()))
+_CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
+"""These very classes: a class of somebody else's may refuse to be filled, as the outputs of transformers do."""
+_MISSING = object()
+
+_changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""By module that has run, the attributes that a run was seen to change from one value to another."""
+_written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""By module that has run, the tensors among them that a run was seen to write into."""
+
+
+Contents = list[tuple[Any, Any]]
+"""Containers, each with a copy that has what is in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An attribute that a run has changed, and what was there before: `_MISSING` if nothing was.
+
+    Of a tensor that was written into, `values` are a copy from before.
+    """
+
+    module: nn.Module
+    name: str
+    value: Any
+    values: torch.Tensor | None
+    contents: Contents
+
+    def find_as_before(self) -> None:
+        """Have what a run like it finds as it was before. It may change that, and not the tensor that graphs hold."""
+        self._set(self.value if self.values is None else self.values.clone())
+
+    def put_back(self) -> None:
+        """Have the very object there that was, with what was in it."""
+        if self.values is not None:
+            # By way of `data`, which leaves the version: a graph may have saved the tensor.
+            self.value.data.copy_(self.values)
+        self._set(self.value)
+
+    @property
+    def made(self) -> bool:
+        """Whether there was nothing before."""
+        return self.value is None or self.value is _MISSING
+
+    def _set(self, value: Any) -> None:
+        # Not `setattr`: a class may do something of its own there.
+        if value is _MISSING:
+            vars(self.module).pop(self.name, None)
+        else:
+            vars(self.module)[self.name] = value
+        for container, content in self.contents:
+            if not _as_it_was(container, content):
+                _fill(container, content)
+
+
+@dataclass(slots=True)
+class _Before:
+    """The attributes of one module before a run: contents of containers, and versions and copies of tensors."""
+
+    entries: dict[str, Any]
+    contents: dict[str, Contents] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Attributes:
+    """The plain attributes of the modules of `function`, as they are now.
+
+    Of tensors that runs write into, it has copies: of all, where a module has not run before.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._before = [(module, _before(module)) for module in _plain_modules(function)]
+
+    def changes(self) -> list[Change]:
+        """What a run since then has changed.
+
+        RuntimeError if it has written into a tensor for the first time, of which there is no copy.
+        """
+        return [each for module, before in self._before for each in _changes(module, before)]
+
+    def put_back(self, *, caches: bool = True) -> None:
+        """Have all attributes as they were.
+
+        Without `caches`, what was made where nothing was before stays, if later runs have found and not changed it.
+        """
+        for change in self.changes():
+            if caches or not change.made or change.name in _changing[change.module]:
+                change.put_back()
+
+
+@contextmanager
+def attributes_kept(function: Callable[..., Any], *, caches: bool = True) -> Iterator[None]:
+    """Put back the attributes of the modules of `function`, whatever is run in here; `caches`: see `put_back`."""
+    before = Attributes(function)
+    try:
+        yield
+    finally:
+        before.put_back(caches=caches)
+
+
+def sets_attributes(function: Callable[..., Any]) -> bool:
+    """Whether a run of `function` was seen to change an attribute from one value to another."""
+    return any(_changing.get(module) for module in _plain_modules(function))
+
+
+def kept_bytes(function: Callable[..., Any]) -> int:
+    """Bytes of the tensors in attributes that are held for another run of `function`, as far as runs have shown."""
+    modules = _plain_modules(function)
+    # Recurrent layers have lists of their parameters.
+    tables = [table for module in modules for table in (module._parameters, module._buffers)]
+    owned = storages(each for table in tables for each in table.values() if each is not None)
+    found = 0
+    for module in modules:
+        for name in _changing.get(module, ()):
+            copies = 2 if name in _written[module] else 1  # the next run writes into a copy
+            found += copies * storage_bytes(tensors_in(vars(module).get(name)), owned)
+    return found
+
+
+def with_gradients(changes: Iterable[Change]) -> list[str]:
+    """The names of attributes that have been given tensors with a gradient, but for those that hooks make anew.
+
+    Such are the weights of `torch.nn.utils.weight_norm`.
+    """
+    return [
+        change.name
+        for change in changes
+        if not any(getattr(hook, "name", None) == change.name for hook in change.module._forward_pre_hooks.values())
+        and any(tensor.grad_fn is not None for tensor in tensors_in(vars(change.module).get(change.name)))
+    ]
+
+
+def _plain_modules(function: Callable[..., Any]) -> list[nn.Module]:
+    if not isinstance(function, nn.Module):
+        return []
+    found, pending = [], [function]
+    while pending:
+        module = pending.pop()
+        if not isinstance(module, HasKind):
+            found.append(module)
+            pending += [each for each in module._modules.values() if each is not None]
+    return found
+
+
+def _before(module: nn.Module) -> _Before:
+    entries = {name: value for name, value in vars(module).items() if name not in _TABLES}
+    before, written = _Before(entries), _written.get(module)
+    for name, value in entries.items():
+        if type(value) in _CONTAINERS:
+            before.contents[name] = list(_contents(value, set()))
+        elif isinstance(value, torch.Tensor) and not value.requires_grad:
+            before.versions[name] = value._version
+            if written is None or name in written:
+                before.copies[name] = value.clone()
+    return before
+
+
+def _changes(module: nn.Module, before: _Before) -> Iterator[Change]:
+    now = vars(module)
+    changing, written = _changing.setdefault(module, set()), _written.setdefault(module, set())
+    for name in [name for name in now if name not in _TABLES and name not in before.entries]:
+        yield Change(module, name, _MISSING, None, [])
+    for name, value in before.entries.items():
+        contents = before.contents.get(name, [])
+        wrote = name in before.versions and value._version != before.versions[name]
+        if now.get(name, _MISSING) is value and not wrote and all(starmap(_as_it_was, contents)):
+            continue
+        if value is not None:
+            changing.add(name)
+        if wrote:
+            written.add(name)
+            if name not in before.copies:
+                raise RuntimeError(
+                    f"the attribute {name!r} of {type(module).__name__} was written to by a forward pass for the first "
+                    "time, so the stage cannot be run again exactly in this step; run the step once more, it is now "
+                    "known to change"
+                )
+        yield Change(module, name, value, before.copies.get(name) if wrote else None, contents)
+
+
+def _contents(container: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
+    """A container with a copy of it, and so for the containers in it; one that is in itself comes once."""
+    seen.add(id(container))
+    yield container, copy(container)
+    for each in container.values() if isinstance(container, dict) else container:
+        if type(each) in _CONTAINERS and id(each) not in seen:
+            yield from _contents(each, seen)
+
+
+def _as_it_was(container: Any, content: Any) -> bool:
+    """Whether a container has the same objects in it."""
+    if len(container) != len(content):
+        return False
+    if isinstance(container, set):
+        return bool(container == content)
+    if isinstance(container, dict):
+        return all(key in content and each is content[key] for key, each in container.items())
+    return all(map(operator.is_, container, content))
+
+
+def _fill(container: Any, content: Any) -> None:
+    """Have this content in a container again."""
+    container.clear()
+    container.update(content) if isinstance(container, dict | set) else container.extend(content)
