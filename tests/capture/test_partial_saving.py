@@ -193,7 +193,9 @@ def test_what_is_dropped_is_what_cheap_operators_made() -> None:
     assert not dropped & {F.linear, torch._C._nn.linear}
     kept = [nodes[number].target for number in choice.kept]
     assert kept.count(torch._C._nn.linear) == 2
-    assert not any(nodes[number].target in CHEAP for number in choice.kept)
+    # Statistics of rows are hardly any bytes, and kept: the square and the mean of all rows make them.
+    cheap = [nodes[number] for number in choice.kept if nodes[number].target in CHEAP]
+    assert [node.target for node in cheap] == [torch.rsqrt]
 
 
 @settings(max_examples=60, deadline=None)
@@ -293,10 +295,10 @@ def test_the_solver_takes_the_other_option_where_it_is_faster_than_running_a_sta
     whole_cost = tuple(replace(each, **slow) for each in costs.stages)
     ways = tuple(tuple(replace(way, cost=replace(way.cost, **slow)) for way in found) for found in costs.ways)
     chain = replace(costs, stages=whole_cost, ways=ways).chain(fresh_gradients=True)
-    whole = simulate(chain, store_all(chain)).peak
+    single = replace(chain, stages=tuple(replace(stage, options=stage.options[:1]) for stage in chain.stages))
+    whole = simulate(single, store_all(single)).peak
     found = solve(chain, int(0.8 * whole))
     assert any(isinstance(each, ForwardEnable) and each.option for each in found)
-    single = replace(chain, stages=tuple(replace(stage, options=stage.options[:1]) for stage in chain.stages))
     assert simulate(chain, found).makespan < simulate(single, solve(single, int(0.8 * whole))).makespan
     assert min_bytes(chain) < min_bytes(single)
 

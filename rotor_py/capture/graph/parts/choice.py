@@ -1,15 +1,16 @@
 """Which parts a captured stage offers to keep: few bytes and little to make again, at rising prices.
 
-The first part is the least from which cheap operators alone make the rest. For the others, all operators that make the
-same bits again count, with a price. Of two parts, a line joins their bytes and prices; a part below it saves more for
-its price than a mixture of both. The least cut by the line's own slope finds it if there is one, and so on between
-the new part and each of the two: all parts on the lower convex hull, by Eisner and Severance (1976).
+One part is the least from which cheap operators alone make the rest. For the others, all operators that make the same
+bits again count, with a price. Of two parts, a line joins their bytes and prices; a part below it saves more for its
+price than a mixture of both. The least cut by the line's own slope finds it if there is one, and so on between the new
+part and each of the two: all parts on the lower convex hull, by Eisner and Severance (1976). Its ends are to store the
+stage whole, and to run it again from its input.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +32,14 @@ _WORTHWHILE = 0.1
 """The least part of the saved bytes that has to be dropped more. A guess: for less, another way to run the stage is not
 worth measuring, and would only make the solver slower.
 """
-_BELOW_A_MIXTURE = 0.7
-"""The most that a part may cost of what a mixture does that keeps the same bytes: some stages of a kind with the part
-before it, and others with the one after it, or run again whole, for which no other way is needed. A guess: prices are
-not exact, and to make values one by one takes some time beside.
+_FOR_A_BYTE = 1000
+"""The most that cheap operators may cost for a byte that is not kept. A guess: most cost 50 to 100, and to make the
+statistics of rows again, which are hardly any bytes, costs thousands.
 """
-_MOST = 4
+_MOST = 5
 """Parts of a stage. A guess: each of them is timed."""
+_DEEP = 4
+"""How often a line is divided: at most fifteen cuts for a stage."""
 _MODES = (
     torch.amp.autocast_mode._enter_autocast,
     torch.amp.autocast_mode._exit_autocast,
@@ -53,12 +55,10 @@ class _Part:
     nbytes: int
     price: int
 
-    def beats_mixture(self, before: _Part, nbytes: int, price: int) -> bool:
-        """Whether it costs clearly less than a mixture of `before` and another part, of `nbytes` and a `price`."""
-        if self.nbytes >= before.nbytes or self.nbytes < nbytes:
-            return False
-        share = (before.nbytes - self.nbytes) / (before.nbytes - nbytes)
-        return self.price - before.price <= _BELOW_A_MIXTURE * share * (price - before.price)
+    def below_line(self, before: _Part, after: _Part) -> int:
+        """How much less it costs than a mixture of two others that keeps the same bytes, in bytes times prices."""
+        saved, apart = before.nbytes - self.nbytes, before.nbytes - after.nbytes
+        return saved * (after.price - before.price) - apart * (self.price - before.price)
 
 
 def find_saved_parts(
@@ -85,17 +85,24 @@ def find_saved_parts(
 
 
 def same_parts(
-    body: fx.GraphModule, sizes: Sizes, parts: Mapping[str, SavedPart], arguments: Sequence[Any] | None = None
+    body: fx.GraphModule,
+    sizes: Sizes,
+    parts: Mapping[str, SavedPart],
+    nodes: Mapping[int, fx.Node],
+    arguments: Sequence[Any] | None = None,
 ) -> dict[str, SavedPart]:
-    """The `parts` of a graph with the same nodes, for tensors of other sizes; none if they cannot be found.
+    """The `parts` of a graph with the same operators, for tensors of other sizes; none if they cannot be found.
 
-    With `arguments`, `body` is run on these to find out.
+    By the numbers of its nodes, `nodes` are those of `body` that do the same. With `arguments`, `body` is run on these
+    to find out.
     """
     values = _saved_values(body, sizes, arguments)
-    nodes = list(body.graph.nodes)
 
     def part(example: SavedPart, values: SavedValues) -> SavedPart:
-        dropped, kept = ({nodes[number] for number in numbers} for numbers in (example.dropped, example.kept))
+        # A number is there in any case.
+        dropped, kept = (
+            {nodes[number] for number in numbers if number in nodes} for numbers in (example.dropped, example.kept)
+        )
         return SavedPart.of_cut(body, values, kept | (values.saved - dropped))
 
     return {} if values is None else {name: part(each, values) for name, each in parts.items()}
@@ -130,24 +137,27 @@ class _Choice:
         self._values = values
         self._keeping = keeping
         own = [node for node, root in values.roots.items() if root is node and node not in values.stale]
-        self._cheap = {node: 0 for node in own if is_cheap(node)}
+        self._cheap = [node for node in own if is_cheap(node)]
         self._prices = {
             node: price_of(node, values.flops.get(node, 0), sizes)
             for node in own
             if is_cheap(node) or kind_of(node) is not None
         }
 
-        self._first = self._part(least_cut(values, keeping, self._cheap))
+        self._first = self._part(self._least(_FOR_A_BYTE, 1, {node: self._prices[node] for node in self._cheap}))
 
     def named(self) -> dict[str, _Part]:
         """The parts to offer, by name."""
-        whole = sum(self._keeping[node] for node in self._values.saved)
+        whole = self._without_cut(sum(self._keeping[node] for node in self._values.saved), 0)
+        inputs = sum(nbytes for node, nbytes in self._keeping.items() if node.op == "placeholder")
+        run_again = self._without_cut(inputs, self._price_of_all())
+        hull = self._between(whole, run_again, _DEEP)
+        parts = sorted({part.nbytes: part for part in (*hull, self._first)}.values(), key=lambda part: -part.nbytes)
         found: dict[str, _Part] = {}
-        last = _Part(Cut(frozenset(), frozenset()), whole, 0)
-        for part in self._hull(whole):
-            if last.nbytes - part.nbytes >= _WORTHWHILE * whole and len(found) < _MOST:
-                found[self._name(part, last, found)] = part
-                last = part
+        last = whole
+        for part in _thinned([whole, *parts, run_again], self._first, _WORTHWHILE * whole.nbytes):
+            found[self._name(part, last, found)] = part
+            last = part
         return found
 
     def _name(self, part: _Part, before: _Part, taken: Mapping[str, object]) -> str:
@@ -159,34 +169,16 @@ class _Choice:
         name = f"{IN_PART}, {most or 'arithmetic'} again"
         return next(each for each in (name, *(f"{name} {number}" for number in range(2, 9))) if each not in taken)
 
-    def _hull(self, whole: int) -> Iterable[_Part]:
-        nothing_again = _Part(Cut(frozenset(), frozenset()), whole, 0)
-        first = self._first
-        cheap = {node: price for node, price in self._prices.items() if node in self._cheap}
-        yield from self._between(nothing_again, first, cheap, depth=1)
-        yield first
-        if not any(kind_of(node) is not None for node in self._prices):
-            return
-        # The fewest bytes, and of equally few, the least price.
-        least = self._part(self._least(1 + sum(self._prices.values()), 1, self._prices))
-        if first.nbytes - least.nbytes < _WORTHWHILE * whole:
-            return
-        before, run_again = first, self._price_of_all()
-        for part in (*self._between(first, least, self._prices, depth=2), least):
-            if part.beats_mixture(before, 0, run_again):
-                yield part
-                before = part
-
-    def _between(self, first: _Part, last: _Part, prices: Mapping[fx.Node, int], depth: int) -> list[_Part]:
-        """The parts of the hull between two, which keep less from one to the next; at most one for a depth of one."""
-        bytes_apart, price_apart = first.nbytes - last.nbytes, last.price - first.price
+    def _between(self, before: _Part, after: _Part, depth: int) -> list[_Part]:
+        """The parts of the hull between two, which keep less from one to the next."""
+        bytes_apart, price_apart = before.nbytes - after.nbytes, after.price - before.price
         if depth == 0 or bytes_apart <= 0 or price_apart <= 0:
             return []
-        part = self._part(self._least(price_apart, bytes_apart, prices))
-        if not part.beats_mixture(first, last.nbytes, last.price):
+        part = self._part(self._least(price_apart, bytes_apart, self._prices))
+        if not after.nbytes <= part.nbytes < before.nbytes or part.below_line(before, after) < 0:
             return []
-        before, after = (self._between(*ends, prices, depth - 1) for ends in ((first, part), (part, last)))
-        return [*before, part, *after]
+        first, second = (self._between(*ends, depth - 1) for ends in ((before, part), (part, after)))
+        return [*first, part, *second]
 
     def _least(self, for_bytes: int, for_prices: int, prices: Mapping[fx.Node, int]) -> Cut:
         keeping = {node: for_bytes * nbytes for node, nbytes in self._keeping.items()}
@@ -195,6 +187,9 @@ class _Choice:
     def _part(self, cut: Cut) -> _Part:
         # What is made again for nobody is behind no cut.
         return _Part(cut, sum(map(self._keeping.__getitem__, cut.kept)), sum(map(self._prices.__getitem__, cut.again)))
+
+    def _without_cut(self, nbytes: int, price: int) -> _Part:
+        return _Part(Cut(frozenset(), frozenset()), nbytes, price)
 
     def _price_of_all(self) -> int:
         """The price of all that has to run before a backward, where the stage is run again and skips its output."""
@@ -205,6 +200,30 @@ class _Choice:
                 seen.add(node)
                 pending.extend(memory_read(node, self._values.roots))
         return sum(self._prices.get(node, 0) for node in seen)
+
+
+def _thinned(parts: Sequence[_Part], stays: _Part, least: float) -> list[_Part]:
+    """Some of the parts between the first and the last, with at least so many bytes from one to the next.
+
+    What costs hardly less than a mixture of its neighbours goes before others.
+    """
+    left = list(parts)
+
+    def gain(at: int) -> int:
+        return left[at].below_line(left[at - 1], left[at + 1])
+
+    def saves_little(at: int) -> bool:
+        return left[at - 1].nbytes - left[at].nbytes < least
+
+    while True:
+        inner = range(1, len(left) - 1)
+        near = {each for at in inner if saves_little(at) for each in (at - 1, at) if each > 0}
+        free = [at for at in near or inner if left[at] is not stays]
+        if not near and len(inner) <= _MOST:
+            return left[1:-1]
+        if not free:  # `stays` itself saves too little
+            return []
+        del left[min(free, key=gain)]
 
 
 def _size(node: fx.Node, sizes: Sizes) -> int:

@@ -22,17 +22,19 @@ from rotor_py.capture.graph.sizes import Sizes
 
 _FOR_A_BYTE = 20
 """Between a processor's core, with about 5, and a GPU in half precision, with about 300. A guess."""
-_FOR_A_FUNCTION = 500
-"""For each number of which exp, tanh or the like is computed: about a nanosecond of a processor's core. A guess."""
+_FOR_A_FUNCTION = 50
+"""For each number of which exp, tanh or the like is computed: half a nanosecond of a processor's core. A guess."""
+_FOR_ATTENTION = 2
+"""How much longer attention takes than a product of as many operations. A guess: 1.8 on a core with AVX-512."""
 # fmt: off
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "relu_", "clamp_")
 _OPERATORS = (
     "add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide", "truediv", "neg", "negative", "pow",
     "square", "sqrt", "rsqrt", "reciprocal", "abs", "exp", "expm1", "log", "log1p", "log2", "erf", "tanh", "sigmoid",
     "sin", "cos", "where", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mean", "sum", "var", "amax",
-    "softmax", "log_softmax", "cat", "concat", "stack", "relu", "rms_norm", "layer_norm", "group_norm", "clone",
-    "contiguous", "softplus", "celu", "selu", "masked_fill", "to", "type_as", "float", "half", "bfloat16",
-    *_IN_PLACE,
+    "softmax", "log_softmax", "cat", "concat", "stack", "reshape", "flatten", "repeat", "repeat_interleave", "relu",
+    "rms_norm", "layer_norm", "group_norm", "clone", "contiguous", "softplus", "celu", "selu", "masked_fill", "to",
+    "type_as", "float", "half", "bfloat16", *_IN_PLACE,
 )
 _LAYERS = (
     "silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "softplus", "mish", "hardswish",
@@ -41,8 +43,9 @@ _LAYERS = (
 )
 _SIMPLE = (
     "add", "sub", "rsub", "mul", "multiply", "neg", "negative", "square", "abs", "where", "clamp", "clamp_min",
-    "clamp_max", "maximum", "minimum", "cat", "concat", "stack", "relu", "clone", "contiguous", "masked_fill", "to",
-    "type_as", "float", "half", "bfloat16", "div", "divide", "true_divide", "truediv", *_IN_PLACE,
+    "clamp_max", "maximum", "minimum", "cat", "concat", "stack", "reshape", "flatten", "repeat", "repeat_interleave",
+    "relu", "clone", "contiguous", "masked_fill", "to", "type_as", "float", "half", "bfloat16", "div", "divide",
+    "true_divide", "truediv", *_IN_PLACE,
 )
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
 _CONVOLUTIONS = tuple(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
@@ -98,7 +101,7 @@ def price_of(node: fx.Node, flops: int, sizes: Sizes) -> int:
     """What it takes to run a node again that takes so many floating point operations; see above."""
     written = max(map(sizes.bytes_of, tensors_of(node)), default=0)
     read = sum(max(map(sizes.bytes_of, tensors_of(each)), default=0) for each in node.all_input_nodes)
-    found = flops + _FOR_A_BYTE * (read + written)
+    found = flops * (_FOR_ATTENTION if kind_of(node) == "attention" else 1) + _FOR_A_BYTE * (read + written)
     if kind_of(node) is None and node.target not in _ARITHMETIC:
         found += _FOR_A_FUNCTION * (written // max(1, tensors_of(node)[0].element_size()))
     return found

@@ -15,7 +15,7 @@ from rotor_profiling.storage import local, tensors_in
 from rotor_py.capture.graph.graph_nodes import owned_by, tensors_of
 from rotor_py.capture.graph.parts.choice import find_saved_parts, same_parts
 from rotor_py.capture.graph.parts.saved_part import SavedPart
-from rotor_py.capture.graph.sizes import Sizes
+from rotor_py.capture.graph.sizes import Sizes, example_of
 from rotor_py.capture.graph.skipped_output import skipping_output
 
 
@@ -106,14 +106,16 @@ class StageParts:
 
     def _find(self) -> dict[str, SavedPart]:
         example = self._example
-        # Parts name values by their position, which has to be that of the same node.
-        if example is not None and self._operators() == example._operators():
-            return same_parts(self._body, self._sizes, example.found, self._arguments)
+        if example is not None:
+            theirs, own = example._by_number(), self._by_number()
+            if [*map(_operator, theirs.values())] == [*map(_operator, own.values())]:
+                nodes = dict(zip(theirs, own.values(), strict=True))
+                return same_parts(self._body, self._sizes, example.found, nodes, self._arguments)
         return find_saved_parts(self._body, self._shared, self._sizes, self._arguments)
 
-    def _operators(self) -> list[tuple[str, str]]:
-        nodes = self._body.graph.nodes
-        return [(node.op, str(node.target) if node.op.startswith("call") else "") for node in nodes]
+    def _by_number(self) -> dict[int, fx.Node]:
+        """The nodes by their numbers, as parts name them, without sizes: a graph has no symbol for one that is 1."""
+        return {number: node for number, node in enumerate(self._body.graph.nodes) if not _is_size(node)}
 
     def graph(self, way: str, *, skip_output: bool) -> fx.GraphModule:
         """The graph whose first input is a `PartialSaving`, to which it hands over the values of a part."""
@@ -138,6 +140,16 @@ class StageParts:
         number, here = self._sizes.number, local(tensor)
         shape: tuple[Any, ...] = tuple(map(number, here.shape))
         return type(tensor), shape, tuple(map(number, here.stride())), here.dtype, here.device, tensor.requires_grad
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node's value is a number or several, and computes nothing but these."""
+    example = example_of(node)
+    return isinstance(example, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _operator(node: fx.Node) -> tuple[str, str]:
+    return node.op, str(node.target) if node.op.startswith("call") else ""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
