@@ -5,13 +5,14 @@ from rotor_profiling.isolate import RandomState, buffers_kept, isolated
 from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
-from rotor_profiling.stage.bytes import Place, StageBytes
+from rotor_profiling.stage.bytes import StageBytes
 from rotor_profiling.stage.cost import StageCost, measure_options, measure_ways, run_before_measuring, time_ways
 from rotor_profiling.stage.gradients import Layouts, leaves_of
 from rotor_profiling.stage.kind import stage_kind, value_kind
 from rotor_profiling.stage.layouts import loss_layouts, stage_layouts
-from rotor_profiling.step import measured_curve, measured_peak, measured_phases
-from rotor_profiling.step_watch import StepWatch, watch_step
+from rotor_profiling.stage.place import Place
+from rotor_profiling.step.peak import measured_curve, measured_peak, measured_phases
+from rotor_profiling.step.watch import StepWatch, watch_step
 from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
 
 __all__ = [

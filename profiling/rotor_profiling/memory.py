@@ -46,7 +46,8 @@ class MemoryMeter(Protocol):
     once the context has been left. Work before the first mark belongs to the phase `""`.
     """
 
-    phases: dict[str, Phase]
+    @property
+    def phases(self) -> dict[str, Phase]: ...
 
     def mark(self, name: str) -> None: ...
 

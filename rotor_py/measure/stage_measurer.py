@@ -4,8 +4,8 @@ At most one stage has a graph at a time, so measuring needs less memory than the
 the whole step does not fit. So the chain is walked through several times, always from its first stage on:
 
  1. to find out what a run without a graph would not show, and the layouts of gradients, until these are settled;
- 2. to measure the bytes of a stage of each kind;
- 3. to time the stages (`stage_times`).
+ 2. to measure the bytes of a stage of each kind, and time it for the first time;
+ 3. to time the stages again (`stage_times`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rotor_profiling import (
     tensors_in,
     time_ways,
 )
+from rotor_profiling.attributes import kept_bytes
 from rotor_profiling.instruments import stopwatch
 from rotor_profiling.isolate import trained_parameters
 from rotor_py.distributed.processes import anywhere
@@ -226,13 +227,18 @@ class StageMeasurer:
         carried = offers_of(function).carried
         with gathered(function, self._cut.sharding):
             beside = self._carried.addresses(value)
-            found = self._find(number, value, beside, carried)
+            found, output = self._find(number, value, beside, carried)
             cost = found.weighed.bytes[0]
             self._decided_bytes += found.weighed.decided_bytes
             self.activation_bytes = cost.activation_bytes
             if self._movable is not None:
                 self._movable.measure(self._kinds[-1], self._chain.runner(number), value)
-            value = self._chain.run(self._chain.runner(number), value)
+            # A run without a graph makes the numbers of one with a graph (`graph_effects`), if perhaps not the layout.
+            if output is not None and self._survey.laid_out_as_with_a_graph(number, output):
+                value = self._handed_on(number, output)
+            else:
+                value = self._chain.run(self._chain.runner(number), value)
+            del output
             self._carried.count_gradients(cost.gradient_storage_bytes)
             self._carried.pass_on(carried, value, number + 1, [*self._owned, *beside])
         return value
@@ -273,8 +279,10 @@ class StageMeasurer:
         positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
         return storage_bytes([tensors[i] for i in positions], self._owned)
 
-    def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> _Found:
-        """What measuring the bytes of a stage finds, or what it found of an earlier stage of its kind."""
+    def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> tuple[_Found, Any]:
+        """What measuring the bytes of a stage finds, or what it found of an earlier stage of its kind; and the stage's
+        output, if that has run.
+        """
         _, function = self._stages[number]
         silent = self._chain.silent_of(number)
         apart = tuple({*carried.values(), *silent})
@@ -286,12 +294,13 @@ class StageMeasurer:
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
         kind = (stage_kind(function, value), self.activation_bytes, last, apart, arriving, found, stepped)
+        output = None
         if anywhere(kind not in self._known, self._group, self._device):
             parameters = storages(trained_parameters(function))
             owned = (*self._owned, *parameters, *beside)
             fresh = self._fresh_gradients or any(each is not None for each in stepped)
             place = Place(self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped)
-            weighed = self._weigh(number, value, place, kind)
+            weighed, output = self._weigh(number, value, place, kind)
             # Without the addresses of this stage: it is timed with others of its kind.
             self._known[kind] = _Found(replace(place, owned=()), weighed)
         self._kinds.append(kind)
@@ -299,24 +308,31 @@ class StageMeasurer:
         remember_moving(function, known.weighed.moving)
         if known.weighed.undecided:  # to watch it takes longer than to run it, and it would be timed so
             remember_undecided(function)
-        return known
+        return known, output
 
-    def _weigh(self, number: int, value: Any, place: Place, kind: Hashable) -> Weighed:
-        """The bytes of a stage, measured here or in an earlier run."""
+    def _weigh(self, number: int, value: Any, place: Place, kind: Hashable) -> tuple[Weighed, Any]:
+        """The bytes of a stage, measured here or in an earlier run; and its output, if it has run here."""
         kept = self._kept.measured(kind)
         # An earlier run may have found more ways: where it was planned for, the same layer may not be captured here.
         if kept is not None and {*kept[0].ways} <= {*self._chain.runner(number).offered}:
             weighed, runs, enough = kept
             self._times.settle(kind, runs, enough=enough)
-            return weighed
+            return weighed, None
         name, function = self._stages[number]
         with During("measuring", name), isolated(function, self._device), torch.enable_grad():
             paying = self._chain.runner(number).paying(leaves_of(value))
         offered = offered_everywhere(paying, self._group, self._device)
-        whole, *others = measure_ways(self._stored(number, offered), value, place)
+        with stopwatch(self._device) as watch:
+            # Where clocks are exact, they count what a meter's runs do beside those of a step.
+            ways = self._stored(number, offered)
+            (whole, *others), run, output = measure_ways(ways, value, place, None if watch.exact else watch)
         less = saving_ones(whole, list(zip(offered, others, strict=True)), self._group, self._device)
-        ways, found = tuple(name for name, _ in less), (whole, *(way for _, way in less))
-        return Weighed(found, decided_bytes(function), recall_moving(function), ways, decides_nothing(function))
+        names, found = tuple(name for name, _ in less), (whole, *(way for _, way in less))
+        if run is not None:
+            seconds = dict(zip(offered, run.ways[1:], strict=True))
+            self._times.add(kind, replace(run, ways=(run.ways[0], *(seconds[way] for way in names))))
+        undecided = decides_nothing(function)
+        return Weighed(found, decided_bytes(function), recall_moving(function), names, undecided), output
 
     def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
         """A runner that stores a stage whole, and one for each of its other `ways`."""
@@ -359,6 +375,7 @@ def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
 
 
 def _snapshot_bytes(cut: Cut) -> int:
-    """Upper bound of what a replay keeps of buffers whose values a forward depends on and changes."""
+    """Upper bound of what a replay keeps of buffers and attributes whose values a forward depends on and changes."""
     tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
-    return 2 * bytes_like(tensors)  # the copy that is put back, and one more that the next run writes into
+    # The copy that is put back, and one more that the next run writes into.
+    return 2 * bytes_like(tensors) + sum(kept_bytes(function) for _, function in cut.stages)

@@ -11,7 +11,7 @@ from torch import nn
 from rotor_profiling import bytes_like
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.stage.stepping import Stepped
-from rotor_profiling.step_alone import scratch_alone
+from rotor_profiling.step.alone import scratch_alone
 from rotor_py.measure.cut import Cut
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from rotor_profiling import OptimizerCost, bytes_like, optimizer_cost
 from rotor_profiling.devices import accelerators
-from rotor_profiling.step_alone import step_bytes_without
+from rotor_profiling.step.alone import step_bytes_without
 from rotor_py.distributed.processes import (
     alone_in_a_prediction,
     around,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,17 +134,36 @@ def test_runs_of_an_earlier_time_count_unless_the_machine_was_busy() -> None:
 
 def test_stages_are_timed_walk_by_walk_and_not_several_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
-    time_ways = stage_measurer.time_ways
 
-    def noting(runners: Any, *arguments: Any) -> Any:
-        order.append(runners[0].function.weight.shape[0])
-        return time_ways(runners, *arguments)
+    def noted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(runners: Any, *arguments: Any) -> Any:
+            order.append(runners[0].function.weight.shape[0])
+            return run(runners, *arguments)
 
-    monkeypatch.setattr(stage_measurer, "time_ways", noting)
+        return noting
+
+    for name in ("measure_ways", "time_ways"):
+        monkeypatch.setattr(stage_measurer, name, noted(getattr(stage_measurer, name)))
     widths = [8, 16, 24, 32]
     layers = nn.Sequential(*(nn.Linear(a, b) for a, b in zip([4, *widths], widths, strict=False)))
     Checkpointable(layers, loss=torch.sum).measure(torch.randn(64, 4))
     assert order[: FEWEST_RUNS * len(widths)] == widths * FEWEST_RUNS
+
+
+def test_the_run_that_shows_bytes_is_the_first_of_the_fewest() -> None:
+    times = StageTimes()
+    times.add("a", StageRun(1.0, ((1.0, 2.0),), None))
+    assert times.wanted(["a"] * 4) == {1}
+    times.add("a", StageRun(1.0, ((1.0, 2.0),), 0.75))
+    assert not times.wanted(["a"] * 4)
+    assert times.of("a")[0].skipped_output_seconds == 0.25
+
+
+def test_what_a_run_takes_again_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotor_py.measure.walks.stage_times.FEWEST_RUNS", 1)
+    times = StageTimes()
+    times.add("a", StageRun(1.0, ((1.0, 2.0),), None))
+    assert times.wanted(["a"]) == {0}
 
 
 def test_a_node_takes_time_and_it_counts_where_a_stage_is_one() -> None:

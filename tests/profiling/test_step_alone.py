@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import measured_peak
-from rotor_profiling.step_alone import scratch_alone, step_bytes_without
+from rotor_profiling.step.alone import scratch_alone, step_bytes_without
 
 CPU = torch.device("cpu")
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rotor_profiling import timing
 from rotor_profiling.instruments import stopwatch
-from rotor_profiling.stage.seconds import StageRun, estimate, spread_of
-from rotor_profiling.timing import lower_quartile, seconds_of, spread
+from rotor_profiling.memory import CpuMeter
+from rotor_profiling.stage.clocked_meter import ClockedMeter
+from rotor_profiling.stage.seconds import StageRun, errors_of, estimate, spread_of
+from rotor_profiling.timing import cpu_stopwatch, lower_quartile, seconds_of, spread
 
 CPU = torch.device("cpu")
 
@@ -93,3 +96,28 @@ def test_other_ways_are_compared_inside_of_a_run() -> None:
     assert in_part.forward_seconds - whole.forward_seconds == pytest.approx(0.1)
     assert in_part.backward_seconds - whole.backward_seconds == pytest.approx(0.4)
     assert spread_of(runs) == pytest.approx(0.5)
+
+
+def test_a_skipped_output_that_was_timed_once_is_known_no_better_than_its_forward() -> None:
+    twice = [run(forward=1.0, again=0.5), run(forward=3.0, again=2.5)]
+    once = [run(forward=1.0, again=0.5), replace(run(forward=3.0), again=None)]
+    assert errors_of(twice)[0].skipped_output_seconds == 0
+    assert errors_of(once)[0].skipped_output_seconds > 0.5
+    assert estimate(once)[0].skipped_output_seconds == 0.5
+
+
+def test_the_runs_under_a_meter_are_timed_without_its_marks() -> None:
+    class Slow(CpuMeter):
+        def mark(self, name: str) -> None:
+            time.sleep(0.05)
+            super().mark(name)
+
+    with cpu_stopwatch() as watch:
+        meter = ClockedMeter(Slow(), watch)
+        with meter:
+            meter.mark("work")
+            time.sleep(0.01)
+            meter.mark("between")
+    assert 0.01 <= meter.seconds["work"] < 0.05
+    assert set(meter.seconds) == {"", "work"}
+    assert set(meter.phases) == {"", "work", "between"}

@@ -10,8 +10,10 @@ import torch
 
 from rotor_profiling.instruments import stopwatch
 from rotor_profiling.isolate import isolated
-from rotor_profiling.stage.bytes import Place, StageBytes, measure_bytes, run_unmeasured
+from rotor_profiling.stage.bytes import MeasuredWays, StageBytes, measure_bytes
+from rotor_profiling.stage.place import Place
 from rotor_profiling.stage.runner import Runner
+from rotor_profiling.stage.runs import run_unmeasured
 from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, time_stage
 from rotor_profiling.stage.stepping import bytes_after_replay, stand_in_steps
 from rotor_profiling.timing import FEWEST_RUNS, Stopwatch
@@ -50,7 +52,7 @@ def measure_options(runners: Sequence[Runner], value: Any, place: Place) -> tupl
     kind of device whose memory cannot be measured.
     """
     run_before_measuring(runners, value, place)
-    found = measure_ways(runners, value, place)
+    found = measure_ways(runners, value, place).bytes
     with stopwatch(place.device) as watch:
         runs = [time_ways(runners, value, place, watch)[0] for _ in range(FEWEST_RUNS)]
     return tuple(map(StageCost.of, found, estimate(runs)))
@@ -63,13 +65,16 @@ def run_before_measuring(runners: Sequence[Runner], value: Any, place: Place) ->
             run_unmeasured(runner, value)
 
 
-def measure_ways(runners: Sequence[Runner], value: Any, place: Place) -> tuple[StageBytes, ...]:
-    """The bytes of a stage in each way, once it has run before; arguments and errors are those of `measure_options`."""
+def measure_ways(runners: Sequence[Runner], value: Any, place: Place, watch: Stopwatch | None = None) -> MeasuredWays:
+    """The bytes of a stage in each way, once it has run before; arguments and errors are those of `measure_options`.
+
+    With a `watch`, the seconds of its runs as well: next to those of `time_ways`, since a meter takes hardly any time.
+    """
     with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
         with stand_in_steps(parameters, place.stepped):
-            found = measure_bytes(runners, value, parameters, place)
+            found = measure_bytes(runners, value, parameters, place, watch)
         after_replay = bytes_after_replay(parameters, place.stepped)
-    return tuple(_with_room_after_replay(each, after_replay) for each in found)
+    return found._replace(bytes=tuple(_with_room_after_replay(each, after_replay) for each in found.bytes))
 
 
 def _with_room_after_replay(found: StageBytes, nbytes: int) -> StageBytes:

@@ -30,12 +30,13 @@ class StageRun:
     """The seconds of one run of a stage in all ways, one right after the other.
 
     Without a graph; forward and backward in each way with one; and, for the first of these ways, the forward run again,
-    with a graph of its own, for a backward that follows at once.
+    with a graph of its own, for a backward that follows at once. None where that was not timed: runs that show bytes
+    skip no output.
     """
 
     nograd: float
     ways: tuple[tuple[float, float], ...]
-    again: float
+    again: float | None
 
     @property
     def total(self) -> float:
@@ -46,7 +47,7 @@ class StageRun:
     @property
     def all_seconds(self) -> float:
         """What measuring took."""
-        return self.nograd + sum(map(sum, self.ways)) + self.again
+        return self.nograd + sum(map(sum, self.ways)) + (self.again or 0.0)
 
 
 def time_stage(
@@ -115,7 +116,7 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
     backward = lower_quartile([run.ways[0][1] for run in runs])
     # What is run again with a graph of its own may skip its output, and has to make that graph. If making it takes
     # longer than it saves, that is counted with the run without a graph: such a stage has at least one.
-    saved = median(run.ways[0][0] - run.again for run in runs)
+    saved = median(_saved(runs))
     nograd += max(0.0, -saved)
     # Noise can make it larger than a forward, which `Chain` refuses.
     skipped = max(0.0, min(saved, nograd, forward))
@@ -133,7 +134,10 @@ def errors_of(runs: Sequence[StageRun]) -> list[StageSeconds]:
 
     Of forward and backward, it is how much longer other ways take than the first: theirs is wrong by as much as its.
     """
-    skipped = error_of([run.ways[0][0] - run.again for run in runs])
+    saved = _saved(runs)
+    skipped = error_of(saved)
+    if len(saved) < len(runs):  # it is known no better than the forward that it is compared with
+        skipped = max(skipped, error_of([run.ways[0][0] for run in runs]))
     nograd = error_of([run.nograd for run in runs]) + skipped  # of which it has a part, if a graph takes longer
     return [
         StageSeconds(
@@ -144,6 +148,11 @@ def errors_of(runs: Sequence[StageRun]) -> list[StageSeconds]:
         )
         for number in range(len(runs[0].ways))
     ]
+
+
+def _saved(runs: Sequence[StageRun]) -> list[float]:
+    """How much less than a forward in training's graph the one took that was run again, where both were timed."""
+    return [run.ways[0][0] - run.again for run in runs if run.again is not None]
 
 
 def spread_of(runs: Sequence[StageRun]) -> float:

@@ -62,7 +62,7 @@ def _weighed(data: dict[str, Any]) -> Weighed:
         for way in data["bytes"]
     )
     ways = tuple(map(str, data["ways"]))
-    if len(found) != 1 + len(ways) or not data["runs"]:
+    if len(found) != 1 + len(ways) or all(run["again"] is None for run in data["runs"]):
         raise ValueError("a stage is stored whole, and in each of its ways, and was run")
     return Weighed(
         found, int(data["decided_bytes"]), frozenset(map(int, data["moving"])), ways, bool(data.get("undecided"))
@@ -71,4 +71,5 @@ def _weighed(data: dict[str, Any]) -> Weighed:
 
 def _run(data: dict[str, Any]) -> StageRun:
     ways = tuple((float(forward), float(backward)) for forward, backward in data["ways"])
-    return StageRun(float(data["nograd"]), ways, float(data["again"]))
+    again = data["again"]
+    return StageRun(float(data["nograd"]), ways, None if again is None else float(again))

@@ -40,7 +40,11 @@ class GradientLayouts:
     def note(self, stage: int, given: Layouts, output: Iterable[torch.Tensor]) -> None:
         """A stage returns the tensors `output`, and its backward gives these layouts to the gradients of its input."""
         self._given[stage] = given
-        self._outputs[stage] = [(tensor.shape, tensor.stride()) for tensor in map(local, output)]
+        self._outputs[stage] = _layouts_of(output)
+
+    def laid_out_as_noted(self, stage: int, output: Iterable[torch.Tensor]) -> bool:
+        """Whether these tensors have the shapes and strides of those that a stage was seen to return."""
+        return self._outputs[stage] == _layouts_of(output)
 
     def differ(self) -> bool:
         """Whether gradients arrive at any stage in other layouts than it was measured with."""
@@ -68,6 +72,10 @@ class GradientLayouts:
 
     def _due(self) -> list[Layouts]:
         return [_unlike(output, given) for output, given in zip(self._outputs, self._given[1:], strict=True)]
+
+
+def _layouts_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, tuple[int, ...]]]:
+    return [(tensor.shape, tensor.stride()) for tensor in map(local, tensors)]
 
 
 def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layouts) -> Layouts:

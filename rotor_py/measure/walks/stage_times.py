@@ -76,17 +76,22 @@ class StageTimes:
 
         With `only_fewest`, those that have not been timed as often as any stage is.
         """
-        few = {kind for kind in kinds if len(self._runs.get(kind, ())) < FEWEST_RUNS} - self._settled
+        few = {kind for kind in kinds if self._missing(kind)} - self._settled
         # Processes have to run equally often, but their clocks differ: then no clock decides.
         if not few and not only_fewest and not several_processes():
             few = self._uncertain(kinds)
         found: set[int] = set()
         for kind in few:
             at = [position for position, each in enumerate(kinds) if each == kind]
-            many = min(MOST_PER_WALK, len(at))
+            many = min(self._missing(kind) or MOST_PER_WALK, len(at))
             begin = len(self._runs.get(kind, ())) // many  # others than in the last walk
             found |= {at[(begin + i * len(at) // many) % len(at)] for i in range(many)}
         return found
+
+    def _missing(self, kind: Hashable) -> int:
+        """How many runs a kind still needs; one of them has to show what it takes to run again."""
+        runs = self._runs.get(kind, ())
+        return max(FEWEST_RUNS - len(runs), int(all(run.again is None for run in runs)))
 
     def spread(self, kinds: Sequence[Hashable]) -> float:
         """How far times of one kind of stage are apart, as a part of them: the mean of all, weighted by time."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
 from rotor_profiling import Layouts, isolated, leaves_of, stage_kind, stage_layouts, tensors_in
+from rotor_profiling.attributes import Attributes, with_gradients
 from rotor_profiling.stage.kind import HasKind
 from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere
@@ -22,6 +24,8 @@ from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_solver.progress import Progress
+
+_log = logging.getLogger("rotor_py")
 
 
 class Survey:
@@ -51,6 +55,10 @@ class Survey:
     def arriving(self) -> list[Layouts]:
         """The layouts of the gradients that arrive at each stage."""
         return self._layouts.arriving
+
+    def laid_out_as_with_a_graph(self, number: int, output: Any) -> bool:
+        """Whether a run of a stage without a graph has made an output that is laid out as one with a graph was."""
+        return self._layouts.laid_out_as_noted(number, tensors_in(output))
 
     def give_output(self, layouts: Layouts) -> None:
         """The gradients of the chain's output have these layouts."""
@@ -152,7 +160,10 @@ class Survey:
             return
         leaf = leaves_of(value)
         with isolated(function, self._chain.device) as parameters, torch.enable_grad():
+            attributes = Attributes(function)
             output = self._chain.runner(number).forward(leaf)
+            if kept := with_gradients(attributes.changes()):
+                _warn_of_gradients_outside(name, function, kept[0])
             known = {id(tensor) for tensor in (*tensors_in(leaf), *parameters)}
             lost = [each for each in leaves_behind(edges_of(output)) if id(each) not in known]
         if lost:
@@ -173,3 +184,13 @@ class Survey:
                 "step_in_backward may have stepped it before the stage is run again; make its owner a submodule of the "
                 "stage, or leave step_in_backward out"
             )
+
+
+def _warn_of_gradients_outside(name: str, function: Any, attribute: str) -> None:
+    """A stage that runs again has no graph at first: what is computed from such an attribute would lose gradients."""
+    _log.warning(
+        "stage %r (%s) keeps a tensor with a gradient in its attribute %r. Where a plan runs the stage again, the one "
+        "that is there after the forward has none: a loss that reads it trains nothing through it. Return it from the "
+        "stage, or give a model that is no nn.Sequential, whose graph is captured.",
+        name, type(function).__name__, attribute,
+    )  # fmt: skip

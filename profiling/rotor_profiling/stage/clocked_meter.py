@@ -1,0 +1,49 @@
+"""A memory meter beside a stopwatch: runs that show bytes show seconds as well."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rotor_profiling.memory import MemoryMeter, Phase
+from rotor_profiling.timing import Stopwatch
+
+
+class ClockedMeter:
+    """`meter`, with the `seconds` of its phases by a `watch`, without those in which it marks them.
+
+    Of a phase of which there are several, they are those of the last one. The phase that the end of the context ends
+    has none, and without a watch, none has any.
+    """
+
+    def __init__(self, meter: MemoryMeter, watch: Stopwatch | None) -> None:
+        self._meter, self._watch = meter, watch
+        self._names = [""]
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """Those of the meter."""
+        return self._meter.phases
+
+    def mark(self, name: str) -> None:
+        """Begin the phase `name`."""
+        if self._watch is not None:
+            self._watch.lap()
+        self._meter.mark(name)
+        if self._watch is not None:
+            self._watch.lap()
+            self._names.append(name)
+
+    def __enter__(self) -> ClockedMeter:
+        self._meter.__enter__()
+        if self._watch is not None:
+            self._watch.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watch is not None:
+            laps = self._watch.stop()[::2]  # every other one is that of a mark
+            self.seconds = dict(zip(self._names, laps, strict=False))
+        self._meter.__exit__(kind, error, trace)

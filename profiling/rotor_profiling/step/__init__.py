@@ -1,0 +1,1 @@
+"""What whole steps take, and those of an optimizer that steps one parameter at a time."""
