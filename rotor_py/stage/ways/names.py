@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container
 
 _AND = ", "
 
@@ -20,6 +20,10 @@ def parted(way: str, keepers: Container[str]) -> tuple[str | None, str | None]:
     return (own, keeper) if keeper in keepers and own else (way, None)
 
 
-def base_of(way: str, ways: Iterable[str]) -> str | None:
-    """The one of `ways` that `way` adds a keeper to; None if it adds one to the whole stage, or none."""
-    return next((each for each in ways if way.startswith(each + _AND)), None)
+def base_of(way: str, ways: Collection[str]) -> str | None:
+    """The one of `ways` that `way` adds a keeper to; None if it adds one to the whole stage, or none.
+
+    Ways that add a keeper come with the keeper alone, as one of `ways`. Else, what follows is a part of the name.
+    """
+    base, _, keeper = way.rpartition(_AND)
+    return base if base in ways and keeper in ways else None
