@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import replace
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,17 @@ def test_a_report_needs_a_measured_model() -> None:
         Checkpointable(nn.Sequential(nn.Linear(4, 4))).report()
 
 
-def test_a_notebook_shows_the_page_that_is_written_to_a_file(report: Report, tmp_path: Path) -> None:
+def test_a_notebook_shows_the_page_that_is_written_to_a_file(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(datetime):
+        """A minute that does not end between the two."""
+
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime(2026, 1, 2, tzinfo=tz)
+
+    monkeypatch.setattr("rotor_py.report.origin.datetime", Stopped)
     report.to_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     shown = report._repr_html_()

@@ -1,10 +1,8 @@
 """Which parts a captured stage offers to keep: few bytes and little to make again, at rising prices.
 
 One part is the least from which cheap operators alone make the rest. For the others, all operators that make the same
-bits again count, with a price. Of two parts, a line joins their bytes and prices; a part below it saves more for its
-price than a mixture of both. The least cut by the line's own slope finds it if there is one, and so on between the new
-part and each of the two: all parts on the lower convex hull, by Eisner and Severance (1976). Its ends are to store the
-stage whole, and to run it again from its input.
+bits again count, with a price: they are on the lower convex hull of bytes and prices (`hull.py`). Its ends are to store
+the stage whole, and to run it again from its input.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import torch
 from torch import fx
 
 from rotor_py.capture.graph.graph_nodes import tensors_of
+from rotor_py.capture.graph.parts.hull import hull_between, thinned
 from rotor_py.capture.graph.parts.min_cut import Cut, least_cut, memory_read
 from rotor_py.capture.graph.parts.prices import is_cheap, kind_of, price_of
 from rotor_py.capture.graph.parts.saved_part import SavedPart
@@ -54,11 +53,6 @@ class _Part:
     cut: Cut
     nbytes: int
     price: int
-
-    def below_line(self, before: _Part, after: _Part) -> int:
-        """How much less it costs than a mixture of two others that keeps the same bytes, in bytes times prices."""
-        saved, apart = before.nbytes - self.nbytes, before.nbytes - after.nbytes
-        return saved * (after.price - before.price) - apart * (self.price - before.price)
 
 
 def find_saved_parts(
@@ -143,7 +137,6 @@ class _Choice:
             for node in own
             if is_cheap(node) or kind_of(node) is not None
         }
-
         self._first = self._part(self._least(_FOR_A_BYTE, 1, {node: self._prices[node] for node in self._cheap}))
 
     def named(self) -> dict[str, _Part]:
@@ -151,11 +144,11 @@ class _Choice:
         whole = self._without_cut(sum(self._keeping[node] for node in self._values.saved), 0)
         inputs = sum(nbytes for node, nbytes in self._keeping.items() if node.op == "placeholder")
         run_again = self._without_cut(inputs, self._price_of_all())
-        hull = self._between(whole, run_again, _DEEP)
+        hull = hull_between(whole, run_again, self._cheapest, _DEEP)
         parts = sorted({part.nbytes: part for part in (*hull, self._first)}.values(), key=lambda part: -part.nbytes)
         found: dict[str, _Part] = {}
         last = whole
-        for part in _thinned([whole, *parts, run_again], self._first, _WORTHWHILE * whole.nbytes):
+        for part in thinned([whole, *parts, run_again], self._first, _WORTHWHILE * whole.nbytes, _MOST):
             found[self._name(part, last, found)] = part
             last = part
         return found
@@ -169,16 +162,8 @@ class _Choice:
         name = f"{IN_PART}, {most or 'arithmetic'} again"
         return next(each for each in (name, *(f"{name} {number}" for number in range(2, 9))) if each not in taken)
 
-    def _between(self, before: _Part, after: _Part, depth: int) -> list[_Part]:
-        """The parts of the hull between two, which keep less from one to the next."""
-        bytes_apart, price_apart = before.nbytes - after.nbytes, after.price - before.price
-        if depth == 0 or bytes_apart <= 0 or price_apart <= 0:
-            return []
-        part = self._part(self._least(price_apart, bytes_apart, self._prices))
-        if not after.nbytes <= part.nbytes < before.nbytes or part.below_line(before, after) < 0:
-            return []
-        first, second = (self._between(*ends, depth - 1) for ends in ((before, part), (part, after)))
-        return [*first, part, *second]
+    def _cheapest(self, for_bytes: int, for_prices: int) -> _Part:
+        return self._part(self._least(for_bytes, for_prices, self._prices))
 
     def _least(self, for_bytes: int, for_prices: int, prices: Mapping[fx.Node, int]) -> Cut:
         keeping = {node: for_bytes * nbytes for node, nbytes in self._keeping.items()}
@@ -200,30 +185,6 @@ class _Choice:
                 seen.add(node)
                 pending.extend(memory_read(node, self._values.roots))
         return sum(self._prices.get(node, 0) for node in seen)
-
-
-def _thinned(parts: Sequence[_Part], stays: _Part, least: float) -> list[_Part]:
-    """Some of the parts between the first and the last, with at least so many bytes from one to the next.
-
-    What costs hardly less than a mixture of its neighbours goes before others.
-    """
-    left = list(parts)
-
-    def gain(at: int) -> int:
-        return left[at].below_line(left[at - 1], left[at + 1])
-
-    def saves_little(at: int) -> bool:
-        return left[at - 1].nbytes - left[at].nbytes < least
-
-    while True:
-        inner = range(1, len(left) - 1)
-        near = {each for at in inner if saves_little(at) for each in (at - 1, at) if each > 0}
-        free = [at for at in near or inner if left[at] is not stays]
-        if not near and len(inner) <= _MOST:
-            return left[1:-1]
-        if not free:  # `stays` itself saves too little
-            return []
-        del left[min(free, key=gain)]
 
 
 def _size(node: fx.Node, sizes: Sizes) -> int:
