@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,7 +42,8 @@ def test_all_corners_of_the_hull_are_found(points: list[Part]) -> None:
         return min(parts, key=lambda part: (for_bytes * part.nbytes + for_prices * part.price, part.price))
 
     found = hull_between(whole, again, least, depth=9)
-    assert [part for part in parts[1:-1] if is_corner(part, parts)] == [part for part in found if is_corner(part, parts)]
+    corners = [part for part in parts[1:-1] if is_corner(part, parts)]
+    assert corners == [part for part in found if is_corner(part, parts)]
     assert [part.nbytes for part in found] == sorted({part.nbytes for part in found}, reverse=True)
 
 
@@ -52,7 +54,7 @@ def test_what_is_left_saves_enough_from_one_to_the_next(points: list[Part], whic
     whole, again = Part(100, 0), Part(0, 100)
     left = [whole, *thinned([whole, *inner, again], stays, least, most), again]
     assert len(left) <= most + 2
-    assert all(a.nbytes - b.nbytes >= least for a, b in zip(left[:-2], left[1:-1], strict=True))
+    assert all(a.nbytes - b.nbytes >= least for a, b in pairwise(left[:-1]))
     assert set(left[1:-1]) <= set(inner)
     others = [part for part in inner if part.nbytes <= 100 - least]
     assert not others or left[1:-1]  # something that saves enough is never lost for something that does not
