@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config  # torch 2.11 does not import it by itself
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -182,7 +183,7 @@ def compiled(trainee: Trainee, budget: float | None = None) -> None:
     """torch.compile, whose partitioner keeps so large a part of what it would keep."""
     torch._dynamo.reset()  # in one process, the code of another row would be found
     if budget is not None:
-        torch._functorch.config.activation_memory_budget = budget
+        functorch_config.activation_memory_budget = budget
     # On a CPU, C++ would be compiled for minutes, and it is a rehearsal; the partitioner is the same.
     trainee.run = torch.compile(trainee.model, backend="inductor" if trainee.device.type == "cuda" else "aot_eager")
 
@@ -201,8 +202,8 @@ WAYS: dict[str, Callable[[Trainee], None]] = {
 @contextlib.contextmanager
 def budget_restored() -> Iterator[None]:
     """In one process, another row would find the budget of the last."""
-    before = torch._functorch.config.activation_memory_budget
+    before = functorch_config.activation_memory_budget
     try:
         yield
     finally:
-        torch._functorch.config.activation_memory_budget = before
+        functorch_config.activation_memory_budget = before
