@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rotor_py.units import format_bytes
+
 CONTEXT_BYTES = 520 * 2**20
 """What the driver, the context and the loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB
 are seen, and they grow with the kernels that a program has used."""
@@ -74,6 +76,15 @@ class Device:
     launch_seconds: float = LAUNCH_SECONDS
     vendor: str = "nvidia"
     sources: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        """ValueError where nothing is left beside the context."""
+        if self.usable_bytes <= 0:
+            raise ValueError(
+                f"a device of {format_bytes(self.memory_bytes)} ({self.memory_bytes} bytes) has no room for tensors: "
+                f"{format_bytes(self.context_bytes)} ({self.context_bytes} bytes) of it are the driver's context; give "
+                "all memory of the device, such as 24GB"
+            )
 
     @property
     def usable_bytes(self) -> int:

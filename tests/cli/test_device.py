@@ -185,6 +185,8 @@ def test_parameters_are_gathered_by_blocks_or_all_at_once(plan, model_file) -> N
         (["--device", "h100", "--autocast", "float32"], "write bfloat16 or float16"),
         (["--device", "cpu", "--device-memory", "1GB"], "--device cpu is a device of this machine"),
         (["--device-memory", "much"], "--device-memory:"),
+        (["--device-memory", "100MB"], "100 MB (100000000 bytes) has no room for tensors: 545 MB (545259520 bytes)"),
+        (["--device-memory", "500MB", "--device", "h100"], "--device-memory: a device of 500 MB (500000000 bytes)"),
         (["--device-file", "nowhere.toml"], "--device-file:"),
         (["--optimizer", "adanw"], "did you mean adamw"),
         (["--optimizer", "adamw-sparse"], "there is adamw, adamw-fused, adamw-foreach, adamw-for-loop"),

@@ -66,7 +66,10 @@ def place_for(request: Request) -> Place:
         each = devices.each
         if text is None and request.device_file is None:  # of which nothing else is known
             each = replace(each, name=f"a device of {format_bytes(size)}", efficiencies=UNANCHORED, sources=())
-        devices = replace(devices, each=replace(each, memory_bytes=size))
+        try:
+            devices = replace(devices, each=replace(each, memory_bytes=size))
+        except ValueError as error:
+            raise usage(f"--device-memory: {error}") from error
     return There(devices, precision, autocast, request.shard or "blocks")
 
 
