@@ -61,7 +61,8 @@ class Device:
     """One accelerator. Bandwidths are in bytes a second; those of links are one way, for what one device sends.
 
     `memory_bytes` is all memory as PyTorch reports it, which is less than on the box. `sources` says where each number
-    is from, by the name of its field (`rates.bf16`).
+    is from, by the name of its field (`rates.bf16`). Where only the memory is known, `rates_of` names the device whose
+    rates, bandwidths and kernels stand in.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Device:
     launch_seconds: float = LAUNCH_SECONDS
     vendor: str = "nvidia"
     sources: tuple[tuple[str, str], ...] = ()
+    rates_of: str | None = None
 
     def __post_init__(self) -> None:
         """ValueError where nothing is left beside the context."""

@@ -64,6 +64,7 @@ def test_what_is_exact_predicted_and_assumed_are_kept_apart(report) -> None:
     least, most = assumed["step_seconds"]
     assert least < found["plan"]["step_seconds"] < most
     assert assumed["efficiencies"]["anchor"] == find_device("h100").efficiencies.anchor
+    assert assumed["rates_of"] == find_device("h100").name
     assert assumed["workspace_bytes"] == 32 * 2**20
     assert basis["measured"] == {}
 
@@ -112,8 +113,14 @@ def test_the_page_says_them_too(plan, model_file, tmp_path: Path) -> None:
         assert words in text
 
 
-def test_bytes_alone_are_a_device(report) -> None:
-    found = report("--device-memory", "24GB")
+def test_bytes_alone_are_a_device_and_whose_rates_stand_in_is_said(plan, model_file, tmp_path: Path) -> None:
+    file, page = tmp_path / "report.json", tmp_path / "page.html"
+    options = ("--device-memory", "24GB", "--json", file, "--html", page)
+    text = " ".join(plan(model_file(LABELS), *options).stdout.split())
+    found, stand_in = json.loads(file.read_text()), "NVIDIA A100 SXM 80 GB"
+    for shown in (text, page.read_text()):
+        assert f"the rates, the bandwidths and the kernels of {stand_in}, since only the memory" in shown
+    assert found["prediction"]["assumed"]["rates_of"] == stand_in
     assert found["device"] == "a device of 24.0 GB"
     assert found["prediction"]["assumed"]["efficiencies"]["anchor"] is None
     assert found["mem_limit"] < 0.9 * 24e9

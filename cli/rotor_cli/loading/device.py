@@ -65,7 +65,8 @@ def place_for(request: Request) -> Place:
         size = parse_bytes(request.device_memory)
         each = devices.each
         if text is None and request.device_file is None:  # of which nothing else is known
-            each = replace(each, name=f"a device of {format_bytes(size)}", efficiencies=UNANCHORED, sources=())
+            name = f"a device of {format_bytes(size)}"
+            each = replace(each, name=name, efficiencies=UNANCHORED, sources=(), rates_of=each.name)
         try:
             devices = replace(devices, each=replace(each, memory_bytes=size))
         except ValueError as error:
