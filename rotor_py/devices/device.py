@@ -103,5 +103,5 @@ class Devices:
 
     @property
     def name(self) -> str:
-        """As a report calls them."""
+        """As a report and a plan's file call them."""
         return self.each.name if self.count == 1 else f"{self.count} × {self.each.name}"
