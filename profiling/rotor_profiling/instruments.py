@@ -54,6 +54,10 @@ class Prediction(Instruments, Protocol):
         """What the device is called, for people."""
 
     @property
+    def all_names(self) -> str:
+        """What all devices that train together are called, of which it is one."""
+
+    @property
     def kind(self) -> str:
         """The kind of device that is predicted: "cuda", though the tensors are on the CPU."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rotor_py.units import format_bytes
+
 CONTEXT_BYTES = 520 * 2**20
 """What the driver, the context and the loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB
 are seen, and they grow with the kernels that a program has used."""
@@ -59,7 +61,8 @@ class Device:
     """One accelerator. Bandwidths are in bytes a second; those of links are one way, for what one device sends.
 
     `memory_bytes` is all memory as PyTorch reports it, which is less than on the box. `sources` says where each number
-    is from, by the name of its field (`rates.bf16`).
+    is from, by the name of its field (`rates.bf16`). Where only the memory is known, `rates_of` names the device whose
+    rates, bandwidths and kernels stand in.
     """
 
     name: str
@@ -74,6 +77,16 @@ class Device:
     launch_seconds: float = LAUNCH_SECONDS
     vendor: str = "nvidia"
     sources: tuple[tuple[str, str], ...] = ()
+    rates_of: str | None = None
+
+    def __post_init__(self) -> None:
+        """ValueError where nothing is left beside the context."""
+        if self.usable_bytes <= 0:
+            raise ValueError(
+                f"a device of {format_bytes(self.memory_bytes)} ({self.memory_bytes} bytes) has no room for tensors: "
+                f"{format_bytes(self.context_bytes)} ({self.context_bytes} bytes) of it are the driver's context; give "
+                "all memory of the device, such as 24GB"
+            )
 
     @property
     def usable_bytes(self) -> int:
@@ -90,5 +103,5 @@ class Devices:
 
     @property
     def name(self) -> str:
-        """As a report calls them."""
+        """As a report and a plan's file call them."""
         return self.each.name if self.count == 1 else f"{self.count} × {self.each.name}"

@@ -23,10 +23,16 @@ def name_and_count(text: str) -> tuple[str, int]:
 
     Case and spaces do not matter. ValueError, with the nearest names, if there is no such device, or no such number.
     """
+    name, count = counted(text)
+    return name_in_table(name), count
+
+
+def counted(text: str) -> tuple[str, int]:
+    """A name, whoever knows it, and the number behind it: of "h100:8" "h100" and 8. ValueError if that is no number."""
     name, colon, number = text.partition(":")
     if colon and not (number.isdecimal() and int(number) > 0):
         raise ValueError(f"{text!r} is not a number of devices; write {name}:8 for eight of them")
-    return name_in_table(name), int(number) if colon else 1
+    return name, int(number) if colon else 1
 
 
 def name_in_table(name: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rotor_py.devices.device import CONTEXT_BYTES, LAUNCH_SECONDS, UNANCHORED, Device, Devices, Efficiencies, Rates
-from rotor_py.devices.names import SOURCES, TABLE, name_and_count, name_in_table, tables_in
+from rotor_py.devices.names import SOURCES, TABLE, counted, name_and_count, name_in_table, tables_in
 from rotor_py.units import parse_bytes
 
 _RATES = ("bf16", "fp16", "tf32", "fp32")
@@ -53,11 +53,17 @@ def device_from_file(path: str | Path, name: str | None = None) -> Device:
     devices = _read(Path(path))
     if name is None and len(devices) == 1:
         return next(iter(devices.values()))
-    if name not in devices:
+    if name is None or name.lower() not in devices:
         names = ", ".join(devices) or "none"
         raise ValueError(f"{path} has the devices {names}; say which one" if name is None else
                          f"{path} has no device {name!r}, only {names}")  # fmt: skip
-    return devices[name]
+    return devices[name.lower()]
+
+
+def devices_from_file(path: str | Path, text: str | None = None) -> Devices:
+    """The devices that a text names in the file at `path`, one or several: "mine", "mine:8". Errors as for one."""
+    name, count = (None, 1) if text is None else counted(text)
+    return Devices(device_from_file(path, name), count)
 
 
 @cache

@@ -62,7 +62,7 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
         costs=costs,
         limited=not unlimited,
         compiled=None if inductor is None else CompiledStages.of(plan.cut, inductor),
-        predicted_for=None if predicted is None else predicted.name,
+        predicted_for=None if predicted is None else predicted.all_names,
         step_in_backward=model.stepping(),
     )
 

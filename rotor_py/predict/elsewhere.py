@@ -89,7 +89,7 @@ class Elsewhere:
         device = self.devices.each
         casting = nullcontext() if device.vendor == "cpu" else cuda_autocast()
         try:
-            with using(prediction_for(device)), casting, self._mode:
+            with using(prediction_for(device, self.devices.count)), casting, self._mode:
                 yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             where = "; ".join(getattr(error, "__notes__", ()))

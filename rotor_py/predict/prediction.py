@@ -19,11 +19,14 @@ _BOTH_WAYS = 0.8
 Express 5 (https://github.com/NVIDIA/nvbandwidth/issues/53)."""
 
 
-def prediction_for(device: Device) -> PredictedDevice:
-    """What predicts for `device`: its allocator's rounding, a roofline for a clock, the operators that run there."""
+def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
+    """What predicts for `device`, one of `count`: its allocator's rounding, a roofline for a clock, the operators that
+    run there.
+    """
     return PredictedDevice(
         kind="cuda",
         name=device.name,
+        count=count,
         host_bandwidth=_BOTH_WAYS * device.pcie_bandwidth,
         memory_bytes=device.usable_bytes,
         seconds=Roofline(device),

@@ -54,10 +54,19 @@ class Basis:
             "and keep.",
             "Predicted: peaks, what the allocator reserves, and what kernels need beside that while they run"
             f"{self._predicted_beside}.",
-            f"Assumed: the parts of the data sheet's rates that kernels reach ({self.anchor}), {self._kernels}, "
-            f"{format_bytes(workspace_bytes(self.device))} for {self._library}, "
+            f"Assumed: {self._stand_in}the parts of the data sheet's rates that kernels reach ({self.anchor}), "
+            f"{self._kernels}, {format_bytes(workspace_bytes(self.device))} for {self._library}, "
             f"{format_bytes(self.device.context_bytes)} for the "
             f"driver's context beside the limit, and batches without padding{self._assumed_beside}.",
+        )
+
+    @property
+    def _stand_in(self) -> str:
+        if self.device.rates_of is None:
+            return ""
+        return (
+            f"the rates, the bandwidths and the kernels of {self.device.rates_of}, since only the memory of this "
+            "device is known; "
         )
 
     @property
@@ -93,6 +102,7 @@ class Basis:
             "predicted": {**peaks, "communication_bytes": self.fixed.communication},
             "assumed": {
                 **{name: list(self.seconds(value)) for name, value in seconds.items()},
+                "rates_of": self.device.rates_of or self.device.name,
                 "efficiencies": asdict(self.device.efficiencies),
                 "workspace_bytes": workspace_bytes(self.device),
                 "context_bytes": self.device.context_bytes,

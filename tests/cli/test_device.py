@@ -64,6 +64,7 @@ def test_what_is_exact_predicted_and_assumed_are_kept_apart(report) -> None:
     least, most = assumed["step_seconds"]
     assert least < found["plan"]["step_seconds"] < most
     assert assumed["efficiencies"]["anchor"] == find_device("h100").efficiencies.anchor
+    assert assumed["rates_of"] == find_device("h100").name
     assert assumed["workspace_bytes"] == 32 * 2**20
     assert basis["measured"] == {}
 
@@ -112,20 +113,45 @@ def test_the_page_says_them_too(plan, model_file, tmp_path: Path) -> None:
         assert words in text
 
 
-def test_bytes_alone_are_a_device(report) -> None:
-    found = report("--device-memory", "24GB")
+def test_bytes_alone_are_a_device_and_whose_rates_stand_in_is_said(plan, model_file, tmp_path: Path) -> None:
+    file, page = tmp_path / "report.json", tmp_path / "page.html"
+    options = ("--device-memory", "24GB", "--json", file, "--html", page)
+    text = " ".join(plan(model_file(LABELS), *options).stdout.split())
+    found, stand_in = json.loads(file.read_text()), "NVIDIA A100 SXM 80 GB"
+    for shown in (text, page.read_text()):
+        assert f"the rates, the bandwidths and the kernels of {stand_in}, since only the memory" in shown
+    assert found["prediction"]["assumed"]["rates_of"] == stand_in
     assert found["device"] == "a device of 24.0 GB"
     assert found["prediction"]["assumed"]["efficiencies"]["anchor"] is None
     assert found["mem_limit"] < 0.9 * 24e9
 
 
-def test_a_file_has_a_device_of_ones_own(report, tmp_path: Path) -> None:
+@pytest.fixture
+def own_device(tmp_path: Path) -> Path:
     file = tmp_path / "mine.toml"
     cells = {"bandwidth": 1e12, "bf16": 1e14, "fp16": 1e14, "tf32": 5e13, "fp32": 2e13, "link": 3e10, "pcie": 3e10}
     lines = [f"{key} = {value}" for key, value in cells.items()]
     file.write_text("\n".join(["[mine]", 'memory = "10GB"', 'compute_capability = "8.9"', *lines]))
-    assert report("--device-file", str(file))["device"] == "mine"
-    assert report("--device-file", str(file), "--device", "mine")["device"] == "mine"
+    return file
+
+
+def test_a_file_has_a_device_of_ones_own(report, own_device: Path) -> None:
+    assert report("--device-file", own_device)["device"] == "mine"
+    assert report("--device-file", own_device, "--device", "Mine")["device"] == "mine"
+
+
+def test_of_a_device_of_ones_own_there_may_be_several(plan, model_file, own_device: Path) -> None:
+    options = ("--device-file", own_device, "--device", "mine:8", "--json", "-")
+
+    def found(*more: str) -> dict:
+        return json.loads(plan(model_file(BLOCKS), *options, *more).stdout)
+
+    assert found()["device"] == "8 × mine"
+    assert found()["prediction"]["devices"] == 8
+    assert found("--shard", "whole")["plan"]["peak_bytes"] > found()["plan"]["peak_bytes"]
+    refused = plan(model_file(BLOCKS), "--device-file", own_device, "--device", "mine:none")
+    assert refused.exit_code == 2
+    assert "'mine:none' is not a number of devices; write mine:8" in refused.stderr
 
 
 def test_numbers_and_optimizer_can_be_chosen_on_the_command_line(report) -> None:
@@ -148,12 +174,14 @@ def test_the_other_reports_know_the_device(plan, model_file, tmp_path: Path) -> 
     assert trace.exists()
 
 
-def test_several_devices_are_said_with_what_is_assumed_of_them(plan, model_file) -> None:
-    result = plan(model_file(LABELS), "--device", "h100:8", "--precision", "bfloat16", "--json", "-")
+def test_several_devices_are_said_with_what_is_assumed_of_them(plan, model_file, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    result = plan(model_file(LABELS), "--device", "h100:8", "--precision", "bfloat16", "--json", "-", "--save", saved)
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert report["device"] == "8 × NVIDIA H100 SXM 80 GB"
     assert report["prediction"]["devices"] == 8
+    assert json.loads(saved.read_text())["predicted_for"] == "8 × NVIDIA H100 SXM 80 GB"
     assert report["prediction"]["predicted"]["communication_bytes"] > 0
     alone = json.loads(plan(model_file(LABELS), "--device", "h100", "--json", "-").stdout)
     assert report["prediction"]["exact"]["parameters_bytes"] < alone["prediction"]["exact"]["parameters_bytes"]
@@ -177,6 +205,9 @@ def test_parameters_are_gathered_by_blocks_or_all_at_once(plan, model_file) -> N
         (["--device", "h100:none"], "'h100:none' is not a number of devices; write h100:8"),
         (["--device", "h100", "--precision", "bfloat16"], "write --device h100:8, or --dtype"),
         (["--device", "h100", "--shard", "blocks"], "--shard divides parameters among several devices"),
+        (["--device", "h100:1", "--shard", "whole"], "--shard divides parameters among several devices"),
+        (["--device", "h100:1", "--precision", "bfloat16"], "write --device h100:8, or --dtype"),
+        (["--device", "cuda:0", "--shard", "whole"], "--shard divides parameters among several devices"),
         (["--device", "h100:8", "--precision", "int8"], "--precision 'int8' is no kind of floating-point number"),
         (["--device", "h100", "--verify"], "--verify trains a step on the device, which is not here"),
         (["--device", "h100", "--compile"], "--compile compiles"),
@@ -185,6 +216,8 @@ def test_parameters_are_gathered_by_blocks_or_all_at_once(plan, model_file) -> N
         (["--device", "h100", "--autocast", "float32"], "write bfloat16 or float16"),
         (["--device", "cpu", "--device-memory", "1GB"], "--device cpu is a device of this machine"),
         (["--device-memory", "much"], "--device-memory:"),
+        (["--device-memory", "100MB"], "100 MB (100000000 bytes) has no room for tensors: 545 MB (545259520 bytes)"),
+        (["--device-memory", "500MB", "--device", "h100"], "--device-memory: a device of 500 MB (500000000 bytes)"),
         (["--device-file", "nowhere.toml"], "--device-file:"),
         (["--optimizer", "adanw"], "did you mean adamw"),
         (["--optimizer", "adamw-sparse"], "there is adamw, adamw-fused, adamw-foreach, adamw-for-loop"),

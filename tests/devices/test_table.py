@@ -97,6 +97,7 @@ def test_a_file_of_ones_own_needs_numbers_alone(tmp_path: Path) -> None:
         (("[mine]", "[mine"), "is no TOML file"),
         (("[mine]", ""), "stands outside a device"),
         (("memory = \"24GB\"", "memory = \"24 parsecs\""), "'parsecs'"),
+        (("memory = \"24GB\"", "memory = \"545259520\""), "has no room for tensors"),
         (("pcie = 3e10", "pcie = 3e10\n[mine.efficiencies]\nmatmul = 0.5"), "efficiencies lack convolution"),
     ],
 )  # fmt: skip

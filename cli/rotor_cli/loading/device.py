@@ -10,8 +10,8 @@ from rotor_cli.errors import usage
 from rotor_cli.loading.place import Here, Place, There
 from rotor_cli.loading.sample import dtype_called
 from rotor_cli.request import Request
-from rotor_py.devices.device import UNANCHORED, Devices
-from rotor_py.devices.table import device_from_file, find_devices
+from rotor_py.devices.device import UNANCHORED
+from rotor_py.devices.table import devices_from_file, find_devices
 from rotor_py.measure.device import limit_bytes
 from rotor_py.units import format_bytes, parse_bytes
 
@@ -50,7 +50,7 @@ def place_for(request: Request) -> Place:
         return Here(device_of(text))
     try:
         if request.device_file is not None:
-            devices = Devices(device_from_file(request.device_file, text))
+            devices = devices_from_file(request.device_file, text)
         else:
             devices = find_devices(_OF_MEMORY_ALONE if text is None else text)
     except OSError as error:
@@ -65,8 +65,12 @@ def place_for(request: Request) -> Place:
         size = parse_bytes(request.device_memory)
         each = devices.each
         if text is None and request.device_file is None:  # of which nothing else is known
-            each = replace(each, name=f"a device of {format_bytes(size)}", efficiencies=UNANCHORED, sources=())
-        devices = replace(devices, each=replace(each, memory_bytes=size))
+            name = f"a device of {format_bytes(size)}"
+            each = replace(each, name=name, efficiencies=UNANCHORED, sources=(), rates_of=each.name)
+        try:
+            devices = replace(devices, each=replace(each, memory_bytes=size))
+        except ValueError as error:
+            raise usage(f"--device-memory: {error}") from error
     return There(devices, precision, autocast, request.shard or "blocks")
 
 

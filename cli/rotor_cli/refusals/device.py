@@ -10,15 +10,25 @@ def refuse_device(request: Request) -> None:
     """Failure for a device that there is none of, and for what can only be done on a device that is there."""
     if request.elsewhere:
         _refuse_elsewhere(request, request.device or "")
-    if request.precision is not None and ":" not in (request.device or ""):
+    several = request.elsewhere and _count(request.device or "") > 1
+    if request.precision is not None and not several:
         raise usage("--precision is for parameters that several devices share; write --device h100:8, or --dtype")
-    if request.shard is not None and ":" not in (request.device or ""):
+    if request.shard is not None and not several:
         raise usage("--shard divides parameters among several devices; write --device h100:8")
     if request.autocast is not None and not request.elsewhere:
         raise usage(
             "--autocast is for a device that need not be here: add --device h100. Here, have the model's forward enter "
             "torch.autocast, or plan the training script itself: rotor-plan train.py --"
         )
+
+
+def _count(device: str) -> int:
+    from rotor_py.devices.names import counted
+
+    try:
+        return counted(device)[1]
+    except ValueError as error:
+        raise usage(f"--device: {error}") from error
 
 
 def _refuse_elsewhere(request: Request, device: str) -> None:

@@ -34,6 +34,8 @@ class Numbered:
 class PredictedDevice:
     """A device of some `kind` with `memory_bytes` that are free, of which `workspace_bytes` are libraries' own.
 
+    It is one of `count` that are alike and train one model together.
+
     `host_bandwidth` is that of copies to the host and back, both at once, in bytes a second each.
 
     `seconds` and `scratch` say what each operator takes. Tensors are fake ones on the CPU, whatever the kind: PyTorch
@@ -48,8 +50,14 @@ class PredictedDevice:
     workspace_bytes: int = 0
     storages: Storages = Numbered()
     name: str = "a device that is not here"
+    count: int = 1
     host_bandwidth: float = 1e9
     chosen: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def all_names(self) -> str:
+        """What all of them together are called."""
+        return self.name if self.count == 1 else f"{self.count} × {self.name}"
 
     def memory_meter(self, device: torch.device) -> MemoryMeter:
         """A meter for fake tensors on `device`."""
