@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-_SIZE = re.compile(r"\s*(?P<number>\d+(\.\d*)?|\.\d+)(e(?P<power>\d+))?\s*(?P<unit>[a-z%]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(?P<number>\d+(_\d+)*(\.\d*)?|\.\d+)(e(?P<power>\d+))?\s*(?P<unit>[a-z%]*)\s*", re.IGNORECASE)
 _DECIMAL = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12, "p": 15}
 _BINARY = {"ki": 10, "mi": 20, "gi": 30, "ti": 40, "pi": 50}
 _MOST = 2**63 - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -474,3 +475,14 @@ def test_a_script_may_be_planned_with_fewer_bits(script):
     assert result.exit_code == 0, result.output
     assert 'keep="bf16"' in result.stdout
     assert "--keep=bf16" in result.stdout, "as it is, too"
+
+
+def test_both_ways_to_go_on_have_the_limit_as_people_read_it(script):
+    least = json.loads(script(LOOP, "--json", "-").stdout)["min_bytes"]
+    for limit in (least, 10**9):  # exactly, and with few digits
+        lines = script(LOOP, "--mem-limit", str(limit)).stdout
+        python = lines.partition("mem_limit=")[2].split(",")[0].strip(') \n"')
+        command = lines.partition("--mem-limit ")[2].split()[0]
+        assert command == python
+        assert parse_bytes(command) == limit
+        assert not re.search(r"\d{7}", command)

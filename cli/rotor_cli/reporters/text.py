@@ -80,7 +80,7 @@ def usage_lines(facts: Facts, saved_plan: str | None) -> str:
     lines = f"from rotor_py import Checkpointable\nmodel = Checkpointable(model, {argument})\n{step}"
     if (taken := facts.taken) is not None:
         limit = typed(facts.mem_limit, facts.peak_bytes).strip('"')
-        command = ["rotor-plan", taken.script, "--mem-limit", limit.replace("_", ""), "--run"]
+        command = ["rotor-plan", taken.script, "--mem-limit", limit, "--run"]
         command += ["--offload", facts.budget.link_name] if facts.budget.link is not None else []
         command += ["--" + each.replace('"', "") for each in facts.arguments if each.startswith("keep=")]
         lines += f"\n# or as it is: {shlex.join([*command, *(('--', *taken.arguments) if taken.arguments else ())])}"

@@ -43,13 +43,7 @@ def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Move
                 min_bytes=least,
                 mem_limit=limit,
             )
-    seconds = step.seconds(best)
-    for trip in reversed(moving):  # those nearest to the loss come back soonest, and are the hardest to hide
-        without = step.timetable([each for each in moving if each is not trip])
-        if without is not None and (time := step.seconds(without)) <= seconds:
-            best, seconds = without, time
-            moving.remove(trip)
-    return _moves(best, len(sequence))
+    return _moves(step.fewest(moving, best), len(sequence))
 
 
 class _Away(NamedTuple):
@@ -110,6 +104,24 @@ class _Step:
             earliest = fetch
             found.append(_Away(trip, waits.get(trip, self.after_loss), fetch))
         return found
+
+    def fewest(self, trips: Several[Trip], timetable: list[_Away]) -> list[_Away]:
+        """The timetable of those of `trips`, whose own is `timetable`, of which none can stay without loss of time."""
+        moving, best, seconds = list(trips), timetable, self.seconds(timetable)
+        untried = deque(reversed(moving))  # those nearest to the loss come back soonest, and are the hardest to hide
+        refused: list[Trip] = []
+        while untried:
+            trip = untried.popleft()
+            rest = [each for each in moving if each is not trip]
+            without = self.timetable(rest)
+            if without is None or (time := self.seconds(without)) > seconds:
+                refused.append(trip)
+                continue
+            moving, best, seconds = rest, without, time
+            # The link has less to carry now, so that those may be quick that were slow before.
+            untried.extend(refused)
+            refused.clear()
+        return best
 
     def seconds(self, timetable: list[_Away]) -> float:
         """How long the step takes by a timetable, whose trips are in the order of their backwards."""
