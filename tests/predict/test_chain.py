@@ -124,8 +124,12 @@ def peaks(real: Checkpointable, predicted: Checkpointable, inputs: dict[str, Any
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "within"), [("Llama", 0.01), pytest.param("U-Net", 0.10, marks=pytest.mark.slow)])
-def test_steps_by_plans_made_without_memory_take_what_was_predicted(name: str, within: float) -> None:
+def test_steps_by_plans_made_without_memory_take_what_was_predicted(
+    name: str, within: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
+    # Ways are numbered as they are left: by clocks, the real stage might be left with others than the predicted one.
+    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
     import ecosystem
 
     real, predicted = both(
