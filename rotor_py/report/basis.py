@@ -44,8 +44,8 @@ class Basis:
 
     @property
     def anchor(self) -> str:
-        """What the seconds were fitted to."""
-        return self.device.efficiencies.anchor or "no anchor"
+        """What the seconds were fitted to, or that it is nothing."""
+        return self.device.efficiencies.origin
 
     def sentences(self) -> tuple[str, ...]:
         """What is exact, what is predicted and what is assumed, a sentence for each."""

@@ -105,12 +105,14 @@ class ReportFacts(PlanNumbers):
     def times(self) -> list[tuple[str, str]]:
         """The predicted times of a step by the plan, and of a plain one, by their names.
 
-        Of a device that is not there, they are ranges, and come with what they were fitted to.
+        Of a device that is not there, they are ranges, and come with where the efficiencies are from.
         """
         basis = self.basis
         said = format_seconds if basis is None else basis.range
         found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
-        return found if basis is None else [*found, ("fitted to", basis.anchor)]
+        if basis is None:
+            return found
+        return [*found, ("efficiencies" if basis.device.efficiencies.anchor is None else "fitted to", basis.anchor)]
 
     @property
     def regret(self) -> float | None:

@@ -79,7 +79,24 @@ def test_without_an_anchor_seconds_are_known_less_well(report) -> None:
         return most / least
 
     assert find_device("l4").efficiencies.anchor is None
-    assert width("l4") > width("h100")
+    for name in ("l4", "h200", "a100-40"):
+        assert width(name) > width("h100"), name
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("h200", "efficiencies no anchor: taken from the H100, which has the same chip"),
+        ("a100-40", "efficiencies no anchor: taken from the A100 of 80 GB; 46 published steps"),
+        ("l4", "efficiencies no anchor"),
+        ("h100", "fitted to 37 steps of MPT models"),
+    ],
+)
+def test_whose_efficiencies_were_taken_is_said(plan, model_file, name: str, words: str) -> None:
+    text = " ".join(plan(model_file(LABELS), "--device", name).stdout.replace("\N{NO-BREAK SPACE}", " ").split())
+    assert words in text
+    assert "fitted to taken from" not in text
+    assert ("fitted to" in text) == (name == "h100")
 
 
 def test_the_text_says_the_words_and_overhead_comes_first(plan, model_file) -> None:
