@@ -16,6 +16,7 @@ from rotor_py.errors import UnsupportedModelError, what_it_is
 from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.predict.elsewhere import Elsewhere, Shard
 from rotor_py.predict.operators.autocast import region
+from rotor_py.predict.recurrent import recurrent_layers
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory
 from rotor_py.report import Report
@@ -99,7 +100,10 @@ def estimate(
             elsewhere.follow(step)
             network.compute_sequence()
             reserved = elsewhere.reserve(step, keep_limit=mem_limit is not None)
-            return replace(network.report(), device=devices.name, predicted_for=devices, reserved=reserved)
+            recurrent = recurrent_layers(fake, devices.each)
+            return replace(
+                network.report(), device=devices.name, predicted_for=devices, recurrent=recurrent, reserved=reserved
+            )
 
 
 def _optimizer(given: Optimizer | None, fake: nn.Module, without_memory: WithoutMemory) -> torch.optim.Optimizer | None:

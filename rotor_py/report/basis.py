@@ -10,22 +10,31 @@ import torch
 from rotor_py.devices.device import Device, Devices
 from rotor_py.devices.scratch import workspace_bytes
 from rotor_py.measure.fixed_memory import FixedMemory
+from rotor_py.measure.measurement import Measurement
 from rotor_py.units import format_bytes, format_seconds
 
 _ANCHORED = 1.25
-"""How far seconds may be off where efficiencies were fitted to known times, as a factor. A guess: twice the typical
-error of steps that they were not fitted to, 11 to 14 % (docs/devices.md)."""
+"""How far seconds may be off where efficiencies were fitted to known times, as a factor. A guess: half as much again as
+the largest typical error of steps that they were not fitted to, 7 to 17 % (docs/devices.md)."""
 _GUESSED = 1.6
 """The same where they were not. A guess: between devices of known times, efficiencies differ by about as much."""
+
+_NAMED = 3
+"""Layers that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What is exact, predicted and assumed of a step on `devices`, which need not be there."""
+    """What is exact, predicted and assumed of a step on `devices`, which need not be there.
+
+    The `recurrent` layers are those that other operators run there than were planned with.
+    """
 
     devices: Devices
     fixed: FixedMemory
     batch_bytes: int
+    measurement: Measurement
+    recurrent: tuple[str, ...] = ()
 
     @property
     def device(self) -> Device:
@@ -52,12 +61,25 @@ class Basis:
         return (
             "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and what stages return "
             "and keep.",
+            *self._inexact,
             "Predicted: peaks, what the allocator reserves, and what kernels need beside that while they run"
             f"{self._predicted_beside}.",
             f"Assumed: {self._stand_in}the parts of the data sheet's rates that kernels reach ({self.anchor}), "
             f"{self._kernels}, {format_bytes(workspace_bytes(self.device))} for {self._library}, "
             f"{format_bytes(self.device.context_bytes)} for the "
             f"driver's context beside the limit, and batches without padding{self._assumed_beside}.",
+        )
+
+    @property
+    def _inexact(self) -> tuple[str, ...]:
+        if not self.recurrent:
+            return ()
+        first, more = ", ".join(self.recurrent[:_NAMED]), len(self.recurrent) - _NAMED
+        named = f"{first} and {more} more" if more > 0 else first
+        return (
+            f"Warning: that is not so of the recurrent layers ({named}): they were planned with operators of the CPU, "
+            f"and {'MIOpen' if self.device.vendor == 'amd' else 'cuDNN'} keeps other bytes for their backward, and "
+            "takes another time.",
         )
 
     @property
@@ -98,12 +120,23 @@ class Basis:
             "device": self.device.name,
             "devices": self.devices.count,
             "compute_capability": list(self.device.compute_capability),
-            "exact": {**{f"{name}_bytes": fixed[name] for name in exact}, "batch_bytes": self.batch_bytes},
+            "exact": {
+                **{f"{name}_bytes": fixed[name] for name in exact},
+                "batch_bytes": self.batch_bytes,
+                "activation_bytes": sum(each.activation_bytes for each in self.measurement.stages),
+                "saved_bytes": sum(each.saved_bytes for each in self.measurement.stages),
+                "inexact_layers": list(self.recurrent),
+            },
             "predicted": {**peaks, "communication_bytes": self.fixed.communication},
             "assumed": {
                 **{name: list(self.seconds(value)) for name, value in seconds.items()},
                 "rates_of": self.device.rates_of or self.device.name,
                 "efficiencies": asdict(self.device.efficiencies),
+                "attention_kernel": self._kernels,
+                "padding": False,
+                "link_bytes_per_second": self.device.link_bandwidth,
+                "host_link_bytes_per_second": self.device.pcie_bandwidth,
+                "communication_overlaps": self.devices.count > 1,
                 "workspace_bytes": workspace_bytes(self.device),
                 "context_bytes": self.device.context_bytes,
                 "launch_seconds": self.device.launch_seconds,

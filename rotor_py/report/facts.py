@@ -33,6 +33,8 @@ class ReportFacts(PlanNumbers):
     """How the batch was chosen, if it was."""
     predicted_for: Devices | None = None
     """The devices of the table that this is predicted for, which need not be there; None where it was measured."""
+    recurrent: tuple[str, ...] = ()
+    """Layers that other operators run there than were planned with."""
     reserved: Reservation | None = None
     """What the allocator is predicted to reserve there, if a step by the plan was followed for it."""
 
@@ -96,7 +98,8 @@ class ReportFacts(PlanNumbers):
         if self.predicted_for is None:
             return None
         fixed = self.budget.fixed
-        return Basis(self.predicted_for, fixed, fixed.batch + self.measurement.input_bytes)
+        batch = fixed.batch + self.measurement.input_bytes
+        return Basis(self.predicted_for, fixed, batch, self.measurement, self.recurrent)
 
     def reserved_bytes(self) -> list[tuple[str, str]]:
         """What the allocator reserves for the planned step, by its name; nothing where that is not known."""

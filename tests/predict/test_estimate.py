@@ -78,6 +78,18 @@ def test_a_calibrated_cpu_runs_the_operators_of_the_cpu() -> None:
     assert report.measurement.stages[1].saved_bytes == 512 * 64 * (4 + 4)  # its mask has the numbers' width
 
 
+def test_recurrent_layers_are_named_but_not_on_a_cpu() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.LSTMCell(16, 16), First(), nn.Linear(16, 4))
+    batch, cpu = torch.empty(8, 16), replace(find_device("l4"), vendor="cpu")
+    assert "recurrent layers (1)" in str(estimate(model, batch, "l4", loss=torch.mean))
+    assert "recurrent" not in str(estimate(model, batch, cpu, loss=torch.mean))
+
+
+class First(nn.Module):
+    def forward(self, value: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return value[0]
+
+
 def test_a_dropout_keeps_one_byte_for_each_number_on_devices_of_amd_as_well() -> None:
     for name in ("h100", "mi300x"):
         model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
