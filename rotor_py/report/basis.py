@@ -24,17 +24,31 @@ _NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Basis:
-    """What is exact, predicted and assumed of a step on `devices`, which need not be there.
+class NotModelled:
+    """What a prediction leaves out: names of `recurrent` layers, which other operators run where they really run, and
+    the number of layers that are stored whole or not at all, though they may be stored in part there.
+    """
 
-    The `recurrent` layers are those that other operators run there than were planned with.
+    recurrent: tuple[str, ...] = ()
+    whole_layers: int = 0
+
+
+ALL_MODELLED = NotModelled()
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What is exact, predicted and assumed of a step on `devices`, which need not be there; and what is left out.
+
+    `recomputes` says whether the plan has an overhead.
     """
 
     devices: Devices
     fixed: FixedMemory
     batch_bytes: int
     measurement: Measurement
-    recurrent: tuple[str, ...] = ()
+    not_modelled: NotModelled = ALL_MODELLED
+    recomputes: bool = False
 
     @property
     def device(self) -> Device:
@@ -68,18 +82,30 @@ class Basis:
             f"{self._kernels}, {format_bytes(workspace_bytes(self.device))} for {self._library}, "
             f"{format_bytes(self.device.context_bytes)} for the "
             f"driver's context beside the limit, and batches without padding{self._assumed_beside}.",
+            *self._pessimistic,
         )
 
     @property
     def _inexact(self) -> tuple[str, ...]:
-        if not self.recurrent:
+        found = self.not_modelled.recurrent
+        if not found:
             return ()
-        first, more = ", ".join(self.recurrent[:_NAMED]), len(self.recurrent) - _NAMED
+        first, more = ", ".join(found[:_NAMED]), len(found) - _NAMED
         named = f"{first} and {more} more" if more > 0 else first
         return (
             f"Warning: that is not so of the recurrent layers ({named}): they were planned with operators of the CPU, "
             f"and {'MIOpen' if self.device.vendor == 'amd' else 'cuDNN'} keeps other bytes for their backward, and "
             "takes another time.",
+        )
+
+    @property
+    def _pessimistic(self) -> tuple[str, ...]:
+        count = self.not_modelled.whole_layers
+        if not count or not self.recomputes:
+            return ()
+        return (
+            f"The overhead is the most: {count} {'layer is' if count == 1 else 'layers are'} stored whole or not at "
+            "all here, and may be stored in part where the model is measured.",
         )
 
     @property
@@ -125,7 +151,7 @@ class Basis:
                 "batch_bytes": self.batch_bytes,
                 "activation_bytes": sum(each.activation_bytes for each in self.measurement.stages),
                 "saved_bytes": sum(each.saved_bytes for each in self.measurement.stages),
-                "inexact_layers": list(self.recurrent),
+                "inexact_layers": list(self.not_modelled.recurrent),
             },
             "predicted": {**peaks, "communication_bytes": self.fixed.communication},
             "assumed": {
