@@ -28,7 +28,7 @@ def table() -> str:
         lines.append(
             f"| `{name}` | {device.name} | {device.memory_bytes / 2**30:.2f} | {device.bandwidth / 1e12:.2f} "
             f"| {' | '.join(f'{rate / 1e12:g}' for rate in rates)} | {device.link_bandwidth / 1e9:g} "
-            f"| {device.efficiencies.anchor or 'no anchor'} |"
+            f"| {device.efficiencies.origin} |"
         )
     return "\n".join(lines)
 

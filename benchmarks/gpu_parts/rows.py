@@ -136,7 +136,7 @@ def table(case: Case, setting: Setting) -> dict[str, Any]:
     peak, roomy = replay(fake.events), replay(fake.events, expandable=True)
     return {
         "table_device": device.name,
-        "anchor": device.efficiencies.anchor,
+        "anchor": device.efficiencies.origin,
         "predicted_seconds": seconds,
         "predicted_optimizer_seconds": optimizer_seconds,
         "predicted_peak_bytes": peak.allocated_bytes,

@@ -41,7 +41,8 @@ class Rates:
 class Efficiencies:
     """What part of a data sheet's numbers kernels reach: of the rates, and of the bandwidth (`streaming`).
 
-    Always assumed. `anchor` says which published or measured times they were fitted to; without one they are a guess.
+    Always assumed. `anchor` says which published or measured times they were fitted to; without one they are a
+    guess, or those of another device, which `taken_from` names.
     """
 
     matmul: float
@@ -50,6 +51,14 @@ class Efficiencies:
     attention_backward: float
     streaming: float
     anchor: str | None = None
+    taken_from: str | None = None
+
+    @property
+    def origin(self) -> str:
+        """The anchor in words, or that there is none."""
+        if self.anchor is not None:
+            return self.anchor
+        return "no anchor" if self.taken_from is None else f"no anchor: taken from {self.taken_from}"
 
 
 UNANCHORED = Efficiencies(matmul=0.65, convolution=0.5, attention=0.3, attention_backward=0.22, streaming=0.5)

@@ -22,6 +22,8 @@ from rotor_py.devices.operators import ATTENTION, ATTENTION_BACKWARD, argument, 
 aten = torch.ops.aten
 
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
+_RECURRENT, _RECURRENT_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward
+"""A whole layer of an LSTM on a CPU, which stands in for cuDNN's. Those of other kinds come as matrix products."""
 _FREE = {aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided,
          aten.new_empty, aten.new_empty_strided, aten.set_, aten.resize_}  # fmt: skip
 """Beside views: operators that touch no element."""
@@ -108,6 +110,10 @@ def operations_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapp
         forward = 2 * pairs * (query.shape[3] + value.shape[3])
         every = forward if packet in ATTENTION else pairs * (6 * query.shape[3] + 4 * value.shape[3])
         return every // 2 if argument(func, args, kwargs, "is_causal") else every
+    if packet in (_RECURRENT, _RECURRENT_BACKWARD):
+        value, of_input, of_state = args[:3]  # of (time, batch, width), and the gates' weights in one matrix each
+        products = 2 * value.shape[0] * value.shape[1] * (of_input.numel() + of_state.numel())
+        return int(products if packet is _RECURRENT else 2 * products)
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 

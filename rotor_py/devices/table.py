@@ -14,6 +14,7 @@ _RATES = ("bf16", "fp16", "tf32", "fp32")
 _REQUIRED = ("memory", "bandwidth", *_RATES, "compute_capability", "link", "pcie")
 _OPTIONAL = ("name", "vendor", "context", "launch_seconds", "efficiencies")
 _EFFICIENCIES = ("matmul", "convolution", "attention", "attention_backward", "streaming")
+_ORIGINS = ("anchor", "taken_from")
 _OWN = "the file itself"
 
 
@@ -127,13 +128,15 @@ def _context(value: Any) -> int:
 def _efficiencies(cells: dict[str, Any] | None) -> Efficiencies:
     if cells is None:
         return UNANCHORED
-    if unknown := cells.keys() - {*_EFFICIENCIES, "anchor"}:
+    if unknown := cells.keys() - {*_EFFICIENCIES, *_ORIGINS}:
         raise ValueError(f"{', '.join(sorted(unknown))} is no efficiency; known are {', '.join(_EFFICIENCIES)}")
     if missing := [each for each in _EFFICIENCIES if each not in cells]:
         raise ValueError(f"efficiencies lack {', '.join(missing)}")
     found = {each: _above_zero(each, cells[each]) for each in _EFFICIENCIES}
-    anchor = cells.get("anchor")
-    return Efficiencies(**found, anchor=None if anchor is None else str(anchor))
+    origins = {each: str(cells[each]) for each in _ORIGINS if each in cells}
+    if len(origins) > 1:
+        raise ValueError("efficiencies have an anchor of their own, or are taken_from another device; leave one out")
+    return Efficiencies(**found, anchor=origins.get("anchor"), taken_from=origins.get("taken_from"))
 
 
 def _above_zero(name: str, value: Any) -> float:

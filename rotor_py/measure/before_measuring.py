@@ -39,8 +39,13 @@ def refusal_before_measuring(
         return None
     beside = f", and {format_bytes(fresh)} gradients when the optimizer steps" if stepping > known.total else ""
     needs = ""
-    if known.gradients and known.total - known.gradients <= mem_limit:
-        needs = " If gradients are freed between steps, say so: fresh_grads=True (--fresh-grads)."
+    # Freed between steps, all of them are there again when the optimizer steps.
+    freed = max(known.total - known.gradients, known.total - known.batch)
+    if known.gradients and freed <= mem_limit:
+        needs = (
+            " If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
+            f"(--fresh-grads) these are {format_bytes(freed)} ({freed} bytes)."
+        )
     message = (
         f"before measuring: a training step needs at least {format_bytes(least)} ({least} bytes), for "
         f"{known.in_words()}{beside}; the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so whatever is "

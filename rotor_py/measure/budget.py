@@ -133,8 +133,8 @@ class Budget(StepMemory):
                 much = middle
         return self._least_sequence() if found is None else found
 
-    def refuse(self, mem_limit: int) -> InfeasibleError:
-        """The error for a limit that is too small, in bytes of the whole step.
+    def refuse(self, mem_limit: int, remedy: str = "") -> InfeasibleError:
+        """The error for a limit that is too small, in bytes of the whole step; `remedy` is a sentence before ours.
 
         Its words are those by which accelerate's `find_executable_batch_size` knows that a batch was too large.
         """
@@ -144,14 +144,26 @@ class Budget(StepMemory):
         if largest is not None:
             stage = self.chain.stages[largest]
             needs = f" Stage {stage.name} alone keeps {format_bytes(stage.options[0].saved)} for its backward."
-        if self.fixed.gradients:
-            needs += " If gradients are freed between steps, say so: fresh_grads=True (--fresh-grads)."
         message = (
             f"a training step needs at least {format_bytes(least)} ({least} bytes), of which {self.split()}; the limit "
-            f"is {format_bytes(mem_limit)} ({mem_limit} bytes), so it would run out of memory.{needs} Try a smaller "
-            f"batch, or a limit of {limit_text(least)}."
+            f"is {format_bytes(mem_limit)} ({mem_limit} bytes), so it would run out of memory.{needs}"
+            f"{remedy and ' '}{remedy} Try a smaller batch, or a limit of {limit_text(least)}."
         )
         return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, stage=largest)
+
+    def with_fresh_gradients(self, measurement: Measurement, gradient_bytes: int) -> Budget:
+        """The budget of the same step where gradients, `gradient_bytes` in all, are freed between steps.
+
+        Of several forwards in flight, the first backward leaves them for the others, so it is as it was.
+        """
+        if self.forwards > 1:
+            return self
+        return replace(
+            self,
+            fixed=replace(self.fixed, gradients=max(0, self.fixed.gradients - gradient_bytes)),
+            chain=self._chain(measurement, fresh_gradients=True),
+            stepping_bytes=self.stepping_bytes + gradient_bytes,
+        )
 
     def with_communication(self, size: int) -> Budget:
         """The same budget with `size` bytes for communication between processes."""

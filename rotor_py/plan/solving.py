@@ -55,7 +55,10 @@ def solve(
                 found = partial(agreed_sequence, mem_limit=most, algorithm=algorithm, group=group, device=device)
             else:
                 found = partial(Budget.solve, mem_limit=most, algorithm=algorithm)
-            sequence = fastest_way(plan, found, group, device)
+            try:
+                sequence = fastest_way(plan, found, group, device)
+            except InfeasibleError as error:
+                raise _telling_of_fresh_gradients(error, plan, model, most) from error
     tell_of_several_forwards(plan.budget)
     # Agreed on, it moves in all processes or in none.
     if model.offload is not None and sequence.moves is not None:
@@ -70,6 +73,35 @@ def solve(
     if settings.verbosity:
         _log.warning("%s", summary_of(plan, model))
     return sequence
+
+
+def _telling_of_fresh_gradients(
+    error: InfeasibleError, plan: StepPlan, model: TrainedModel, limit: int
+) -> InfeasibleError:
+    """The same refusal, with what the step needs if gradients are freed between steps, where that is less.
+
+    It follows from what was measured: a loop that frees them is most people's, and they need not have said so.
+    """
+    if plan.fresh_gradients:
+        return error
+    device, budgets = model.device_of(plan.input_spec), plan.budgets()
+    tightest = min((budget for budget, _ in budgets), key=Budget.least_bytes)
+    held = tightest.least_bytes()
+    least = min(model.with_fresh_gradients(*each, device).least_bytes() for each in budgets)
+    if not least < held > limit:
+        return error
+    needed, says = f"{format_bytes(least)} ({least} bytes)", "fresh_grads=True (--fresh-grads)"
+    if least <= limit:
+        more = (
+            f"If your loop frees gradients between steps (optimizer.zero_grad()), say so: with {says} the least limit "
+            f"is {needed}, and a plan fits."
+        )
+    else:
+        more = f"In a loop that frees gradients between steps, with {says}, it is {needed}, still above the limit."
+    if model.alone:
+        return tightest.refuse(limit, more)
+    # Of several processes, the numbers may be those of another one.
+    return InfeasibleError(f"{error} {more}", min_bytes=error.min_bytes, mem_limit=error.mem_limit, stage=error.stage)
 
 
 def agree(plan: StepPlan, model: TrainedModel) -> None:

@@ -174,6 +174,12 @@ class TrainedModel:
             gradients = trained_bytes(self.core, device)
         return budget.with_forwards(forwards, measurement, gradients)
 
+    def with_fresh_gradients(self, budget: Budget, measurement: Measurement, device: torch.device) -> Budget:
+        """The budget of the same step in a loop that frees gradients between steps, where this one keeps them."""
+        with at_rest(self.core):
+            gradients = trained_bytes(self.core, device, self.stepped())
+        return budget.with_fresh_gradients(measurement, gradients)
+
     def with_gradients_left_over(self, budget: Budget, device: torch.device) -> Budget:
         """The budget with room for gradients that other kinds of steps have left in `grad`."""
         fresh = self.settings.fresh_grads

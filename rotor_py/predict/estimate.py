@@ -15,6 +15,7 @@ from rotor_py.devices.table import find_devices
 from rotor_py.errors import UnsupportedModelError, what_it_is
 from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.predict.elsewhere import Elsewhere, Shard
+from rotor_py.predict.not_modelled import not_modelled
 from rotor_py.predict.operators.autocast import region
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory
@@ -99,7 +100,13 @@ def estimate(
             elsewhere.follow(step)
             network.compute_sequence()
             reserved = elsewhere.reserve(step, keep_limit=mem_limit is not None)
-            return replace(network.report(), device=devices.name, predicted_for=devices, reserved=reserved)
+            return replace(
+                network.report(),
+                device=devices.name,
+                predicted_for=devices,
+                not_modelled=not_modelled(fake, devices.each),
+                reserved=reserved,
+            )
 
 
 def _optimizer(given: Optimizer | None, fake: nn.Module, without_memory: WithoutMemory) -> torch.optim.Optimizer | None:

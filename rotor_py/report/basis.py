@@ -10,22 +10,45 @@ import torch
 from rotor_py.devices.device import Device, Devices
 from rotor_py.devices.scratch import workspace_bytes
 from rotor_py.measure.fixed_memory import FixedMemory
+from rotor_py.measure.measurement import Measurement
 from rotor_py.units import format_bytes, format_seconds
 
 _ANCHORED = 1.25
-"""How far seconds may be off where efficiencies were fitted to known times, as a factor. A guess: twice the typical
-error of steps that they were not fitted to, 11 to 14 % (docs/devices.md)."""
+"""How far seconds may be off where efficiencies were fitted to known times, as a factor. A guess: half as much again as
+the largest typical error of steps that they were not fitted to, 7 to 17 % (docs/devices.md)."""
 _GUESSED = 1.6
 """The same where they were not. A guess: between devices of known times, efficiencies differ by about as much."""
+
+_NAMED = 3
+"""Layers that a sentence names."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotModelled:
+    """What a prediction leaves out: names of `recurrent` layers, which other operators run where they really run, and
+    the number of layers that are stored whole or not at all, though they may be stored in part there.
+    """
+
+    recurrent: tuple[str, ...] = ()
+    whole_layers: int = 0
+
+
+ALL_MODELLED = NotModelled()
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What is exact, predicted and assumed of a step on `devices`, which need not be there."""
+    """What is exact, predicted and assumed of a step on `devices`, which need not be there; and what is left out.
+
+    `recomputes` says whether the plan has an overhead.
+    """
 
     devices: Devices
     fixed: FixedMemory
     batch_bytes: int
+    measurement: Measurement
+    not_modelled: NotModelled = ALL_MODELLED
+    recomputes: bool = False
 
     @property
     def device(self) -> Device:
@@ -44,20 +67,45 @@ class Basis:
 
     @property
     def anchor(self) -> str:
-        """What the seconds were fitted to."""
-        return self.device.efficiencies.anchor or "no anchor"
+        """What the seconds were fitted to, or that it is nothing."""
+        return self.device.efficiencies.origin
 
     def sentences(self) -> tuple[str, ...]:
         """What is exact, what is predicted and what is assumed, a sentence for each."""
         return (
             "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and what stages return "
             "and keep.",
+            *self._inexact,
             "Predicted: peaks, what the allocator reserves, and what kernels need beside that while they run"
             f"{self._predicted_beside}.",
             f"Assumed: {self._stand_in}the parts of the data sheet's rates that kernels reach ({self.anchor}), "
             f"{self._kernels}, {format_bytes(workspace_bytes(self.device))} for {self._library}, "
             f"{format_bytes(self.device.context_bytes)} for the "
             f"driver's context beside the limit, and batches without padding{self._assumed_beside}.",
+            *self._pessimistic,
+        )
+
+    @property
+    def _inexact(self) -> tuple[str, ...]:
+        found = self.not_modelled.recurrent
+        if not found:
+            return ()
+        first, more = ", ".join(found[:_NAMED]), len(found) - _NAMED
+        named = f"{first} and {more} more" if more > 0 else first
+        return (
+            f"Warning: that is not so of the recurrent layers ({named}): they were planned with operators of the CPU, "
+            f"and {'MIOpen' if self.device.vendor == 'amd' else 'cuDNN'} keeps other bytes for their backward, and "
+            "takes another time.",
+        )
+
+    @property
+    def _pessimistic(self) -> tuple[str, ...]:
+        count = self.not_modelled.whole_layers
+        if not count or not self.recomputes:
+            return ()
+        return (
+            f"The overhead is the most: {count} {'layer is' if count == 1 else 'layers are'} stored whole or not at "
+            "all here, and may be stored in part where the model is measured.",
         )
 
     @property
@@ -98,12 +146,23 @@ class Basis:
             "device": self.device.name,
             "devices": self.devices.count,
             "compute_capability": list(self.device.compute_capability),
-            "exact": {**{f"{name}_bytes": fixed[name] for name in exact}, "batch_bytes": self.batch_bytes},
+            "exact": {
+                **{f"{name}_bytes": fixed[name] for name in exact},
+                "batch_bytes": self.batch_bytes,
+                "activation_bytes": sum(each.activation_bytes for each in self.measurement.stages),
+                "saved_bytes": sum(each.saved_bytes for each in self.measurement.stages),
+                "inexact_layers": list(self.not_modelled.recurrent),
+            },
             "predicted": {**peaks, "communication_bytes": self.fixed.communication},
             "assumed": {
                 **{name: list(self.seconds(value)) for name, value in seconds.items()},
                 "rates_of": self.device.rates_of or self.device.name,
                 "efficiencies": asdict(self.device.efficiencies),
+                "attention_kernel": self._kernels,
+                "padding": False,
+                "link_bytes_per_second": self.device.link_bandwidth,
+                "host_link_bytes_per_second": self.device.pcie_bandwidth,
+                "communication_overlaps": self.devices.count > 1,
                 "workspace_bytes": workspace_bytes(self.device),
                 "context_bytes": self.device.context_bytes,
                 "launch_seconds": self.device.launch_seconds,

@@ -12,7 +12,7 @@ from rotor_py.devices.device import Devices
 from rotor_py.devices.reservation import Reservation
 from rotor_py.measure.certified.regret import known_regret
 from rotor_py.measure.step_memory import peak_of
-from rotor_py.report.basis import Basis
+from rotor_py.report.basis import ALL_MODELLED, Basis, NotModelled
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.numbers import PlanNumbers
 from rotor_py.report.sweep import Sweep
@@ -33,6 +33,8 @@ class ReportFacts(PlanNumbers):
     """How the batch was chosen, if it was."""
     predicted_for: Devices | None = None
     """The devices of the table that this is predicted for, which need not be there; None where it was measured."""
+    not_modelled: NotModelled = ALL_MODELLED
+    """What such a prediction leaves out."""
     reserved: Reservation | None = None
     """What the allocator is predicted to reserve there, if a step by the plan was followed for it."""
 
@@ -96,7 +98,10 @@ class ReportFacts(PlanNumbers):
         if self.predicted_for is None:
             return None
         fixed = self.budget.fixed
-        return Basis(self.predicted_for, fixed, fixed.batch + self.measurement.input_bytes)
+        batch = fixed.batch + self.measurement.input_bytes
+        return Basis(
+            self.predicted_for, fixed, batch, self.measurement, self.not_modelled, recomputes=self.overhead > 1.0
+        )
 
     def reserved_bytes(self) -> list[tuple[str, str]]:
         """What the allocator reserves for the planned step, by its name; nothing where that is not known."""
@@ -105,12 +110,14 @@ class ReportFacts(PlanNumbers):
     def times(self) -> list[tuple[str, str]]:
         """The predicted times of a step by the plan, and of a plain one, by their names.
 
-        Of a device that is not there, they are ranges, and come with what they were fitted to.
+        Of a device that is not there, they are ranges, and come with where the efficiencies are from.
         """
         basis = self.basis
         said = format_seconds if basis is None else basis.range
         found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
-        return found if basis is None else [*found, ("fitted to", basis.anchor)]
+        if basis is None:
+            return found
+        return [*found, ("efficiencies" if basis.device.efficiencies.anchor is None else "fitted to", basis.anchor)]
 
     @property
     def regret(self) -> float | None:

@@ -55,6 +55,9 @@ def test_what_is_exact_predicted_and_assumed_are_kept_apart(report) -> None:
         "gradients_bytes": PARAMETERS,
         "optimizer_bytes": 2 * PARAMETERS,
         "batch_bytes": 64 * 256 * 4,
+        "activation_bytes": sum(each["activation_bytes"] for each in found["stages"]),
+        "saved_bytes": sum(each["saved_bytes"] for each in found["stages"]),
+        "inexact_layers": [],
     }
     assert basis["predicted"]["peak_bytes"] == found["plan"]["peak_bytes"]
     assert basis["predicted"]["min_bytes"] == found["min_bytes"]
@@ -65,12 +68,20 @@ def test_what_is_exact_predicted_and_assumed_are_kept_apart(report) -> None:
     assert least < found["plan"]["step_seconds"] < most
     assert assumed["efficiencies"]["anchor"] == find_device("h100").efficiencies.anchor
     assert assumed["rates_of"] == find_device("h100").name
+    assert found["plan"]["step_seconds_range"] == [least, most]
+    plain = found["store_all"]
+    assert plain["step_seconds_range"][0] < plain["step_seconds"] < plain["step_seconds_range"][1]
+    assert assumed["attention_kernel"].endswith("chooses for compute capability 9.0")
+    assert assumed["padding"] is assumed["communication_overlaps"] is False
+    assert assumed["link_bytes_per_second"] == find_device("h100").link_bandwidth
     assert assumed["workspace_bytes"] == 32 * 2**20
     assert basis["measured"] == {}
 
 
 def test_what_is_measured_rests_on_no_prediction(report) -> None:
-    assert "prediction" not in report("--device", "cpu", "--mem-limit", "1GB")
+    found = report("--device", "cpu", "--mem-limit", "1GB")
+    assert "prediction" not in found
+    assert "step_seconds_range" not in {**found["plan"], **found["store_all"]}
 
 
 def test_without_an_anchor_seconds_are_known_less_well(report) -> None:
@@ -79,7 +90,24 @@ def test_without_an_anchor_seconds_are_known_less_well(report) -> None:
         return most / least
 
     assert find_device("l4").efficiencies.anchor is None
-    assert width("l4") > width("h100")
+    for name in ("l4", "h200", "a100-40"):
+        assert width(name) > width("h100"), name
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("h200", "efficiencies no anchor: taken from the H100, which has the same chip"),
+        ("a100-40", "efficiencies no anchor: taken from the A100 of 80 GB; 46 published steps"),
+        ("l4", "efficiencies no anchor"),
+        ("h100", "fitted to 37 steps of MPT models"),
+    ],
+)
+def test_whose_efficiencies_were_taken_is_said(plan, model_file, name: str, words: str) -> None:
+    text = " ".join(plan(model_file(LABELS), "--device", name).stdout.replace("\N{NO-BREAK SPACE}", " ").split())
+    assert words in text
+    assert "fitted to taken from" not in text
+    assert ("fitted to" in text) == (name == "h100")
 
 
 def test_the_text_says_the_words_and_overhead_comes_first(plan, model_file) -> None:
@@ -185,6 +213,52 @@ def test_several_devices_are_said_with_what_is_assumed_of_them(plan, model_file,
     assert report["prediction"]["predicted"]["communication_bytes"] > 0
     alone = json.loads(plan(model_file(LABELS), "--device", "h100", "--json", "-").stdout)
     assert report["prediction"]["exact"]["parameters_bytes"] < alone["prediction"]["exact"]["parameters_bytes"]
+
+
+@pytest.mark.parametrize("page", [False, True], ids=["text", "page"])
+def test_the_report_of_several_devices_says_the_words(plan, model_file, tmp_path: Path, page: bool) -> None:
+    file = tmp_path / "page.html"
+    result = plan(model_file(BLOCKS), "--device", "h100:8", *(["--html", file] if page else []))
+    text = " ".join((file.read_text() if page else result.stdout).replace("\N{NO-BREAK SPACE}", " ").split())
+    for words in (
+        "8 × NVIDIA H100 SXM 80 GB",
+        "Nothing was measured. Exact: parameters",
+        "Predicted: peaks, what the allocator reserves,",
+        "parameters that are whole, and gradients on their way.",
+        "Assumed: the parts of the data sheet",
+        "batches without padding; what devices send to each other is sent while they compute.",
+        "reserved (predicted)",
+        "fitted to",
+    ):
+        assert words in text, words
+    assert " measured " not in text
+
+
+RECURRENT = """
+import torch
+from torch import nn
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(32, 64, batch_first=True)
+
+    def forward(self, value):
+        return self.lstm(value)[0]
+
+model = nn.Sequential(nn.Linear(16, 32), Last(), nn.Linear(64, 4))
+sample = torch.randn(8, 5, 16)
+loss = torch.sum
+"""
+
+
+def test_recurrent_layers_are_warned_of_by_name(plan, model_file, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = plan(model_file(RECURRENT), "--device", "h100", "--html", page)
+    for text in (" ".join(result.stdout.split()), page.read_text()):
+        assert "Warning: that is not so of the recurrent layers (1.lstm): they were planned with operators of" in text
+    found = json.loads(plan(model_file(RECURRENT), "--device", "mi300x", "--json", "-").stdout)
+    assert found["prediction"]["exact"]["inexact_layers"] == ["1.lstm"]
 
 
 def test_parameters_are_gathered_by_blocks_or_all_at_once(plan, model_file) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 
 import pytest
 
 from rotor_py.devices.table import find_device
+from rotor_py.report import basis
 from tests.docs.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -15,6 +18,15 @@ import anchors
 import anchors_memory
 import device_table
 from anchors_mpt import SIZES, published
+
+
+def test_the_range_of_seconds_is_wider_than_the_typical_error_on_the_page() -> None:
+    page = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
+    rows = page.partition("<!-- anchors-cpu -->")[2].partition("Some of these rows")[0].splitlines()
+    errors = [int(found[1]) for row in rows if (found := re.search(r"\| (\d+)% \|$", row))]
+    assert (min(errors), max(errors)) == (7, 17)
+    assert "7 to 17 %" in inspect.getsource(basis)
+    assert 1 + 1.4 * max(errors) / 100 < basis._ANCHORED < basis._GUESSED
 
 
 def test_no_row_is_judged_by_efficiencies_that_were_fitted_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

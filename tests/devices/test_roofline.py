@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -112,6 +113,17 @@ def test_attention_counts_what_pytorch_counts_and_half_of_it_under_a_causal_mask
 
 def test_attention_with_fewer_heads_of_keys_computes_as_much() -> None:
     assert sums(attention(4, 1))[0] == sums(attention(4, 4))[0] > 0
+
+
+def test_an_lstm_computes_its_products_and_twice_as_many_backward() -> None:
+    layer = {"batch_first": True, "bidirectional": True}
+    forward = 2 * 5 * 8 * (4 * 32 * 16 + 4 * 32 * 32) * 2  # both ways, four gates each
+
+    def step() -> None:
+        nn.LSTM(16, 32, **layer)(new(8, 5, 16).requires_grad_())[0].sum().backward()
+
+    assert sums(lambda: nn.LSTM(16, 32, **layer)(new(8, 5, 16)))[0] == forward
+    assert sums(step)[0] == 3 * forward
 
 
 def test_every_other_formula_is_pytorchs() -> None:

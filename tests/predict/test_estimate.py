@@ -78,6 +78,40 @@ def test_a_calibrated_cpu_runs_the_operators_of_the_cpu() -> None:
     assert report.measurement.stages[1].saved_bytes == 512 * 64 * (4 + 4)  # its mask has the numbers' width
 
 
+def test_recurrent_layers_are_named_but_not_on_a_cpu() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.LSTMCell(16, 16), First(), nn.Linear(16, 4))
+    batch, cpu = torch.empty(8, 16), replace(find_device("l4"), vendor="cpu")
+    assert "recurrent layers (1)" in str(estimate(model, batch, "l4", loss=torch.mean))
+    assert "recurrent" not in str(estimate(model, batch, cpu, loss=torch.mean))
+
+
+def test_a_plan_that_recomputes_says_that_layers_may_be_stored_in_part_where_they_are_measured() -> None:
+    sentence = "The overhead is the most: 3 layers are stored whole or not at all here"
+    batch, options = torch.empty(4096, 256), {"loss": torch.mean}
+
+    def residual() -> nn.Module:
+        return nn.Sequential(nn.Linear(256, 256), *(Residual() for _ in range(3)))
+
+    roomy = estimate(residual, batch, "l4", **options)
+    tight = estimate(residual, batch, "l4", mem_limit=roomy.budget.least_bytes(), **options)
+    assert sentence in " ".join(str(tight).split())
+    assert "stored whole or not at all" not in str(roomy)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU())
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.inside(value)
+
+
+class First(nn.Module):
+    def forward(self, value: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return value[0]
+
+
 def test_a_dropout_keeps_one_byte_for_each_number_on_devices_of_amd_as_well() -> None:
     for name in ("h100", "mi300x"):
         model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))

@@ -67,6 +67,9 @@ def json_report(facts: Facts) -> dict[str, Any]:
             peaks["reserved_expandable_bytes"] = facts.reserved.expandable_bytes
         seconds = {"step_seconds": facts.step_seconds, "store_all_step_seconds": facts.store_all_seconds}
         data["prediction"] = facts.basis.as_data(peaks, seconds)
+        # Beside the numbers, which are what the plan was found with.
+        for key, value in (("plan", facts.step_seconds), ("store_all", facts.store_all_seconds)):
+            data[key]["step_seconds_range"] = list(facts.basis.seconds(value))
     if not facts.limited:
         del data["mem_limit"], data["plan"]
     return data

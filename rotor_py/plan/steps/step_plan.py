@@ -182,6 +182,11 @@ class StepPlan:
         buffers = budget.fixed.buffers + _guard_bytes(way) - self.guard_bytes
         return replace(budget, fixed=replace(budget.fixed, buffers=buffers))
 
+    def budgets(self) -> list[tuple[Budget, Measurement]]:
+        """Of each way to run the stages the budget, and what it was measured to cost."""
+        found = [(self.budget_of(way), self._measurement_of(way)) for way in self.ways]
+        return found or [(self.budget, self.measurement)]
+
     def turn_to(self, way: MeasuredCut) -> None:
         """Run the stages in this way from the next forward on."""
         if self.cut is way.cut:
