@@ -13,11 +13,11 @@ from rotor_py.errors import OffloadError
 from rotor_py.offload.bandwidth import measure_bandwidth
 from rotor_py.offload.file_tier import FileTier
 from rotor_py.offload.host_tier import HostTier
+from rotor_py.offload.names import FILE, refuse_other_names
 from rotor_py.offload.predicted_tier import PredictedTier
 from rotor_py.offload.tier import Tier
 from rotor_solver.moving import Link
 
-_FILE = "file:"
 _SHARE = 0.8
 """Of the bandwidth that is measured, the part that plans count on: training uses memory meanwhile. A guess."""
 
@@ -64,10 +64,9 @@ def _planned_with(out: float, back: float) -> Link:
 
 def checked_name(name: str) -> str:
     """The name of a tier, with its path made absolute. ValueError for what is none, or cannot be had here."""
-    if name != "host" and not (isinstance(name, str) and name.startswith(_FILE) and name != _FILE):
-        raise ValueError(f"offload is {name!r}; it can be 'host' (for a CUDA device) or 'file:/path/of/a/folder'")
+    refuse_other_names(name)
     if name != "host":
-        name = f"{_FILE}{Path(name.removeprefix(_FILE)).expanduser().absolute()}"
+        name = f"{FILE}{Path(name.removeprefix(FILE)).expanduser().absolute()}"
     try:
         _opened(name).close()
     except OffloadError as error:
@@ -82,4 +81,4 @@ def _opened(name: str) -> Tier:
                 f"how fast a file is, is measured beside the device, and {found.name} is not here; use offload='host'"
             )
         return PredictedTier()
-    return HostTier() if name == "host" else FileTier(name.removeprefix(_FILE))
+    return HostTier() if name == "host" else FileTier(name.removeprefix(FILE))

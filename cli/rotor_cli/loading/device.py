@@ -9,6 +9,7 @@ import torch
 from rotor_cli.errors import usage
 from rotor_cli.loading.place import Here, Place, There
 from rotor_cli.loading.sample import dtype_called
+from rotor_cli.loading.values import autocast_dtype
 from rotor_cli.request import Request
 from rotor_py.devices.device import UNANCHORED
 from rotor_py.devices.table import devices_from_file, find_devices
@@ -58,9 +59,7 @@ def place_for(request: Request) -> Place:
     except ValueError as error:
         raise usage(f"{'--device' if request.device_file is None else '--device-file'}: {error}") from error
     precision = None if request.precision is None else dtype_called(request.precision, "--precision")
-    autocast = None if request.autocast is None else dtype_called(request.autocast, "--autocast")
-    if autocast not in (None, torch.bfloat16, torch.float16):
-        raise usage(f"--autocast {request.autocast} casts to nothing lower; write bfloat16 or float16")
+    autocast = None if request.autocast is None else dtype_called(autocast_dtype(request.autocast), "--autocast")
     if request.device_memory is not None:
         size = parse_bytes(request.device_memory)
         each = devices.each

@@ -20,25 +20,9 @@ from rotor_cli.errors import model_code, usage
 from rotor_cli.loading.optimizers import optimizer_called
 from rotor_cli.loading.place import Place
 from rotor_cli.loading.sample import batches_of, dtype_called, in_dtype, made_by, tensor_of, with_batch
-from rotor_cli.loading.target import split_target
+from rotor_cli.loading.target import no_module, split_target
 from rotor_cli.loading.transformers_class import configuration_class, example_of, make
-
-EXAMPLE = """\
-import torch
-from torch import nn
-
-model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 10))
-
-def sample(batch):
-    return torch.randn(batch, 1024)
-
-def loss(output):                      # optional
-    return output.square().mean()
-
-def optimizer(parameters):             # optional
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-"""
-_WANTED_SAMPLE = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
+from rotor_cli.loading.wanted import WANTED_SAMPLE, unusable, wanted_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +69,7 @@ def load(
     with model_code(file), place.making():
         model = _made(wanted, torch.nn.Module) if configurable is None else make(wanted, configurable, config)
     if not isinstance(model, nn.Module):
-        raise usage(_unusable(file, module, _wanted_model(name)))
+        raise unusable(file, vars(module), wanted_model(name))
     sample: Any
     with place.making():
         if configurable is not None:
@@ -148,7 +132,7 @@ def _import_module(location: str) -> tuple[ModuleType, str]:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise usage(f"there is no module {location!r} to import, and no file of that name ending in .py")
+        raise no_module(location)
     with model_code(found.origin or location):
         return importlib.import_module(location), found.origin or location
 
@@ -161,7 +145,7 @@ def _made(value: Any, kind: type) -> Any:
 def _sample(module: ModuleType, file: str, batch: int | None) -> Any:
     sample = getattr(module, "sample", None)
     if sample is None:
-        raise usage(_unusable(file, module, _WANTED_SAMPLE))
+        raise unusable(file, vars(module), WANTED_SAMPLE)
     with model_code(file):
         return made_by(sample, batch)
 
@@ -176,20 +160,11 @@ def _optimizer(make: Any, model: nn.Module, file: str) -> torch.optim.Optimizer:
     return made
 
 
-def _wanted_model(name: str) -> str:
-    return f"a model called {name!r} (a torch.nn.Module, or a function that makes one)"
-
-
 def what_is_missing(file: str, module: ModuleType) -> tuple[str, str]:
     """What a file would have to define to be a model file, in words; and one that works."""
-    wanted = _WANTED_SAMPLE if hasattr(module, "model") else _wanted_model("model")
-    said, _, example = _unusable(file, module, wanted).partition(". A file that works:\n\n")
+    wanted = WANTED_SAMPLE if hasattr(module, "model") else wanted_model("model")
+    said, _, example = unusable(file, vars(module), wanted).message.partition(". A file that works:\n\n")
     return said, example
-
-
-def _unusable(file: str, module: ModuleType, wanted: str) -> str:
-    defined = ", ".join(key for key in vars(module) if not key.startswith("_")) or "nothing"
-    return f"{file} has to define {wanted}; it defines {defined}. A file that works:\n\n{EXAMPLE}"
 
 
 def _refuse_unknown(target: str, module: ModuleType, name: str) -> None:

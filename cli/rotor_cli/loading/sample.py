@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_cli.errors import usage
+from rotor_cli.loading.values import floating_dtype, no_floating_dtype, no_shape, shape_of
 from rotor_profiling import tensors_in
 from rotor_py.plan.inputs.sample import arguments_of
 
@@ -30,9 +31,7 @@ def made_by(sample: Any, batch: int | None) -> Any:
 
 
 def with_batch(sample: Any, batch: int) -> Any:
-    """The sample with `batch` rows: its own, repeated or cut. Failure if `batch` is below one."""
-    if batch < 1:
-        raise usage(f"--batch is {batch}; a batch has at least one sample")
+    """The sample with `batch` rows, at least one: its own, repeated or cut."""
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         # A scalar has no rows, and none can be made out of none.
@@ -71,14 +70,10 @@ def tensor_of(shape: str) -> torch.Tensor:
 
     Failure if `shape` is none.
     """
-    sizes, _, kind = shape.partition(":")
-    dtype = getattr(torch, kind or "float32", None)
-    try:
-        dimensions = [int(size) for size in sizes.split(",")]
-    except ValueError:
-        dimensions = []
-    if not dimensions or min(dimensions) < 1 or not isinstance(dtype, torch.dtype):
-        raise usage(f"--input {shape!r} is not a shape; write for example 32,3,224,224 or 8,128:int64")
+    dimensions, kind = shape_of(shape)
+    dtype = getattr(torch, kind, None)
+    if not isinstance(dtype, torch.dtype):
+        raise no_shape(shape)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(dimensions, dtype=dtype)
     return torch.zeros(dimensions, dtype=dtype)
@@ -86,10 +81,9 @@ def tensor_of(shape: str) -> torch.Tensor:
 
 def dtype_called(name: str, option: str = "--dtype") -> torch.dtype:
     """The kind of floating-point number called `name`: `bfloat16`, `bf16`; Failure of `option` for anything else."""
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    found = getattr(torch, short.get(name, name), None)
+    found = getattr(torch, floating_dtype(name, option), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise usage(f"{option} {name!r} is no kind of floating-point number; write bfloat16, float16 or float32")
+        raise no_floating_dtype(name, option)
     return found
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from rotor_cli.errors import usage
+from rotor_cli.loading.values import configuration
 
 _LENGTH = 128
 """Words in a text of the usual size. A guess."""
@@ -23,7 +22,7 @@ def configuration_class(found: Any) -> Any:
 
 def make(model_class: Any, config_class: Any, config: str | None) -> nn.Module:
     """A model with random weights; `config` is JSON, or a file of it."""
-    made: nn.Module = model_class(config_class(**_settings(config)))
+    made: nn.Module = model_class(config_class(**configuration(config)))
     return made
 
 
@@ -44,20 +43,3 @@ def example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tensor
         words = name == "input_ids" and "Classification" not in type(model).__name__
         sample["labels"] = sample[name].clone() if words else torch.zeros(len(given), dtype=torch.int64)
     return sample
-
-
-def _settings(config: str | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    text = config
-    if not config.lstrip().startswith("{"):
-        if not Path(config).is_file():
-            raise usage(f"--config {config!r} is neither JSON, such as '{{\"n_layer\": 8}}', nor a file of it")
-        text = Path(config).read_text(encoding="utf-8")
-    try:
-        settings = json.loads(text)
-    except ValueError as error:
-        raise usage(f"--config is not JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise usage(f"--config is {type(settings).__name__}; it has to be an object, such as '{{\"n_layer\": 8}}'")
-    return settings

@@ -1,0 +1,100 @@
+"""What the texts of options say: a shape, a dtype, an optimizer, a configuration.
+
+Nothing here needs torch, so that a typing error is told at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rotor_cli.errors import Failure, usage
+from rotor_cli.loading.torch_names import dtypes, floating_dtypes
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False, "fused": False},
+    "momentum": {"momentum": 0.9},
+}
+
+
+def shape_of(text: str) -> tuple[list[int], str]:
+    """The sizes and the dtype's name of a shape such as `32,3,224,224` or `8,128:int64`; Failure if it is none."""
+    sizes, _, kind = text.partition(":")
+    try:
+        dimensions = [int(size) for size in sizes.split(",")]
+    except ValueError:
+        dimensions = []
+    if not dimensions or min(dimensions) < 1 or (kind and dtypes() and kind not in dtypes()):
+        raise no_shape(text)
+    return dimensions, kind or "float32"
+
+
+def no_shape(text: str) -> Failure:
+    """The failure for a text that is no shape."""
+    return usage(f"--input {text!r} is not a shape; write for example 32,3,224,224 or 8,128:int64")
+
+
+def floating_dtype(text: str, option: str) -> str:
+    """The name that torch has for a kind of floating-point number: `bfloat16` for `bf16`; Failure if it is none."""
+    name = _SHORT.get(text, text)
+    if floating_dtypes() and name not in floating_dtypes():
+        raise no_floating_dtype(text, option)
+    return name
+
+
+def no_floating_dtype(text: str, option: str) -> Failure:
+    """The failure for a text that names no kind of floating-point number."""
+    return usage(f"{option} {text!r} is no kind of floating-point number; write bfloat16, float16 or float32")
+
+
+def autocast_dtype(text: str) -> str:
+    """The name of a dtype that autocast casts to; Failure for any other."""
+    name = floating_dtype(text, "--autocast")
+    if name not in ("bfloat16", "float16", "half"):
+        raise usage(f"--autocast {text} casts to nothing lower; write bfloat16 or float16")
+    return name
+
+
+def optimizer_and_options(
+    text: str, known: Collection[str], arguments_of: Callable[[str], Collection[str] | None]
+) -> tuple[str, dict[str, Any]]:
+    """Of `adamw-fused`: `adamw`, and what it is given to be fused.
+
+    `known` are the optimizers of torch in small letters, and `arguments_of` says what each takes, if that is known.
+    Failure for a name that is none of them, or a variant that this optimizer does not take.
+    """
+    base, _, variant = text.lower().partition("-")
+    if base not in known:
+        near = get_close_matches(base, known, n=3) or ["adamw", "sgd", "adafactor"]
+        raise usage(f"--optimizer {text!r} is none of torch.optim; did you mean {' or '.join(near)}?")
+    if not variant:
+        return base, {}
+    options, takes = _VARIANTS.get(variant), arguments_of(base)
+    if takes is not None and (options is None or not options.keys() <= set(takes)):
+        there = [f"{base}-{key}" for key, each in _VARIANTS.items() if each.keys() <= set(takes)]
+        raise usage(f"--optimizer {text!r}: there is no such variant; there is {', '.join((base, *there))}")
+    return base, options or {}
+
+
+def configuration(text: str | None) -> dict[str, Any]:
+    """The settings in a text of JSON, or in a file of it; Failure if it is neither."""
+    if text is None:
+        return {}
+    written = text
+    try:
+        if not text.lstrip().startswith("{"):
+            if not Path(text).is_file():
+                raise usage(f"--config {text!r} is neither JSON, such as '{{\"n_layer\": 8}}', nor a file of it")
+            written = Path(text).read_text(encoding="utf-8")
+        settings = json.loads(written)
+    except ValueError as error:
+        raise usage(f"--config is not JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise usage(f"--config is {type(settings).__name__}; it has to be an object, such as '{{\"n_layer\": 8}}'")
+    return settings
