@@ -31,9 +31,13 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         rotor_py.Checkpointabel  # noqa: B018 # the access itself is what is tested
 
 
-def test_importing_the_wrapper_leaves_out_what_only_some_models_need() -> None:
+@pytest.mark.parametrize(
+    "names",
+    ["Checkpointable", "compare, least_limit, sweep, verify", "best_batch, best_level, estimate, largest_batch"],
+)
+def test_importing_names_leaves_out_what_only_some_models_need(names: str) -> None:
     """`import torch` leaves these out, too. Each takes as long as half of torch, or longer than all of ours."""
-    code = "import sys; from rotor_py import Checkpointable; print(*sys.modules)"
+    code = f"import sys; from rotor_py import {names}; print(*sys.modules)"
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "solver", "profiling", "cli"))
     environment = {**os.environ, "PYTHONPATH": path}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)

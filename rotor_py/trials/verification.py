@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_py.capture.captured_forward import run_as_captured
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.trials.default_loss import default_loss
 from rotor_py.trials.measured import measured
@@ -134,7 +133,7 @@ def verify(
             tell(2, "a plain step again")
             # A captured graph may round in another way than the model's own code. That is no fault of the plan, so
             # the second plain step runs the graph, and the difference counts as noise.
-            second = run_as_captured(network.model) if network.captured else network.model
+            second = _as_captured(network.model) if network.captured else network.model
             noise, plain = difference(measure_outcome(step, second).results, found.results), found
         eager: float | None = None
         if network.compiled:
@@ -156,6 +155,12 @@ def verify(
                 network.sequence = sequence
                 results.append(_compared(measure_outcome(step, network), plain, noise, word_of_plan(network)))
     return tuple(results)
+
+
+def _as_captured(model: nn.Module) -> Callable[..., Any]:
+    from rotor_py.capture.captured_forward import run_as_captured  # TorchDynamo takes as long as half of torch
+
+    return run_as_captured(model)
 
 
 def _compared(found: Outcome, plain: Outcome | None, noise: float, word: str | None) -> Verification:
