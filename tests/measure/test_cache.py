@@ -6,7 +6,8 @@ import json
 import operator
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ import torch
 from torch import nn
 
 from rotor_profiling.stage.kind import Unlike, stage_kind
+from rotor_profiling.stage.seconds import StageRun
 from rotor_py import Checkpointable
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.cache import stable_key
 from rotor_py.measure.cache.measurement_cache import MeasurementCache, cache_folder
 from rotor_py.measure.cache.stable_key import UnstableKeyError, digest_of, environment
 from rotor_py.measure.walks import stage_times, survey
+from rotor_py.measure.walks.stage_times import StageTimes
 from rotor_py.stage.graph_effects import GraphEffects
 
 BATCH = torch.randn(16, 8)
+ADD = StageTimes.add
 
 
 class Own(nn.Module):
@@ -50,10 +54,23 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(32), nn.Linear(32, 8))
 
 
+def with_times(monkeypatch: pytest.MonkeyPatch, factors: Sequence[float]) -> None:
+    """Each kind of stage takes as long as these `factors` say, run by run, whatever the clock shows."""
+    runs: Counter[Hashable] = Counter()
+
+    def add_other(times: StageTimes, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
+        seconds = factors[runs[kind] % len(factors)]
+        runs[kind] += 1
+        again = None if run.again is None else seconds
+        ADD(times, kind, StageRun(seconds, ((seconds, seconds),) * len(run.ways), again), exact=exact)
+
+    monkeypatch.setattr(StageTimes, "add", add_other)
+
+
 @pytest.fixture(autouse=True)
-def times_far_apart_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def steady_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of layers as small as here are far apart on many a machine."""
-    monkeypatch.setattr(stage_times, "TOO_FAR", float("inf"))
+    with_times(monkeypatch, [1e-3])
 
 
 @pytest.fixture
@@ -91,7 +108,62 @@ def test_a_copy_and_a_second_run_measure_nothing(make: Callable[[], nn.Module], 
     assert second.snapshot_bytes == first.snapshot_bytes
 
 
-def test_another_process_finds_it(measured: list[str]) -> None:
+@pytest.mark.timed
+@pytest.mark.parametrize(
+    ("factors", "kept"),
+    [([1e-3, 1.1e-3], True), ([1e-3, 2e-3], False)],
+    ids=["quiet", "noisy"],
+)
+def test_times_that_are_far_apart_are_measured_anew(
+    factors: list[float], kept: bool, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_times(monkeypatch, factors)
+    costs(layers())
+    measured.clear()
+    costs(layers())
+    assert (measured == []) == kept
+    assert "measure_ways" not in measured  # bytes are exact on any machine
+
+
+@pytest.mark.parametrize("make", [layers, Mixing])
+def test_a_model_that_is_read_from_a_file_measures_nothing(
+    make: Callable[[], nn.Module], measured: list[str], tmp_path: Path
+) -> None:
+    model = make()
+    first = costs(model)
+    torch.save(model, tmp_path / "model.pt")
+    measured.clear()
+    second = costs(torch.load(tmp_path / "model.pt", weights_only=False))
+    assert measured == []
+    assert second.stages == first.stages
+
+
+@pytest.mark.parametrize("make", [layers, Mixing])
+def test_a_job_that_goes_on_measures_nothing(
+    make: Callable[[], nn.Module], measured: list[str], tmp_path: Path
+) -> None:
+    def job(state: dict[str, Any] | None) -> dict[str, Any]:
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if state is not None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        network = Checkpointable(model, mem_limit="1GB", optimizer=optimizer)
+        for _ in range(2):
+            network(BATCH).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    torch.save(job(None), tmp_path / "state.pt")
+    assert "measure_ways" in measured
+    measured.clear()
+    job(torch.load(tmp_path / "state.pt"))
+    assert measured == []
+
+
+def test_another_process_finds_it(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_times, "TOO_FAR", float("inf"))  # its times are those of the clock
     program = (
         f"import torch; torch.set_num_threads({torch.get_num_threads()}); from torch import nn;"
         "from rotor_py import Checkpointable;"

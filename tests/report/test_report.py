@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import itertools
+from collections.abc import Hashable
 from dataclasses import replace
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -11,7 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from rotor_profiling.stage.seconds import StageRun
 from rotor_py import Checkpointable, Report, format_bytes, store_all
+from rotor_py.measure.walks.stage_times import StageTimes
+from rotor_py.report.wording import NOISY, format_share
 
 
 def test_the_text_begins_with_the_verdict_and_names_every_stage(model: Checkpointable, report: Report) -> None:
@@ -40,6 +45,26 @@ def test_a_strategy_by_hand_is_reported_without_a_limit() -> None:
     assert report.mem_limit is None
     assert report.sequence == store_all(report.chain)
     assert str(report).startswith("Sequential is planned without a limit on cpu")
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(("factors", "noisy"), [((1, 1.02), False), ((1, 1.8), True)], ids=["quiet", "noisy"])
+def test_a_noisy_machine_is_told_of(factors: tuple[float, float], noisy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, seconds = StageTimes.add, itertools.cycle(factors)
+
+    def add_other(times: StageTimes, kind: Hashable, run: StageRun, **more: bool) -> None:
+        now = next(seconds)
+        add(times, kind, StageRun(now, ((now, now),) * len(run.ways), run.again and now), **more)
+
+    monkeypatch.setattr(StageTimes, "add", add_other)
+    model = Checkpointable(nn.Sequential(nn.Linear(4, 4)), mem_limit="1GB", cache=False)
+    model.measure(torch.randn(8, 4))
+    model.compute_sequence()
+    report = model.report()
+    shown = [" ".join(each.split()) for each in (str(report), html.unescape(report._repr_html_()))]
+    assert all(("times vary by" in each) == noisy for each in shown)
+    assert (report.measurement.spread >= NOISY) == noisy
+    assert not noisy or f"times vary by {format_share(report.measurement.spread)}" in shown[0]
 
 
 def test_a_report_needs_a_measured_model() -> None:
