@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from rotor_profiling.instruments import prediction
+from rotor_py.host_memory import available_host_bytes, host_memory_bytes
 from rotor_py.units import format_bytes, parse_bytes
 
 _log = logging.getLogger("rotor_py")
@@ -49,9 +48,7 @@ def total_bytes(device: torch.device) -> int:
         return predicted.memory_bytes
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    # A container may have less than the machine; the machine's number is all that the system call gives.
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(memory, _group_limit() or memory)
+    return host_memory_bytes()
 
 
 def available_bytes(device: torch.device) -> int:
@@ -62,29 +59,9 @@ def available_bytes(device: torch.device) -> int:
         # What PyTorch has reserved is not free, but this process can use it.
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
-    return min(_free_memory() or total_bytes(device), total_bytes(device))
+    return available_host_bytes()
 
 
 def allocated_bytes(device: torch.device) -> int | None:
     """What PyTorch has handed out on `device` so far; None on the CPU, where nobody counts."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
-
-
-def _group_limit() -> int | None:
-    """The limit that a container sets, if there is one."""
-    # Control groups of version 2, then of version 1. Without a limit, the first says "max", which is no number.
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            return int(Path(path).read_text())
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def _free_memory() -> int | None:
-    # MemAvailable, not MemFree: the page cache gives way to whoever allocates. Systems other than Linux have neither.
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

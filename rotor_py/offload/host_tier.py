@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from rotor_py.errors import OffloadError
+from rotor_py.host_memory import available_host_bytes
 from rotor_py.offload.pinned_buffers import PinnedBuffer, PinnedBuffers
+from rotor_py.units import format_bytes
 
 
 class HostTier:
@@ -43,7 +45,14 @@ class HostTier:
         return self.buffers.taken_bytes
 
     def reserve(self, nbytes: int) -> None:
-        """Nothing: how many buffers of which size there will be shows in the first step, which pins them."""
+        # It pins nothing: how many buffers of which size there will be shows in the first step.
+        available = available_host_bytes() + self.buffers.pinned_bytes
+        if nbytes > available:
+            raise OffloadError(
+                f"a step moves {format_bytes(nbytes)} ({nbytes} bytes) to the host, where {format_bytes(available)} "
+                f"({available} bytes) are available; free memory there, raise the limit of the device so that "
+                "less moves, or leave offload= out"
+            )
 
     def move_out(self, storage: torch.UntypedStorage) -> MovedToHost:
         if storage.device.type != "cuda":

@@ -160,6 +160,19 @@ def test_memory_of_the_cpu_is_refused(device: Device) -> None:
         HostTier().move_out(torch.empty(4).untyped_storage())
 
 
+def test_a_host_with_too_little_memory_is_refused_when_the_plan_is_made(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = HostTier()
+    monkeypatch.setattr("rotor_py.offload.host_tier.available_host_bytes", lambda: 10_000_000)
+    tier.reserve(10_000_000)
+    message = r"a step moves 12.0 MB \(12000000 bytes\) to the host, where 10.0 MB \(10000000 bytes\) are"
+    with pytest.raises(OffloadError, match=message):
+        tier.reserve(12_000_000)
+    tier.buffers.take(2_000_000)
+    tier.reserve(12_000_000)  # what is pinned already is the plan's
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_gets_its_bytes_back_and_its_memory_meanwhile() -> None:
