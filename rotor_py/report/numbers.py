@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
+from rotor_py.report.kept_kinds import kept_kind
 from rotor_py.units import format_bytes
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
 
@@ -96,6 +97,19 @@ class PlanNumbers:
             f"forward {begin + 1}" if end - begin == 1 else f"forwards {begin + 1} to {end}": sequences[begin]
             for begin, end in zip(starts, ends, strict=True)
         }
+
+    def kinds(self) -> list[str]:
+        """What is kept of every stage from its forward on, as `kept_kinds.WORDS` has it; empty for nothing."""
+        found = [""] * len(self.chain)
+        for operation in self.shown:
+            match operation:
+                case Loss():
+                    break
+                case ForwardEnable(stage, option):
+                    found[stage] = kept_kind(self.chain.stages[stage], option)
+                case ForwardCheck(stage):
+                    found[stage] = found[stage] or "input"
+        return found
 
     def actions(self) -> list[str]:
         """What happens to every stage, in words: "stored", "checkpointed, recomputed 1×"; one entry per stage."""

@@ -14,18 +14,23 @@ HEADINGS = (*SECONDS, *BYTES)
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """A stage: `seconds` and `bytes` in the order of the headings `SECONDS` and `BYTES`, and what happens to it."""
+    """A stage: `seconds` and `bytes` in the order of the headings `SECONDS` and `BYTES`, and what happens to it.
+
+    `kind` is what is kept of it, as `kept_kinds.WORDS` has it.
+    """
 
     name: str
     seconds: tuple[float, float]
     bytes: tuple[int, int, int]
     action: str
+    kind: str
 
 
 def stage_rows(facts: ReportFacts) -> Iterator[StageRow]:
     """A row for every stage of the chain, in its order."""
     measured = facts.measurement
-    for name, cost, action in zip(measured.names, measured.stages, facts.actions(), strict=True):
+    actions, kinds = facts.actions(), facts.kinds()
+    for name, cost, action, kind in zip(measured.names, measured.stages, actions, kinds, strict=True):
         yield StageRow(
             name=name,
             seconds=(cost.forward_seconds, cost.backward_seconds),
@@ -36,4 +41,5 @@ def stage_rows(facts: ReportFacts) -> Iterator[StageRow]:
                 max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes),
             ),
             action=action,
+            kind=kind,
         )

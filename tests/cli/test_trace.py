@@ -49,6 +49,7 @@ def _timed(chain: Chain, seconds: float) -> Chain:
                 replace(option, forward_time=seconds / (3 + at), backward_time=seconds * 0.7)
                 for at, option in enumerate(stage.options)
             ),
+            skipped_output_time=0.0,
         )
         for stage in chain.stages
     )

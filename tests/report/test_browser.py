@@ -37,12 +37,13 @@ def swept(model: Checkpointable, report: Report) -> Report:
 
 
 @pytest.fixture(scope="module")
-def pages(report: Report, swept: Report, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(report: Report, swept: Report, mixed: Report, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     report.to_html(folder / "plain.html")
     swept.to_html(folder / "swept.html", ("measured peak 1.00 GB",), usage="model = Checkpointable(" + "model, " * 30)
     over = replace(report, mem_limit=report.peak_bytes // 2, title="A" * 120)
     over.to_html(folder / "over.html")
+    replace(mixed, sweep=swept.sweep).to_html(folder / "mixed.html")
     head = '<!doctype html><meta name="viewport" content="width=device-width"><title>notebook</title><h1>Cell</h1>'
     notebook = head + report._repr_html_()
     (folder / "notebook.html").write_text(notebook, encoding="utf-8")
@@ -58,7 +59,7 @@ def assert_good(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)
-@pytest.mark.parametrize("name", ["swept", "over"])
+@pytest.mark.parametrize("name", ["swept", "over", "mixed"])
 def test_every_text_can_be_read(driver: Chrome, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
     show(driver, pages[name], width, scheme)
     assert_good(look(driver))

@@ -61,7 +61,7 @@ def test_a_phone_has_room_for_every_operation_and_stage(report: Report) -> None:
 
 def test_lives_of_what_is_kept_by_hand(report: Report) -> None:
     small = replace(report, sequence=Sequence.parse(_TWO_SEGMENTS))
-    first, second = (list(lives(moments(small.chain, small.sequence), stage)) for stage in (0, 1))
+    first, second = (list(lives(small.chain, moments(small.chain, small.sequence), stage, "one")) for stage in (0, 1))
     assert [(life.kind, life.first, life.last, life.stays) for life in first] == [
         ("input", 0, 13, True),
         ("kept", 13, 26, False),
@@ -72,7 +72,7 @@ def test_lives_of_what_is_kept_by_hand(report: Report) -> None:
 def test_what_is_kept_and_freed_follows_the_sequence(report: Report) -> None:
     found = moments(report.chain, report.sequence)
     for stage in range(len(report.chain)):
-        for life in lives(found, stage):
+        for life in lives(report.chain, found, stage, "one"):
             for row, moment in enumerate(found):
                 present = stage + 1 in moment.attached if life.kind == "kept" else moment.inputs.get(stage, 0) > 0
                 if life.first <= row < life.last:

@@ -11,7 +11,7 @@ from rotor_py.report.wording import label
 from rotor_py.trials.operations import TimedOperation
 from rotor_py.trials.verification import Verification
 from rotor_solver import Backward, Loss
-from rotor_solver.moving import timed_moments
+from rotor_solver.moving import timed_moments, transfers
 
 Event = dict[str, Any]
 
@@ -19,7 +19,9 @@ PREDICTED, MEASURED = 1, 2
 FORWARD, AGAIN, BACKWARD = 11, 12, 13
 """Other numbers than those of processes: a thread with its process's number would be called the main thread."""
 PLANNED, PLAIN = 14, 15
+OUT, BACK = 16, 17
 _TRACKS = {FORWARD: "forward", AGAIN: "recomputation", BACKWARD: "backward"}
+_COPIES = {OUT: "copies out", BACK: "copies back"}
 OPTIMIZER = f"{NAME} (its time is not measured)"
 _SHARE = 0.03
 """The share of the step's time as which the optimizer's is drawn: just wide enough to be seen. A guess."""
@@ -32,7 +34,9 @@ def trace(facts: Facts) -> dict[str, Any]:
     Process 1 is the predicted step; process 2, where a step was verified, the measured one: its operations, and how
     long whole steps took without listening to them.
     """
-    events = [*_heads("predicted step", PREDICTED, _TRACKS), *_predicted(facts)]
+    copies = list(_copies(facts))
+    tracks = {**_TRACKS, **_COPIES} if copies else _TRACKS
+    events = [*_heads("predicted step", PREDICTED, tracks), *_predicted(facts), *copies]
     if facts.verified is not None:
         whole = {PLANNED: "planned", PLAIN: "plain"} if facts.verified.plain_step_seconds else {PLANNED: "planned"}
         tracks = {**_TRACKS, **whole} if facts.verified.operations else whole
@@ -72,6 +76,14 @@ def _predicted(facts: Facts) -> Iterator[Event]:
         yield _counter(AFTER, PREDICTED, end, step.total - step.scratch)
     yield _counter(WHILE, PREDICTED, end, found[-1].after + beside if step is None else step.total - step.scratch)
     yield from (_counter(LIMIT, PREDICTED, seconds, facts.mem_limit) for seconds in (0.0, end))
+
+
+def _copies(facts: Facts) -> Iterator[Event]:
+    """What moves, where anything does. Of a measured step, nobody notes when its copies run."""
+    for each in transfers(facts.chain, facts.shown, facts.budget.link):
+        name, begin = facts.measurement.names[each.stage], facts.before_chain_seconds + each.begin
+        track, sizes = OUT if each.out else BACK, {"moved_bytes": each.moved}
+        yield _complete(f"{_COPIES[track]}: {name}", PREDICTED, track, begin, each.end - each.begin, sizes)
 
 
 def _operation(pid: int, facts: Facts, ran: TimedOperation, more: dict[str, int]) -> Iterator[Event]:

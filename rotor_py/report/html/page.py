@@ -54,7 +54,7 @@ def page(
         left=LEFT,
         cell=schedule,
         headings=("#", "stage", *HEADINGS, "what happens"),
-        stages=[(row.name, _cells(row), row.action) for row in stage_rows(facts)],
+        stages=[(row.name, _cells(row), row.kind, row.action) for row in stage_rows(facts)],
         usage=usage,
         origin=origin(facts.device, made),
         sequences=[("" if name == "sequence" else name, str(each)) for name, each in facts.by_forwards().items()],

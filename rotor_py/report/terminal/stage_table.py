@@ -14,6 +14,16 @@ from rotor_py.report.stage_rows import HEADINGS, stage_rows
 from rotor_py.units import format_bytes, format_seconds
 
 _GAP = "  "
+_STYLES = {
+    "kept": "",
+    "part": "cyan",
+    "packed": "green",
+    "rounded": "magenta",
+    "elsewhere": "bright_blue",
+    "input": "yellow",
+    "": "yellow",
+}
+"""By what is kept. The words beside them say the same."""
 _PIECE = re.compile(r"[^.+_-]*[.+_-]+|[^.+_-]+")
 
 
@@ -25,6 +35,7 @@ class StageTable:
         self.costs_alone = costs_alone
         self.names = [row.name for row in rows]
         self.actions = ["" if costs_alone else row.action for row in rows]
+        self.styles = ["" if costs_alone else _STYLES[row.kind] for row in rows]
         self.numbers = [(*map(format_seconds, row.seconds), *map(format_bytes, row.bytes)) for row in rows]
         self.widths = [max(map(len, column)) for column in zip(HEADINGS, *self.numbers, strict=True)]
 
@@ -45,30 +56,30 @@ class StageTable:
         for heading in HEADINGS:
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("" if self.costs_alone else "what happens", max_width=action)
-        for text, numbers, happens in zip(self.names, self.numbers, self.actions, strict=True):
-            table.add_row(Text("\n".join(broken(text, name))), *numbers, Text(happens, style=_style(happens)))
+        for text, numbers, happens in zip(self.names, self.numbers, self._happenings(), strict=True):
+            table.add_row(Text("\n".join(broken(text, name))), *numbers, happens)
         return table
 
     def _blocks(self, width: int) -> Iterator[Text]:
         """The name of a stage and what happens to it, and its numbers in a line below."""
         yield Text("stage" if self.costs_alone else "stage, and what happens", style="bold")
         yield Text(self._columns(HEADINGS), style="bold", no_wrap=True)
-        for name, numbers, happens in zip(self.names, self.numbers, self.actions, strict=True):
+        for name, numbers, happens in zip(self.names, self.numbers, self._happenings(), strict=True):
             *above, last = broken(name, width)
             yield from map(Text, above)
             if len(last) + len(_GAP) + len(happens) <= width:
-                yield Text.assemble(last, _GAP if happens else "", (happens, _style(happens)))
+                yield Text.assemble(last, _GAP if happens else "", happens)
             else:
                 yield Text(last)
-                yield Text(happens, style=_style(happens))
+                yield happens
             yield Text(self._columns(numbers), no_wrap=True)
+
+    def _happenings(self) -> Iterator[Text]:
+        for action, style in zip(self.actions, self.styles, strict=True):
+            yield Text(action, style=style)
 
     def _columns(self, cells: Iterable[str]) -> str:
         return _GAP + _GAP.join(f"{cell:>{width}}" for cell, width in zip(cells, self.widths, strict=True))
-
-
-def _style(action: str) -> str:
-    return "" if action.startswith("stored") else "yellow"
 
 
 def broken(name: str, width: int) -> list[str]:

@@ -15,11 +15,23 @@ from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """A copy of `moved` bytes of a stage, out or back, from `begin` to `end`, in seconds of the step."""
+
+    stage: int
+    moved: int
+    out: bool
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
 class MovesSimulation:
     """Seconds and bytes of a step. `begin` and `during` are by operation: when it begins, and the most bytes in it.
 
     `waiting` are the seconds in which operations wait for copies; they are in `makespan`. `moved` are the bytes that go
     out, and as many come back. A copy out that is under way when an operation begins counts during all of it.
+    `transfers` are all copies, in the order in which they are asked for.
     """
 
     makespan: float
@@ -28,6 +40,7 @@ class MovesSimulation:
     during: tuple[int, ...]
     waiting: float
     moved: int
+    transfers: tuple[Transfer, ...]
 
 
 def simulate_moves(chain: Chain, sequence: Sequence, moves: Moves, link: Link) -> MovesSimulation:
@@ -56,7 +69,7 @@ def simulate_moves(chain: Chain, sequence: Sequence, moves: Moves, link: Link) -
             step.send(leaving[position])
         peak = max(peak, during[-1])
     moved = sum(trip.moved for trip in step.trips.values())
-    return MovesSimulation(step.now, peak, tuple(begin), tuple(during), step.waiting, moved)
+    return MovesSimulation(step.now, peak, tuple(begin), tuple(during), step.waiting, moved, tuple(step.transfers))
 
 
 @dataclass(slots=True)
@@ -71,6 +84,7 @@ class _Step:
     in_end: dict[int, float] = field(default_factory=dict)
     out_free: float = 0.0
     in_free: float = 0.0
+    transfers: list[Transfer] = field(default_factory=list)
     pending: deque[int] = field(default_factory=deque)
     """Stages whose copy out is not over, in the order of the queue."""
 
@@ -84,13 +98,15 @@ class _Step:
             self.machine.move_out(self.pending.popleft())
 
     def send(self, stage: int) -> None:
-        self.out_free = max(self.out_free, self.now) + self.trips[stage].moved / self.link.out_bytes_per_second
-        self.out_end[stage] = self.out_free
+        begin, moved = max(self.out_free, self.now), self.trips[stage].moved
+        self.out_end[stage] = self.out_free = begin + moved / self.link.out_bytes_per_second
+        self.transfers.append(Transfer(stage, moved, True, begin, self.out_free))
         self.pending.append(stage)
 
     def fetch(self, stage: int) -> None:
-        self.in_free = max(self.in_free, self.now) + self.trips[stage].moved / self.link.in_bytes_per_second
-        self.in_end[stage] = self.in_free
+        begin, moved = max(self.in_free, self.now), self.trips[stage].moved
+        self.in_end[stage] = self.in_free = begin + moved / self.link.in_bytes_per_second
+        self.transfers.append(Transfer(stage, moved, False, begin, self.in_free))
         self.machine.move_in(stage)
 
     def run(self, skip_output: bool, position: int, sequence: Sequence) -> int:

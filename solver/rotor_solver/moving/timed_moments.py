@@ -1,4 +1,4 @@
-"""The moments of a step that moves, with the times at which operations begin when they wait for copies."""
+"""The moments of a step that moves, with the times at which operations begin when they wait for copies; the copies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from rotor_solver.chain import Chain
 from rotor_solver.moments import Moment, moments
 from rotor_solver.moving.link import Link
-from rotor_solver.moving.simulate_moves import simulate_moves
+from rotor_solver.moving.simulate_moves import Transfer, simulate_moves
 from rotor_solver.sequence import Sequence
 
 
@@ -18,3 +18,10 @@ def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[
         return found
     begins = simulate_moves(chain, sequence, sequence.moves, link).begin
     return tuple(replace(moment, begin=begin) for moment, begin in zip(found, begins, strict=True))
+
+
+def transfers(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Transfer, ...]:
+    """All copies of a step over `link`; none where nothing moves. ValueError as above."""
+    if link is None or sequence.moves is None:
+        return ()
+    return simulate_moves(chain, sequence, sequence.moves, link).transfers
