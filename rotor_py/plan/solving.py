@@ -10,7 +10,7 @@ from rotor_py.distributed.processes import size_of
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
-from rotor_py.plan.agreement import agreed_sequence, refuse_other_plans
+from rotor_py.plan.agreement import agreed_sequence, gather_objects, refuse_other_plans
 from rotor_py.plan.description import summary_of
 from rotor_py.plan.offloading import reserve, reserve_in_all, tell_of_several_forwards
 from rotor_py.plan.steps.step_plan import StepPlan
@@ -84,10 +84,14 @@ def _telling_of_fresh_gradients(
     """
     if plan.fresh_gradients:
         return error
-    device, budgets = model.device_of(plan.input_spec), plan.budgets()
+    device, budgets, group = model.device_of(plan.input_spec), plan.budgets(), model.group
     tightest = min((budget for budget, _ in budgets), key=Budget.least_bytes)
     held = tightest.least_bytes()
     least = min(model.with_fresh_gradients(*each, device).least_bytes() for each in budgets)
+    if group is not None and size_of(group) > 1:
+        # All raise, so all come here; what is said in each is what the one with the least room to spare would say.
+        all_of_them = gather_objects((least, held, limit), group, device)
+        least, held, limit = max(all_of_them, key=lambda each: each[0] - each[2])
     if not least < held > limit:
         return error
     needed, says = f"{format_bytes(least)} ({least} bytes)", "fresh_grads=True (--fresh-grads)"
