@@ -109,13 +109,14 @@ def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
     pending = list(roots)
     while pending:
         event = pending.pop()
-        pending.extend(event.children)
         name = event.name
-        if name == "[memory]":
+        if name == "[memory]":  # nothing happens inside of it; to ask for its children takes longest of all
             block = event.extra_fields
             if block.device.type == "cpu":
                 yield event.start_time_ns, "", block.ptr, block.alloc_size
-        elif name.startswith(_MARK):
+            continue
+        pending.extend(event.children)
+        if name.startswith(_MARK):
             yield event.start_time_ns, name, 0, 0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rotor_profiling import StageCost
+from rotor_profiling.stage.bytes import LEAST_SHARE
 from rotor_profiling.timing import several_processes
 from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.compiled.budgets import Foreseen
@@ -19,7 +20,7 @@ from rotor_py.compiled.compiled_stage import CompiledStage
 from rotor_py.compiled.stage_code import StageCode
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.measure.measurement import Way
-from rotor_py.measure.walks.stage_ways import LEAST_SHARE, worth_choosing
+from rotor_py.measure.walks.stage_ways import worth_choosing
 from rotor_solver import ForwardEnable, frontier
 
 _SLOTS = 200

@@ -50,7 +50,7 @@ from rotor_py.measure.walks.found import Weighed
 from rotor_py.measure.walks.layer_offers import LayerOffers
 from rotor_py.measure.walks.movable_bytes import MovableBytes
 from rotor_py.measure.walks.stage_times import MOST_WALKS, StageTimes
-from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, worth_choosing
+from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, stand_ins, worth_choosing
 from rotor_py.measure.walks.survey import Survey
 from rotor_py.measure.walks.walked_chain import WalkedChain
 from rotor_py.stage.activity import During
@@ -258,7 +258,7 @@ class StageMeasurer:
                     if number in wanted:
                         kind = self._kinds[number]
                         found = self._known[kind]
-                        ways = self._stored(number, found.weighed.ways)
+                        ways = self._stored(number, found.weighed.ways if self._times.all_ways_wanted(kind) else ())
                         run, output = time_ways(ways, value, found.place, watch)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
@@ -325,11 +325,15 @@ class StageMeasurer:
         with stopwatch(self._device) as watch:
             # Where clocks are exact, they count what a meter's runs do beside those of a step.
             ways = self._stored(number, offered)
-            (whole, *others), run, output = measure_ways(ways, value, place, None if watch.exact else watch)
-        less = saving_ones(whole, list(zip(offered, others, strict=True)), self._group, self._device)
+            (whole, *others), run, output = measure_ways(
+                ways, value, place, None if watch.exact else watch, stand_ins(offered)
+            )
+        assert whole is not None
+        measured = [(name, way) for name, way in zip(offered, others, strict=True) if way is not None]
+        less = saving_ones(whole, measured, self._group, self._device)
         names, found = tuple(name for name, _ in less), (whole, *(way for _, way in less))
         if run is not None:
-            seconds = dict(zip(offered, run.ways[1:], strict=True))
+            seconds = {name: each for (name, _), each in zip(measured, run.ways[1:], strict=True)}
             self._times.add(kind, replace(run, ways=(run.ways[0], *(seconds[way] for way in names))))
         undecided = decides_nothing(function)
         return Weighed(found, decided_bytes(function), recall_moving(function), names, undecided), output

@@ -159,6 +159,16 @@ def test_the_run_that_shows_bytes_is_the_first_of_the_fewest() -> None:
     assert times.of("a")[0].skipped_output_seconds == 0.25
 
 
+def test_the_second_run_times_the_stage_stored_whole_alone() -> None:
+    times = StageTimes()
+    assert times.all_ways_wanted("a")
+    times.add("a", StageRun(1.0, ((1.0, 2.0), (1.5, 2.5)), None))
+    assert not times.all_ways_wanted("a")
+    times.add("a", StageRun(1.0, ((1.0, 2.0),), 0.75))
+    assert times.all_ways_wanted("a")
+    assert [each.forward_seconds for each in times.of("a")] == [1.0, 1.5]
+
+
 def test_what_a_run_takes_again_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotor_py.measure.walks.stage_times.FEWEST_RUNS", 1)
     times = StageTimes()

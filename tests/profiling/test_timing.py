@@ -98,6 +98,20 @@ def test_other_ways_are_compared_inside_of_a_run() -> None:
     assert spread_of(runs) == pytest.approx(0.5)
 
 
+def test_a_way_that_one_run_has_is_known_no_better_than_the_stage() -> None:
+    runs = [StageRun(1.0, ((1.0, 2.0), (1.5, 2.25)), 1.0), StageRun(3.0, ((3.0, 6.0),), 3.0)]
+    for several in (runs, runs[::-1]):
+        whole, in_part = estimate(several)
+        assert in_part.forward_seconds - whole.forward_seconds == pytest.approx(0.5)
+        assert in_part.backward_seconds - whole.backward_seconds == pytest.approx(0.25)
+        stored, other = errors_of(several)
+        assert (stored.forward_seconds, stored.backward_seconds) == (0, 0)  # in every plan once, whatever it is
+        assert other.forward_seconds > 0.5
+        assert other.backward_seconds > 1
+    twice = [runs[0], replace(runs[1], ways=(*runs[1].ways, (3.5, 6.25)))]
+    assert errors_of(twice)[1].forward_seconds == 0
+
+
 def test_a_skipped_output_that_was_timed_once_is_known_no_better_than_its_forward() -> None:
     twice = [run(forward=1.0, again=0.5), run(forward=3.0, again=2.5)]
     once = [run(forward=1.0, again=0.5), replace(run(forward=3.0), again=None)]

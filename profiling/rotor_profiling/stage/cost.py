@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from rotor_profiling.instruments import stopwatch
 from rotor_profiling.isolate import isolated
-from rotor_profiling.stage.bytes import MeasuredWays, StageBytes, measure_bytes
+from rotor_profiling.stage.bytes import StageBytes
+from rotor_profiling.stage.measured_ways import MeasuredWays, measure_bytes
 from rotor_profiling.stage.place import Place
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.stage.runs import run_unmeasured
@@ -52,7 +54,7 @@ def measure_options(runners: Sequence[Runner], value: Any, place: Place) -> tupl
     kind of device whose memory cannot be measured.
     """
     run_before_measuring(runners, value, place)
-    found = measure_ways(runners, value, place).bytes
+    found = [each for each in measure_ways(runners, value, place).bytes if each is not None]  # all: none stands in
     with stopwatch(place.device) as watch:
         runs = [time_ways(runners, value, place, watch)[0] for _ in range(FEWEST_RUNS)]
     return tuple(map(StageCost.of, found, estimate(runs)))
@@ -65,16 +67,25 @@ def run_before_measuring(runners: Sequence[Runner], value: Any, place: Place) ->
             run_unmeasured(runner, value)
 
 
-def measure_ways(runners: Sequence[Runner], value: Any, place: Place, watch: Stopwatch | None = None) -> MeasuredWays:
+def measure_ways(
+    runners: Sequence[Runner],
+    value: Any,
+    place: Place,
+    watch: Stopwatch | None = None,
+    stand_ins: Mapping[int, int] = MappingProxyType({}),
+) -> MeasuredWays:
     """The bytes of a stage in each way, once it has run before; arguments and errors are those of `measure_options`.
 
     With a `watch`, the seconds of its runs as well: next to those of `time_ways`, since a meter takes hardly any time.
+    `stand_ins` says, of some ways, which other one makes them needless if it saves clearly less.
     """
     with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
         with stand_in_steps(parameters, place.stepped):
-            found = measure_bytes(runners, value, parameters, place, watch)
+            found = measure_bytes(runners, value, parameters, place, watch, stand_ins)
         after_replay = bytes_after_replay(parameters, place.stepped)
-    return found._replace(bytes=tuple(_with_room_after_replay(each, after_replay) for each in found.bytes))
+    return found._replace(
+        bytes=tuple(None if each is None else _with_room_after_replay(each, after_replay) for each in found.bytes)
+    )
 
 
 def _with_room_after_replay(found: StageBytes, nbytes: int) -> StageBytes:

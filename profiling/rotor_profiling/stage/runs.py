@@ -13,9 +13,8 @@ import torch
 from rotor_profiling.memory import MemoryMeter
 from rotor_profiling.stage.gradients import gradients_at, gradients_for, leaves_of, scalar_after
 from rotor_profiling.stage.place import Place
-from rotor_profiling.stage.released import run_to_release
+from rotor_profiling.stage.released import WatchedInput, can_be_watched, run_to_release
 from rotor_profiling.stage.runner import Runner
-from rotor_profiling.stage.watched_input import WatchedInput, can_be_watched
 from rotor_profiling.storage import storage_bytes, storages, tensors_in, wait_for
 
 
@@ -66,7 +65,7 @@ def run_again(runner: Runner, value: Any, surroundings: Any, meter: MemoryMeter)
     return output
 
 
-def _run_in_graph(runner: Runner, value: Any, place: Place, meter: MemoryMeter) -> None:
+def run_in_graph(runner: Runner, value: Any, parameters: list[torch.Tensor], place: Place, meter: MemoryMeter) -> None:
     """Phases "forward" and, if there is one, "backward", as in plain training."""
     leaf = leaves_of(value)
     torch.clear_autocast_cache()  # else weights that an earlier run has cast would not count
@@ -83,6 +82,7 @@ def _run_in_graph(runner: Runner, value: Any, place: Place, meter: MemoryMeter) 
         wait_for(gradients_at(leaf))
         del one
     meter.mark("between")
+    forget_if_fresh(parameters, place)
 
 
 def _run_with_own_graph(
@@ -123,22 +123,24 @@ def _not_input(value: Any, place: Place) -> frozenset[int]:
     return frozenset() if whole_input else frozenset(place.owned)
 
 
-def run_with_graphs(
-    runner: Runner,
-    value: Any,
-    parameters: list[torch.Tensor],
-    place: Place,
-    meter: MemoryMeter,
-    known: WithoutGraph,
+def run_with_own_graph(
+    runner: Runner, value: Any, place: Place, meter: MemoryMeter, known: WithoutGraph
 ) -> tuple[WatchedInput | None, tuple[int, ...], Freed]:
-    """Run a stage in one way with graphs, after what is `known` without one."""
-    _run_in_graph(runner, value, place, meter)
-    forget_if_fresh(parameters, place)
+    """Run a stage in one way with a graph of its own, after what is `known` without one."""
     watched = _watched(value, place)
     gradient_sizes, freed = _run_with_own_graph(runner, value, watched, known.surroundings, place, meter)
     if watched is None:
         run_to_release(runner, value, _not_input(value, place), meter)
     return watched, gradient_sizes, freed
+
+
+def run_to_save(runner: Runner, value: Any, known: WithoutGraph, meter: MemoryMeter) -> None:
+    """Phase "attach" alone: what the stage saves in one way."""
+    torch.clear_autocast_cache()  # as above
+    meter.mark("attach")
+    attached, output = runner.attach(value, known.surroundings)
+    meter.mark("between")
+    del attached, output
 
 
 def forget_if_fresh(parameters: list[torch.Tensor], place: Place) -> None:

@@ -29,9 +29,9 @@ class StageSeconds:
 class StageRun:
     """The seconds of one run of a stage in all ways, one right after the other.
 
-    Without a graph; forward and backward in each way with one; and, for the first of these ways, the forward run again,
-    with a graph of its own, for a backward that follows at once. None where that was not timed: runs that show bytes
-    skip no output.
+    Without a graph; forward and backward in each way with one, or in the first of them alone; and, for that one, the
+    forward run again, with a graph of its own, for a backward that follows at once. None where that was not timed: runs
+    that show bytes skip no output.
     """
 
     nograd: float
@@ -109,7 +109,7 @@ def time_stage(
 def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
     """The seconds of a stage in each way, from some of its runs, or of stages like it.
 
-    Other ways than the first are estimated by how much longer they take, run by run.
+    Other ways than the first are estimated by how much longer they take, run by run. One of the runs has all ways.
     """
     nograd = lower_quartile([run.nograd for run in runs])
     forward = lower_quartile([run.ways[0][0] for run in runs])
@@ -121,10 +121,9 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
     # Noise can make it larger than a forward, which `Chain` refuses.
     skipped = max(0.0, min(saved, nograd, forward))
     found = []
-    for number in range(len(runs[0].ways)):
+    for number in range(_ways_of(runs)):
         # Stored in part, a stage does all that it does when stored whole, and more: a difference below zero is noise.
-        longer_forward = max(0.0, median(run.ways[number][0] - run.ways[0][0] for run in runs))
-        longer_backward = max(0.0, median(run.ways[number][1] - run.ways[0][1] for run in runs))
+        longer_forward, longer_backward = (max(0.0, median(each)) for each in _longer(runs, number))
         found.append(StageSeconds(nograd, forward + longer_forward, backward + longer_backward, skipped))
     return found
 
@@ -134,20 +133,30 @@ def errors_of(runs: Sequence[StageRun]) -> list[StageSeconds]:
 
     Of forward and backward, it is how much longer other ways take than the first: theirs is wrong by as much as its.
     """
+    whole = [error_of([run.ways[0][phase] for run in runs]) for phase in (0, 1)]
     saved = _saved(runs)
     skipped = error_of(saved)
     if len(saved) < len(runs):  # it is known no better than the forward that it is compared with
-        skipped = max(skipped, error_of([run.ways[0][0] for run in runs]))
+        skipped = max(skipped, whole[0])
     nograd = error_of([run.nograd for run in runs]) + skipped  # of which it has a part, if a graph takes longer
-    return [
-        StageSeconds(
-            nograd,
-            error_of([run.ways[number][0] - run.ways[0][0] for run in runs]),
-            error_of([run.ways[number][1] - run.ways[0][1] for run in runs]),
-            skipped,
-        )
-        for number in range(len(runs[0].ways))
-    ]
+    found = []
+    for number in range(_ways_of(runs)):
+        longer = _longer(runs, number)
+        # Where not all runs have a way, how much longer it takes is known no better than that.
+        least = whole if len(longer[0]) < len(runs) else [0.0, 0.0]
+        forward, backward = (max(error_of(each), most) for each, most in zip(longer, least, strict=True))
+        found.append(StageSeconds(nograd, forward, backward, skipped))
+    return found
+
+
+def _ways_of(runs: Sequence[StageRun]) -> int:
+    return max(len(run.ways) for run in runs)
+
+
+def _longer(runs: Sequence[StageRun], number: int) -> tuple[list[float], list[float]]:
+    """How much longer forward and backward took in a way than in the first, in the runs that have it."""
+    both = [(run.ways[number], run.ways[0]) for run in runs if number < len(run.ways)]
+    return [way[0] - first[0] for way, first in both], [way[1] - first[1] for way, first in both]
 
 
 def _saved(runs: Sequence[StageRun]) -> list[float]:

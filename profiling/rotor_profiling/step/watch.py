@@ -22,7 +22,7 @@ backward, a loss runs that nobody passed in. So a watch is started, marked and s
 #     earlier watch, or it must not be freed. Of others that are freed, the sums are too small from then on.
 #  5. What processes send to each other is freed by whoever lets go of it last. If that is a thread of the backend, the
 #     profiler does not see it, and a step would show more than it takes. So where there are several processes, nothing
-#     is watched. (Stages are measured several times instead, and the least counts: see `stage/bytes.py`.)
+#     is watched. (Stages are measured several times instead, and the least counts: see `stage/measured_ways.py`.)
 """
 
 from __future__ import annotations

@@ -88,6 +88,14 @@ class StageTimes:
             found |= {at[(begin + i * len(at) // many) % len(at)] for i in range(many)}
         return found
 
+    def all_ways_wanted(self, kind: Hashable) -> bool:
+        """Whether the next run of a stage of a `kind` is to time it in all ways, or stored whole alone.
+
+        How much longer the others take is known from one run, and from more where a plan needs to know it better.
+        """
+        runs = self._runs.get(kind, ())
+        return not runs or len(runs) >= FEWEST_RUNS
+
     def _missing(self, kind: Hashable) -> int:
         """How many runs a kind still needs; one of them has to show what it takes to run again."""
         runs = self._runs.get(kind, ())

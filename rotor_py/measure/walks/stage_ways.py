@@ -10,15 +10,12 @@ import torch
 import torch.distributed as dist
 
 from rotor_profiling import StageBytes, StageCost
+from rotor_profiling.stage.bytes import clearly_less
 from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere, largest_anywhere
 from rotor_py.measure.measurement import Way
 from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_py.stage.ways.names import base_of
-
-LEAST_SHARE = 0.05
-"""The part of what is saved that a way has to spare: what it costs is found by clocks, and less is lost in their
-noise."""
 
 
 def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
@@ -33,6 +30,16 @@ def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, de
         if not name or most != -least_negated:
             break
     return tuple(names[:position])
+
+
+def stand_ins(names: Sequence[str]) -> dict[int, int]:
+    """Which way of a stage makes which other one needless if it saves clearly less: see `saving_ones`.
+
+    They are numbered from 1 on; 0 stores the stage whole.
+    """
+    at = {name: number for number, name in enumerate(names, 1)}
+    bases = ((name, base_of(name, at)) for name in names if word_of([name]) is None)
+    return {at[base]: at[name] for name, base in bases if base is not None}
 
 
 def saving_ones(
@@ -51,7 +58,7 @@ def saving_ones(
     for name, way in ways:
         base = base_of(name, saved)
         before = whole.saved_bytes if base is None else saved[base]
-        if anywhere(way.saved_bytes <= (1 - LEAST_SHARE) * before and way.saved_bytes < before, group, device):
+        if anywhere(clearly_less(way.saved_bytes, before), group, device):
             found.append((name, way))
             if word_of([name]) is None:
                 replaced.add(base)

@@ -11,7 +11,7 @@ from torch import nn
 
 from rotor_profiling.stage import bytes as stage_bytes
 from rotor_profiling.stage import runs
-from rotor_profiling.stage.watched_input import WatchedInput, can_be_watched
+from rotor_profiling.stage.released import WatchedInput, can_be_watched
 from tests.profiling.costs import BIAS, UNIT, cost, square, unit
 
 
