@@ -17,6 +17,7 @@ import torch
 
 from rotor_profiling import timing
 from rotor_profiling.stage.kind import Unlike
+from rotor_py.measure.cache.imported_code import code_of
 
 _OWN_TYPES = ("rotor_py.capture.graph.", "rotor_py.models.")
 """Where classes of ours come from that say in their kind all that they do."""
@@ -118,6 +119,9 @@ def _name(value: Any) -> str:
     if isinstance(value, types.FunctionType) and (value.__closure__ or "<" in name):
         raise UnstableKeyError(f"the function {path}, which is bound to something")
     known = path.startswith(_LIBRARIES) or getattr(operator, name, None) is value
-    if not known and not (isinstance(value, type) and path.startswith(_OWN_TYPES)):
+    if known or (isinstance(value, type) and path.startswith(_OWN_TYPES)):
+        return path
+    code = code_of(value) if isinstance(value, type) else None
+    if code is None:
         raise UnstableKeyError(f"{path}, whose code may change")
-    return path
+    return f"{path} of {code}"
