@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py              # on the CPU; prints the table. --only LLAMA for a part of a name
     python benchmarks/overhead.py --write      # also into docs/report.md and benchmarks/results/
-    python benchmarks/overhead.py --busy       # plans ten times beside two processes that only compute
+    python benchmarks/overhead.py --busy       # the command five times beside two processes that only compute
 
 The networks and models of the README, each at three limits: a quarter, half and three quarters of the way from the
 least possible to storing everything. A step is forward, loss and backward. Measured overhead is the median, over turns
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
+import json
 import logging
 import multiprocessing
-import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +37,7 @@ from torch import nn
 from torch._dynamo import convert_frame, eval_frame
 
 from rotor_py import Checkpointable, format_bytes
-from rotor_solver import limit_for, simulate, solve, store_all
+from rotor_solver import simulate, store_all
 
 CPU = torch.device("cpu")
 Step = Callable[[nn.Module], None]
@@ -154,37 +156,54 @@ def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-def beside_others(case: Any, times: int = 5) -> str:
-    """Plan so often, with two processes that only compute on the machine, and say how much the plans differ."""
-    model, inputs, _, loss = case
-    quiet, _ = planned(copy.deepcopy(model), inputs, loss)
-    assert quiet.budget is not None
-    chain = quiet.budget.chain
-    context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=_compute, daemon=True) for _ in range(2)]
-    for each in others:
-        each.start()
-    lines = []
-    try:
-        for cache, which in ((False, "measured every time"), (True, "measured once, and again where times vary")):
-            limits, makespans = [], []
-            with TemporaryDirectory() as folder, patch.dict(os.environ, XDG_CACHE_HOME=folder):
-                for _ in range(times):
-                    found, _ = planned(copy.deepcopy(model), inputs, loss, cache=cache)
-                    assert found.budget is not None
-                    limit = limit_for(found.budget.chain, 0.2)
-                    limits.append(limit + found.budget.fixed.total)
-                    makespans.append(simulate(chain, solve(found.budget.chain, limit)).makespan)
-                    gc.collect()
-            lines.append(
-                f"{which}: limits for 20 % more time {', '.join(map(format_bytes, limits))}, "
-                f"{max(limits) / min(limits) - 1:.1%} apart; their steps, by the times of a quiet machine, "
-                f"{max(makespans) / min(makespans) - 1:.1%} apart"
-            )
-    finally:
+def beside_others(name: str, batch: int, image: int, times: int, repeats: int) -> dict[str, Any]:
+    """The command, so often, beside two processes that only compute: how far apart limits and real steps are.
+
+    The steps of all plans are timed in turns once the machine is quiet.
+    """
+    torch.manual_seed(0)
+    model, _, step, loss = model_case(name) if name in MODELS else network_case(name, batch, image)
+    spawn = multiprocessing.get_context("spawn")
+    others = [spawn.Process(target=_compute, daemon=True) for _ in range(2)]
+    with TemporaryDirectory() as folder:
+        plans = [str(Path(folder) / f"{number}.json") for number in range(times)]
+        file = Path(folder) / "case.py"
+        file.write_text(_CASE.format(folder=str(Path(__file__).parent), name=name, batch=batch, image=image))
         for each in others:
-            each.kill()
-    return "\n    ".join(lines)
+            each.start()
+        try:
+            for plan in plans:
+                command = [sys.executable, "-m", "rotor_cli", str(file), "--max-overhead", "20%", "--fresh-grads"]
+                subprocess.run([*command, "--no-cache", "--quiet", "--save", plan], check=True, capture_output=True)
+        finally:
+            for each in others:
+                each.kill()
+        trained = [Checkpointable(copy.deepcopy(model), loss=loss, fresh_grads=True, plan=plan) for plan in plans]
+        limits = [json.loads(Path(plan).read_text())["mem_limit"] for plan in plans]
+    turns = [(seconds(step, model), *(seconds(step, each) for each in trained)) for _ in range(repeats + 2)][2:]
+    taken = [statistics.median(turn[1 + at] / turn[0] for turn in turns) for at in range(times)]
+    return {"model": name, "limits": limits, "limits_apart": max(limits) / min(limits) - 1,
+            "steps": taken, "steps_apart": max(taken) / min(taken) - 1}  # fmt: skip
+
+
+_CASE = """import sys
+sys.path.insert(0, {folder!r})
+import torch
+from overhead import MODELS, model_case, network_case
+torch.manual_seed(0)
+model, sample, _, loss = model_case({name!r}) if {name!r} in MODELS else network_case({name!r}, {batch}, {image})
+"""
+
+
+def busy_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model | limits for 20 % more time | apart | steps, to a plain one | apart |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        limits, steps = ", ".join(map(format_bytes, row["limits"])), ", ".join(f"{each:.3f}" for each in row["steps"])
+        lines.append(f"| {row['model']} | {limits} | {row['limits_apart']:.1%} | {steps} | {row['steps_apart']:.1%} |")
+    return "\n".join(lines)
 
 
 def _compute() -> None:
@@ -205,11 +224,15 @@ def main() -> None:
     for name in (*NETWORKS, *MODELS):
         if options.only.lower() not in name.lower():
             continue
+        if options.busy:
+            rows = [beside_others(name, options.batch, options.image, 5, options.repeats)]
+            print(busy_table(rows).splitlines()[-1], flush=True)
+            if options.write:
+                everything = merged("overhead-busy", rows, CPU, (*NETWORKS, *MODELS))
+                write("overhead-busy", busy_table(everything), everything, CPU, ROOT / "docs" / "report.md")
+            continue
         torch.manual_seed(0)
         case = model_case(name) if name in MODELS else network_case(name, options.batch, options.image)
-        if options.busy:
-            print(f"{name}: {beside_others(case)}", flush=True)
-            continue
         rows = run(name, case, options.repeats)
         print(table(rows).splitlines()[-1], flush=True)
         if options.write:

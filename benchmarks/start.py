@@ -5,8 +5,8 @@
     python benchmarks/start.py --write              # also docs/solver.md and benchmarks/results/start-cpu.json
 
 Processor time is that of a process and all its children, user and system: other programs hardly disturb it. Each line
-is the least of several new processes, in turns. *First run* has an empty Numba cache, *next run* the one that the first
-run has left.
+is the least of several new processes, in turns. The *first run* on a machine finds no kernels and no measurements,
+*another model* the kernels that the first run has left, and the *same model again* its measurements as well.
 """
 
 from __future__ import annotations
@@ -24,37 +24,42 @@ from report import ROOT, write
 
 PAGE = ROOT / "docs" / "solver.md"
 _RUN = (sys.executable, "-m", "rotor_cli", "examples/resnet18.py", "--mem-limit", "300MB", "--fresh-grads", "--quiet")
-FIRST, NEXT = "`rotor-plan examples/resnet18.py`, first run on a machine", "the next run"
+FIRST, OTHER, SAME = (
+    "`rotor-plan examples/resnet18.py`, first run on a machine",
+    "another model",
+    "the same model again",
+)
+WRONG = "wrong usage: `rotor-plan` of a file that is not there"
 COMMANDS = {
     FIRST: _RUN,
-    NEXT: _RUN,
+    OTHER: _RUN,
+    SAME: _RUN,
     "`import torch`": (sys.executable, "-c", "import torch"),
     "`import rotor_py`": (sys.executable, "-c", "import rotor_py"),
     "`from rotor_py import Checkpointable`, torch included": (
         sys.executable, "-c", "from rotor_py import Checkpointable",
     ),
-    "wrong usage: `rotor-plan` of a file that is not there": (
-        sys.executable, "-m", "rotor_cli", "resnet81.py", "--mem-limit", "300MB",
-    ),
+    WRONG: (sys.executable, "-m", "rotor_cli", "resnet81.py", "--mem-limit", "300MB"),
 }  # fmt: skip
 
 
-def seconds(command: tuple[str, ...], project: Path, cache: Path) -> float:
-    """Processor time of a command, in a process of its own that imports the packages of `project`."""
+def seconds(line: str, project: Path, kernels: Path, measurements: Path) -> float:
+    """Processor time of the command of a line, in a process of its own that imports the packages of `project`."""
     packages = os.pathsep.join(str(project / folder) for folder in (".", "solver", "profiling", "cli"))
-    environment = {**os.environ, "PYTHONPATH": packages, "NUMBA_CACHE_DIR": str(cache)}
+    caches = {"NUMBA_CACHE_DIR": str(kernels), "XDG_CACHE_HOME": str(measurements)}
+    environment = {**os.environ, **caches, "PYTHONPATH": packages}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(COMMANDS[line], cwd=project, env=environment, capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # 2 is what wrong usage ends with; whatever else goes wrong has no time.
-    assert done.returncode in (0, 2), done.stderr
+    assert done.returncode == (2 if line == WRONG else 0), done.stderr
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def least_of(project: Path, caches: Path) -> dict[str, float]:
-    """Seconds of every command, once; the first run gets a cache of its own, and leaves it to the next."""
-    with tempfile.TemporaryDirectory(dir=caches) as cache:
-        return {name: seconds(command, project, Path(cache)) for name, command in COMMANDS.items()}
+def each_once(project: Path) -> dict[str, float]:
+    """Seconds of every line, once; the first run gets caches of its own."""
+    with tempfile.TemporaryDirectory() as made:
+        kernels, first, later = (Path(made) / name for name in ("kernels", "first", "later"))
+        return {line: seconds(line, project, kernels, first if line == FIRST else later) for line in COMMANDS}
 
 
 def main() -> None:
@@ -66,11 +71,10 @@ def main() -> None:
     projects = {"before": options.beside.resolve()} if options.beside else {}
     projects["now"] = ROOT
     found: dict[str, dict[str, float]] = {name: dict.fromkeys(COMMANDS, float("inf")) for name in projects}
-    with tempfile.TemporaryDirectory() as caches:
-        for _ in range(options.repeats):
-            for name, project in projects.items():
-                for line, took in least_of(project, Path(caches)).items():
-                    found[name][line] = min(found[name][line], took)
+    for _ in range(options.repeats):
+        for name, project in projects.items():
+            for line, took in each_once(project).items():
+                found[name][line] = min(found[name][line], took)
     lines = [f"| processor time | {' | '.join(projects)} |", "| --- |" + " --- |" * len(projects)]
     lines += [f"| {line} | {' | '.join(f'{found[name][line]:.2f} s' for name in projects)} |" for line in COMMANDS]
     text = "\n".join(lines)
