@@ -32,11 +32,15 @@ class Elsewhere:
     """A place for models that are planned for `devices`, which need not be there.
 
     Where there are several, parameters are divided among them by `shard`: a function of the model and of the mesh of
-    devices, or the name of one of ours, which gathers with this `precision`.
+    devices, or the name of one of ours ("blocks" if it is None), which gathers with this `precision`.
+
+    ValueError for either with one device, where they would say nothing, and for a `precision` beside a function.
     """
 
-    def __init__(self, devices: Devices, *, shard: Shard = "blocks", precision: torch.dtype | None = None) -> None:
+    def __init__(self, devices: Devices, *, shard: Shard | None = None, precision: torch.dtype | None = None) -> None:
         self.devices = devices
+        _refuse_what_says_nothing(devices, shard, precision)
+        shard = "blocks" if shard is None else shard
         self._shard = partial(_sharding(shard), precision=precision) if isinstance(shard, str) else shard
         self._mesh: DeviceMesh | None = None
         self._communication = Communication(devices.each)
@@ -97,6 +101,20 @@ class Elsewhere:
                 f"{error.func} depends on values{f' ({where})' if where else ''}, and where nothing is computed there "
                 "are none; plan the model on a device that is here, or give it sizes that do not depend on its data"
             ) from error
+
+
+def _refuse_what_says_nothing(devices: Devices, shard: Shard | None, precision: torch.dtype | None) -> None:
+    if devices.count == 1 and shard is not None:
+        raise ValueError("shard divides parameters among several devices, and device names one; write device='h100:8'")
+    if devices.count == 1 and precision is not None:
+        raise ValueError(
+            "precision is for parameters that several devices share, and device names one; write device='h100:8', or "
+            "convert the model"
+        )
+    if precision is not None and callable(shard):
+        raise ValueError(
+            "precision is for shard 'blocks' and 'whole'; a function gives fully_shard an mp_policy itself"
+        )
 
 
 def _sharding(name: str) -> Callable[..., None]:

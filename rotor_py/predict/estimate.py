@@ -34,7 +34,7 @@ def estimate(
     mem_limit: float | str | None = None,
     fresh_grads: bool = False,
     mem_slots: int = 500,
-    shard: Shard = "blocks",
+    shard: Shard | None = None,
     precision: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     offload: Literal["host"] | None = None,
@@ -58,15 +58,16 @@ def estimate(
             less where its allocator is predicted to reserve more than there is.
         fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`).
         mem_slots: how finely the solver divides memory.
-        shard: how parameters are divided: "blocks" gathers each layer of a list of like layers by itself, and the rest
-            together; "whole" all at once. Or a function of the model and of the mesh that calls `fully_shard`.
+        shard: how parameters are divided among several devices: "blocks", the default, gathers each layer of a list of
+            like layers by itself, and the rest together; "whole" all at once. Or a function of the model and of the
+            mesh that calls `fully_shard`.
         precision: the dtype in which "blocks" and "whole" gather parameters, and layers run.
         offload: "host": activations may wait in the host's memory, over the link that the table says.
         autocast: forward and loss run under `torch.autocast` with this dtype, and cast what it casts on CUDA.
 
     InfeasibleError, with the least limit as `min_bytes`, if no plan fits the device, or with a bound where that is
     clear before measuring; UnsupportedModelError for a model that cannot be planned, or whose forward depends on
-    values; ValueError for a device that is not in the table.
+    values; ValueError for a device that is not in the table, and for `shard` or `precision` with a single one.
     """
     devices = find_devices(device) if isinstance(device, str) else device
     devices = Devices(devices) if isinstance(devices, Device) else devices

@@ -158,6 +158,21 @@ def test_what_divides_the_parameters_may_be_the_users_own() -> None:
         estimate(Blocks(), batch, "h100:2", shard="layers")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("device", ["h100", "h100:1", find_device("h100")], ids=["h100", "h100:1", "a Device"])
+def test_what_divides_parameters_is_refused_for_one_device(device: Any) -> None:
+    batch = torch.randn(ROWS, WIDTH)
+    for shard in ("blocks", "whole", lambda model, mesh: None):
+        with pytest.raises(ValueError, match=r"shard divides parameters among several devices.*write device='h100:8'"):
+            estimate(Blocks, batch, device, shard=shard)
+    with pytest.raises(ValueError, match=r"precision is for parameters that several devices share.*device='h100:8'"):
+        estimate(Blocks, batch, device, precision=torch.bfloat16)
+
+
+def test_a_precision_beside_the_users_own_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="a function gives fully_shard an mp_policy itself"):
+        estimate(Blocks, torch.randn(ROWS, WIDTH), "h100:2", shard=lambda model, mesh: None, precision=torch.bfloat16)
+
+
 def test_a_chain_of_layers_takes_its_input_in_the_dtype_in_which_it_runs() -> None:
     def layers() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))

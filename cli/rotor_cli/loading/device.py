@@ -70,7 +70,7 @@ def place_for(request: Request) -> Place:
             devices = replace(devices, each=replace(each, memory_bytes=size))
         except ValueError as error:
             raise usage(f"--device-memory: {error}") from error
-    return There(devices, precision, autocast, request.shard or "blocks")
+    return There(devices, precision, autocast, request.shard)
 
 
 def limit_on(device: torch.device, text: str | None) -> int:

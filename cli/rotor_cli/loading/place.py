@@ -113,7 +113,7 @@ class There:
         predicted_for: Devices,
         precision: torch.dtype | None = None,
         autocast: torch.dtype | None = None,
-        shard: Literal["blocks", "whole"] = "blocks",
+        shard: Literal["blocks", "whole"] | None = None,
     ) -> None:
         self.predicted_for = predicted_for
         self.autocast = autocast
