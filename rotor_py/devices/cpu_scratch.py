@@ -32,6 +32,9 @@ def cpu_scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: 
     packet = func.overloadpacket
     if packet not in (aten.convolution, aten.convolution_backward):
         copied = sum(_copied(argument(func, args, kwargs, name)) for name in _COPIED.get(packet, ()))
+        if packet is aten.im2col and out.numel() > args[0].numel():
+            # It makes a result as large as the image, and then a larger one: `im2col_cpu` in Im2Col.cpp.
+            return copied + _bytes(args[0])
         return copied + (_OTHERS[packet](func, args, kwargs) if packet in _OTHERS else 0)
     value, weight = argument(func, args, kwargs, "input"), argument(func, args, kwargs, "weight")
     if value.dtype != torch.float32:
@@ -119,18 +122,25 @@ class _Convolution:
         copied = _copied(self.value) + _copied(self.result)
         first = self._gradient_of_input() if of_input else 0
         if self.depthwise and not self.small:
-            return copied + first  # the second is a product of matrices, with little beside
+            return copied + max(first, self._products())
         # Up to 3 channels are read as they lie, up to 8 are half a block of AVX-512's.
         filled = into if into <= 3 and self.groups == 1 else 8 if into <= 8 else _up(into)
         value = 0 if filled <= 3 else _blocked(self.value, 8 if filled == 8 and self.groups == 1 else _vector())
         blocked = self._weight(filled)
         return copied + max(first, value + _blocked(self.result) + blocked + self._picked() - weight, blocked)
 
+    def _products(self) -> int:
+        """The gradient of a depthwise weight by products of matrices: four copies of it, and one channel's columns."""
+        kernel, area = math.prod(self.weight.shape[2:]), math.prod(self.result.shape[2:])
+        return 4 * _bytes(self.weight) + kernel * area * self.value.element_size() + 256
+
     def _gradient_of_input(self) -> int:
         """With strides it is made channels last, copied once more, and then laid out as it is wanted."""
         value, weight, blocked = _bytes(self.value), _bytes(self.weight), self._weight(_up(self._into()))
         if self.strided and self.groups == 1:
             return max(2 * value, _bytes(self.result) + blocked) - weight
+        if self.strided and self.depthwise and not self.small:
+            return max(_blocked(self.value), _blocked(self.result) + blocked) - weight
         return max(0, _blocked(self.result) + blocked + _blocked(self.value) - value - weight)
 
     def _few(self) -> bool:
@@ -281,7 +291,9 @@ _OTHERS: dict[Any, Callable[[torch._ops.OpOverload, Sequence[Any], Mapping[str, 
 _COPIED = {
     aten._softmax: ("self",),
     aten.col2im: ("self",),
-    aten.embedding_dense_backward: ("grad_output",),
+    aten.embedding: ("indices",),
+    aten.embedding_dense_backward: ("grad_output", "indices"),
+    aten.im2col: ("self",),
     aten.max_pool2d_with_indices_backward: ("grad_output",),
     aten.native_layer_norm: ("input",),
     aten.native_layer_norm_backward: ("grad_out", "input"),

@@ -117,6 +117,12 @@ def _sort(call: _Call) -> int:
     return given.numel() * (given.element_size() + _LONG)
 
 
+def _im2col(call: _Call) -> int:
+    """`im2col_cuda` in Im2Col.cu makes a result as large as the image; where more is needed, another one is made."""
+    given, out = tensors_in(call[1])[0], call[3]
+    return int(given.numel() * given.element_size()) if out.numel() > given.numel() else 0
+
+
 def _norm_backward(call: _Call) -> int:
     """`LaunchGammaBetaBackwardCUDAKernel` in layer_norm_kernel.cu: long batches of narrow rows are summed in two steps.
 
@@ -160,6 +166,7 @@ _SCRATCH: dict[Any, Callable[[_Call], int]] = {
     aten.index_put_: _index_put,
     aten._index_put_impl_: _index_put,
     aten._unsafe_index_put: _index_put,
+    aten.im2col: _im2col,
     aten.sort: _sort,
     aten.native_layer_norm_backward: _norm_backward,
     _RMS_NORM_BACKWARD: _norm_backward,

@@ -118,6 +118,15 @@ def test_cublas_keeps_what_pytorch_gives_it_by_generation() -> None:
     assert workspace_bytes(find_device("a100-80")) == (4096 * 2 + 16 * 8) * 1024
 
 
+def unfolded(images: int, stride: int = 1) -> Callable[[], object]:
+    return lambda: torch.nn.functional.unfold(torch.empty(images, 8, 32, 32), 3, stride=stride)
+
+
+def test_columns_are_first_made_as_large_as_the_image() -> None:
+    assert largest(unfolded(4)) == 4 * 8 * 32 * 32 * 4
+    assert largest(unfolded(4, stride=3)) == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
@@ -127,6 +136,7 @@ def test_cublas_keeps_what_pytorch_gives_it_by_generation() -> None:
         (efficient(torch.float32, 64, 1000), "efficient"),
         (embedding(8192, 32_000, 512), "embedding"),
         (norm(128 * 1024, 1024), "norm"),
+        (unfolded(16), "unfold"),
     ],
 )
 def test_what_is_computed_is_what_cuda_allocates(run: Callable[[], object], name: str) -> None:

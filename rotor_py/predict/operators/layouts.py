@@ -43,6 +43,10 @@ _LAYOUTS: dict[Any, Callable[[tuple[Any, ...]], torch.memory_format]] = {
 }
 """The layout of the first result, by the operator's arguments."""
 
+_MADE_AS_LARGE = (_aten.col2im.default, _aten.im2col.default)
+"""Operators whose result is made as large as their input and then resized, so that a smaller one keeps the memory
+(`col2im_cpu` in aten/src/ATen/native/Col2Im.cpp, `col2im_cuda`, and the same of `im2col`)."""
+
 _OF_STORAGES = (_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
 """Operators with a storage among their arguments. PyTorch remembers what operators return by their arguments, and would
 hold the storage for good."""
@@ -62,7 +66,10 @@ class TensorsWithoutMemory(FakeTensorMode):
                 return super().__torch_dispatch__(func, types, args, kwargs)
             finally:
                 self.cache_enabled = remembers
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _MADE_AS_LARGE and result.numel() < args[0].numel():
+            with self:
+                return torch.empty(args[0].numel(), dtype=result.dtype).as_strided(result.shape, result.stride())
         layout = _LAYOUTS.get(func)
         return result if layout is None else self._laid_out(result, layout(args))
 

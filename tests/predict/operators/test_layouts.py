@@ -66,3 +66,17 @@ def test_results_are_laid_out_as_the_kernels_lay_them_out(
     real = strides()
     with TensorsWithoutMemory():
         assert strides() == real
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+def test_columns_keep_the_memory_of_what_they_were_made_of(stride: int) -> None:
+    """Both are made as large as what they read, and then resized."""
+
+    def sizes() -> list[int]:
+        columns = functional.unfold(torch.rand(2, 8, 16, 16), 2, stride=stride)
+        image = functional.fold(columns, 16, 2, stride=stride)
+        return [each.untyped_storage().nbytes() for each in (columns, image)]
+
+    real = sizes()
+    with TensorsWithoutMemory():
+        assert sizes() == real
