@@ -15,11 +15,13 @@ import argparse
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import ecosystem
 import torch
+from predicted_reasons import reason
 from report import ROOT, write
 from torch import nn
 
@@ -37,6 +39,8 @@ from rotor_py.predict.without_memory import WithoutMemory
 
 CPU = torch.device("cpu")
 _NOW = RandomState.now
+WITHIN = 0.01
+"""The part by which a peak may be off without a reason."""
 FIELDS = ("activation_bytes", "saved_bytes", "input_released_bytes", "output_released_bytes")
 
 
@@ -59,28 +63,44 @@ def random_state_without_memory(devices: tuple[torch.device, ...]) -> RandomStat
     return _NOW(devices)
 
 
-def peak(planned: Checkpointable, inputs: dict[str, Any], loss: Any) -> int:
-    """Of a step with an optimizer's state."""
-    optimizer = torch.optim.AdamW(planned.parameters())
+@dataclass
+class Step:
+    """A step with an optimizer's state, whose caller holds the output to its end."""
 
-    def step() -> None:
-        output = planned(**inputs)
-        loss(output).backward()
-        optimizer.step()
+    network: Checkpointable
+    inputs: dict[str, Any]
+    loss: Any
+    optimizer: torch.optim.Optimizer
 
-    # Gradients of a step by another plan, were they there, would have it planned again.
-    optimizer.zero_grad()
-    step()
-    optimizer.zero_grad()
-    state = tensors_in([list(entry.values()) for entry in optimizer.state.values()])
-    return measured_peak(step, [*planned.parameters(), *planned.buffers(), *state, *tensors_in(inputs)], CPU)
+    def __call__(self, begins: Callable[[str], None] = lambda _: None) -> None:
+        output = self.network(**self.inputs)
+        begins("loss")
+        self.loss(output).backward()
+        begins("optimizer")
+        self.optimizer.step()
+
+    def prepare(self) -> None:
+        """Make the optimizer's state."""
+        # Gradients of a step by another plan, were they there, would have it planned again.
+        self.optimizer.zero_grad()
+        self()
+        self.optimizer.zero_grad()
+
+    def present(self) -> list[torch.Tensor]:
+        state = tensors_in([list(entry.values()) for entry in self.optimizer.state.values()])
+        return [*self.network.parameters(), *self.network.buffers(), *state, *tensors_in(self.inputs)]
+
+    def peak(self) -> int:
+        self.prepare()
+        return measured_peak(self, self.present(), CPU)
 
 
 def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
     """The case's stages, how many are held alike without memory, and ratios of peaks at three limits.
 
-    `ratios` are measured to predicted peaks. `chains` are, for the same sequences, the peaks that the measured chain
-    promises, to the predicted ones: what is off in `ratios` alone is the memory model's, not a lack of values.
+    `ratios` are measured to predicted peaks; where one is off, `reasons` say which bytes these are. `chains` are, for
+    the same sequences, the peaks that the measured chain promises, to the predicted ones: what is off in `ratios` alone
+    is the memory model's, not a lack of values.
     """
     torch.manual_seed(0)
     model, inputs, loss = case()
@@ -114,18 +134,21 @@ def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
     ]
     least, stored = predicted.budget.least_bytes(), predicted.budget.peak_bytes(store_all(predicted.chain))
     budget = real.budget  # as measured: steps may show more than a chain says
-    ratios, chains = [], []
+    ratios, chains, reasons = [], [], list[str]()
     for limit in (stored, (least + stored) // 2, least):
         predicted.compute_sequence(limit)
         real.sequence = predicted.sequence
         with patch.object(Settings, "keepers", ()):
-            measured = peak(real, {"input": sample} if "value" in inputs else inputs, loss)
-        promised = predicted.budget.peak_bytes(predicted.sequence)
-        ratios.append(measured / promised)
+            given = {"input": sample} if "value" in inputs else inputs
+            step = Step(real, given, loss, torch.optim.AdamW(real.parameters()))
+            promised = predicted.budget.peak_bytes(predicted.sequence)
+            measured = step.peak()
+            ratios.append(measured / promised)
+            reasons.append(reason(step, predicted, measured) if abs(ratios[-1] - 1) > WITHIN else "")
         chains.append(budget.peak_bytes(predicted.sequence) / promised)
     most = max((abs(each["measured"] - each["predicted"]) for each in off), default=0)
     found = {"model": name, "stages": len(alike), "equal": sum(alike), "most_bytes_off": most, "off": off}
-    return {**found, "ratios": ratios, "chains": chains}
+    return {**found, "ratios": ratios, "chains": chains, "reasons": reasons}
 
 
 HEAD = "| stages | held alike | measured chain | store-all | half | least |"

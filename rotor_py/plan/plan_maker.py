@@ -20,6 +20,7 @@ from rotor_py.plan.conflicts.several_processes import refuse_several_processes
 from rotor_py.plan.inputs.input_spec import describe
 from rotor_py.plan.noticed.callers_hooks import callers_hooks_aside
 from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
+from rotor_py.plan.noticed.predictions import disproved
 from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
 from rotor_py.plan.out_of_memory.guarded_budget import guarded
 from rotor_py.plan.refusals import Refusals
@@ -151,8 +152,7 @@ class PlanMaker:
     def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
         """Have a plan in use that serves a step on `value`, and a sequence. Other forwards may be `in_flight`."""
         plan = self.plans.in_use
-        disproved = plan is not None and plan.prediction_holds is False and self.model.alone
-        if plan is not None and plan.file is not None and not disproved:
+        if plan is not None and plan.file is not None and not self._is_disproved(plan, spec, in_flight):
             plan.compare_with_file(spec, value, self.model)
             agree(plan, self.model)
             return
@@ -179,6 +179,11 @@ class PlanMaker:
                 return
             plan.outgrown = False
         self.plan_for(spec, value)
+
+    def _is_disproved(self, plan: StepPlan, spec: StepSpec, in_flight: bool) -> bool:
+        """Whether the costs of a plan's file were predicted, do not hold, and can be measured in this forward."""
+        as_large = not in_flight and plan.spec is not None and self.blank.covers(spec.input, plan.input_spec)
+        return disproved(plan, self.model, as_large=as_large)
 
     def plan_for(self, spec: StepSpec, value: Any) -> None:
         """Measure and solve for a step on `value`. If that fails, the plans that there are stay."""

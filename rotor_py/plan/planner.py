@@ -37,7 +37,7 @@
 #     first forward compares model and input with the file, as does a forward after a change of the model or on a larger
 #     input; processes compare their sequences. → agreed. If the costs of the file were predicted, for a device that was
 #     not there, the first watched step is compared with them; where its peak differs by more than a margin, the next
-#     forward gives the file up and measures (event 1 and 2).
+#     forward gives the file up and measures (event 1 and 2). Several processes ask each other, and measure together.
 #  9. A forward arrives while others are in flight. It follows the sequence that the plan has for so many. If they are
 #     more than the plan has room for, it follows another one that fits beside them, if there is any, else that of the
 #     plan, and a warning says what the step takes. As soon as none is in flight, a sequence is found that leaves room

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,23 @@ SCRATCH = 50_000_000
 def blocks() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
+
+
+class Skips(nn.Module):
+    """No chain of layers: it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + nn.functional.gelu(layer(value))
+        return value
+
+
+both_kinds = pytest.mark.parametrize("make", [blocks, Skips], ids=["layers", "captured"])
 
 
 def of_products(func: Any, *call: Any) -> int:
@@ -48,18 +66,24 @@ def step(network: nn.Module) -> None:
     network(BATCH).mean().backward()
 
 
-def test_the_file_says_what_was_predicted_and_a_measured_one_does_not(tmp_path: Path) -> None:
-    assert saved(tmp_path / "plan", blocks(), name="a good device").predicted_for == "a good device"
+@both_kinds
+def test_the_file_says_what_was_predicted_and_a_measured_one_does_not(
+    tmp_path: Path, make: Callable[[], nn.Module]
+) -> None:
+    assert saved(tmp_path / "plan", make(), name="a good device").predicted_for == "a good device"
     assert json.loads((tmp_path / "plan").read_text())["schema"] == 8
-    measured = Checkpointable(blocks(), BATCH, "800MB", loss=torch.mean)
+    measured = Checkpointable(make(), BATCH, "800MB", loss=torch.mean)
     measured.save_plan(tmp_path / "other")
     assert Plan.load(tmp_path / "other").predicted_for is None
     assert json.loads((tmp_path / "other").read_text())["schema"] == 5
 
 
-def test_a_prediction_that_holds_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved(tmp_path / "plan", blocks())
-    network = Checkpointable(blocks(), plan=tmp_path / "plan")
+@both_kinds
+def test_a_prediction_that_holds_is_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], nn.Module]
+) -> None:
+    saved(tmp_path / "plan", make())
+    network = Checkpointable(make(), plan=tmp_path / "plan")
     with caplog.at_level(logging.WARNING, "rotor_py"):
         for _ in range(3):
             network.zero_grad(set_to_none=False)
@@ -68,9 +92,12 @@ def test_a_prediction_that_holds_is_followed(tmp_path: Path, caplog: pytest.LogC
     assert network.inspection_values == Plan.load(tmp_path / "plan").costs.measurement
 
 
-def test_one_that_does_not_is_measured_at_the_next_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved(tmp_path / "plan", blocks(), scratch=of_products, name="a bad device")
-    model = blocks()
+@both_kinds
+def test_one_that_does_not_is_measured_at_the_next_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], nn.Module]
+) -> None:
+    saved(tmp_path / "plan", make(), scratch=of_products, name="a bad device")
+    model = make()
     plain = copy.deepcopy(model)
     network = Checkpointable(model, plan=tmp_path / "plan")
     with caplog.at_level(logging.WARNING, "rotor_py"):

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotor_profiling import memory_meter
+from rotor_profiling.instruments import using
+from rotor_profiling.memory import Phase
+from rotor_profiling.predicted.predicted_device import PredictedDevice
+from rotor_py import Checkpointable, InfeasibleError, Plan
+from rotor_py.devices.table import find_device
+from rotor_py.plan.noticed import watched_steps
+from rotor_py.predict.communication import Communication
 from rotor_py.predict.sharding import shard_blocks
+from rotor_py.predict.training_step import TrainingStep
+from rotor_py.predict.without_memory import WithoutMemory
+from rotor_py.predict.world import world_of
+from rotor_solver import store_all
+from tests.distributed import fsdp_models
 from tests.distributed.processes import mesh
 
 WIDTH, ROWS = 64, 256
 CPU = torch.device("cpu")
+ON_THE_CPU = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
 
 
 class Block(nn.Module):
@@ -43,16 +63,30 @@ class Blocks(nn.Module):
         return out
 
 
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return output.float().square().mean()  # of 16 bits, the CPU's kernel would make numbers of 32 for itself
+def blocks_case() -> tuple[nn.Module, dict[str, Any]]:
+    return Blocks(), {"value": torch.randn(ROWS, WIDTH)}
 
 
-def plain_step(model: nn.Module, value: torch.Tensor) -> Callable[[Callable[[str], None]], None]:
+def llama_case() -> tuple[nn.Module, dict[str, Any]]:
+    return fsdp_models.llama(), fsdp_models.batches("llama", 0, 1)[0]
+
+
+CASES = {"blocks": blocks_case, "llama": llama_case}
+"""Models that are made anew at each call, each with a batch."""
+
+
+def loss(output: Any) -> torch.Tensor:
+    # Of 16 bits, the CPU's kernel would make numbers of 32 for itself.
+    found: torch.Tensor = output.loss if hasattr(output, "loss") else output.float().square().mean()
+    return found
+
+
+def plain_step(model: nn.Module, value: dict[str, Any]) -> Callable[[Callable[[str], None]], None]:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
     def step(begins: Callable[[str], None]) -> None:
         begins("forward")
-        output = model(value)
+        output = model(**value)
         found = loss(output)
         begins("backward")
         found.backward()
@@ -77,8 +111,119 @@ def sharded(model: nn.Module, over: DeviceMesh, precision: torch.dtype | None) -
     return model.train()
 
 
-def real_peaks(rank: int, precision: torch.dtype | None) -> dict[str, int]:
-    """In one of several processes: the peaks of a plain step, each the least of several."""
+@dataclass(frozen=True)
+class PlannedStep:
+    """A plan that was made without memory: its sequence, what it promises, and a step that follows it.
+
+    Peaks are of its phases, beyond what is `present` when it begins.
+    """
+
+    sequence: str
+    promised: int
+    present: int
+    peaks: dict[str, int]
+
+
+def planned_step(
+    kind: str,
+    count: int,
+    precision: torch.dtype | None,
+    share: float,
+    path: Path,
+) -> PlannedStep:
+    """In a world of `count` that is not there: a plan, saved at `path`, so far from the least to storing everything."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with using(ON_THE_CPU), world_of(count) as over, mode:
+        plain, value = CASES[kind]()
+        model = sharded(WithoutMemory(mode).model(plain), over, precision)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        network = Checkpointable(
+            model, mem_limit="1GB", loss=loss, optimizer=optimizer, fresh_grads=True, cache=False, watch=False
+        )
+        network.measure(value)
+        step, communication = TrainingStep(network, value, loss, optimizer, fresh_grads=True), _communication()
+        communication.find_room(step)
+        assert network.budget is not None
+        least, most = network.budget.least_bytes(), network.budget.peak_bytes(store_all(network.budget.chain))
+        network.mem_limit = int(least + share * (most - least))
+        while True:  # a plan for less gathers more, and has a larger least limit
+            try:
+                communication.find_room(step)
+                sequence = network.compute_sequence()
+                break
+            except InfeasibleError as error:
+                network.mem_limit = error.min_bytes
+        network.save_plan(path)
+        fixed = network.budget.fixed
+        found = peaks(plain_step(network, value))
+        return PlannedStep(str(sequence), network.budget.peak_bytes(sequence), fixed.total - fixed.communication, found)
+
+
+def _communication() -> Communication:
+    return Communication(find_device("h100"))
+
+
+def real_peaks(rank: int, kind: str, precision: torch.dtype | None, path: Path | None = None) -> dict[str, int]:
+    """In one of several processes: peaks of a step, by the plan at `path` or a plain one, each the least of several."""
+    plain, value = CASES[kind]()
+    model = sharded(plain, mesh(), precision)
+    if path is not None:
+        model = Checkpointable(model, plan=path, loss=loss, fresh_grads=True, watch=False)
     # The profiler misses a free if a thread of the backend is the last to let go of what was sent.
-    found = [peaks(plain_step(sharded(Blocks(), mesh(), precision), torch.randn(ROWS, WIDTH))) for _ in range(3)]
+    found = [peaks(plain_step(model, value)) for _ in range(3)]
     return {name: min(each[name] for each in found) for name in found[0]}
+
+
+def followed_prediction(
+    rank: int, kind: str, path: Path, rows: list[list[int]], seen: list[int]
+) -> tuple[list[int], list[str], bool]:
+    """In one of several processes, steps by a predicted plan, each on so many samples (by rank).
+
+    Each rank's first step is `seen` to take so much: on the CPU, a watch sees nothing of several processes. Returns the
+    steps before which it was measured, the warnings, and whether gradients were those of plain training.
+    """
+    logs, counts = _Messages(), []
+    logging.getLogger("rotor_py").addHandler(logs)
+    torch.manual_seed(0)
+    plain, value = CASES[kind]()
+    twin = sharded(copy.deepcopy(plain), mesh(), None)
+    model = Checkpointable(sharded(plain, mesh(), None), plan=path, loss=loss, fresh_grads=True)
+    predicted = Plan.load(path).costs.measurement
+    equal = True
+    for number, samples in enumerate(rows):
+        batch = {name: each[: samples[rank]] for name, each in value.items()}
+        for network in (model, twin):
+            network.zero_grad()
+            with patch.object(watched_steps, "watch_step", lambda *_: _Seen(seen[rank])):
+                loss(network(**batch)).backward()
+        equal &= all(
+            torch.equal(one.grad.to_local(), other.grad.to_local())
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True)
+        )
+        if model.inspection_values != predicted and not counts:
+            counts.append(number)
+    return counts, logs.told, equal
+
+
+class _Seen:
+    """A watch over a step that has taken so many bytes, none of them for the loss."""
+
+    def __init__(self, peak: int) -> None:
+        self._peak, self._names = peak, [""]
+
+    def mark(self, name: str) -> None:
+        self._names.append(name)
+
+    def stop(self) -> dict[str, Phase]:
+        return {name: Phase(0, 0 if name.startswith("loss") else self._peak, 0) for name in self._names}
+
+
+class _Messages(logging.Handler):
+    """What is logged, as text."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())

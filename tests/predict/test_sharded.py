@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling.instruments import using
-from rotor_profiling.predicted.predicted_device import PredictedDevice
-from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate
+from rotor_py import Checkpointable, InfeasibleError, Plan, UnsupportedModelError, estimate
 from rotor_py.capture import compiled_models
 from rotor_py.devices.followed_step import FollowedStep
 from rotor_py.devices.reservation import Reservation
@@ -25,12 +26,11 @@ from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory
 from rotor_py.predict.world import world_of
 from rotor_solver import store_all
-from tests.distributed.processes import Processes
+from tests.distributed.processes import NOT_WHOLE, Processes
 from tests.predict import sharded_steps
-from tests.predict.sharded_steps import ROWS, WIDTH, Blocks
+from tests.predict.sharded_steps import ON_THE_CPU, ROWS, WIDTH, Blocks
 
 repeated = FollowedStep.repeated
-ON_THE_CPU = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
 BLOCK = 512
 
 
@@ -38,14 +38,51 @@ BLOCK = 512
 def test_peaks_are_those_of_real_processes(count: int, tmp_path: Path) -> None:
     precisions = (None, torch.bfloat16)
     with Processes(count, tmp_path / "meeting") as processes:
-        measured = [processes.run(sharded_steps.real_peaks, precision) for precision in precisions]
+        measured = [processes.run(sharded_steps.real_peaks, "blocks", precision) for precision in precisions]
     for precision, real in zip(precisions, measured, strict=True):
         mode = FakeTensorMode()
         with using(ON_THE_CPU), world_of(count) as mesh, mode:
             model = sharded_steps.sharded(WithoutMemory(mode).model(Blocks()), mesh, precision)
-            predicted = sharded_steps.peaks(sharded_steps.plain_step(model, torch.randn(ROWS, WIDTH)))
+            predicted = sharded_steps.peaks(sharded_steps.plain_step(model, {"value": torch.randn(ROWS, WIDTH)}))
         for phase in ("forward", "backward"):
             assert predicted[phase] == pytest.approx(max(each[phase] for each in real), rel=0.005), (precision, phase)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("blocks", 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("blocks", 4), ("llama", 2), ("llama", 4)]),
+    ],
+)
+def test_peaks_of_planned_steps_are_those_of_real_processes(kind: str, count: int, tmp_path: Path) -> None:
+    """Half way down, where layers are run again that gather their parameters anew, and the least plan."""
+    with Processes(count, tmp_path / "meeting") as processes:
+        for precision, share in ((None, 0.0), (torch.bfloat16, 0.5)):
+            plan = sharded_steps.planned_step(kind, count, precision, share, tmp_path / "plan.json")
+            real = processes.run(sharded_steps.real_peaks, kind, precision, tmp_path / "plan.json")
+            assert re.search(NOT_WHOLE, plan.sequence)
+            for phase in ("forward", "backward"):
+                measured = max(each[phase] for each in real)
+                assert plan.peaks[phase] == pytest.approx(measured, rel=0.005), (precision, phase)
+                assert plan.present + measured <= plan.promised
+
+
+def test_a_predicted_plan_is_measured_by_all_processes_where_its_first_step_takes_something_else(
+    tmp_path: Path,
+) -> None:
+    """Once any has seen it, and all have a batch as large as the plan's: none is refused for it later."""
+    whole, path = [ROWS, ROWS], tmp_path / "plan.json"
+    promised = sharded_steps.planned_step("blocks", 2, None, 0.5, path).promised
+    assert Plan.load(path).predicted_for == ON_THE_CPU.name
+    with Processes(2, tmp_path / "meeting") as processes:
+        follow = partial(processes.run, sharded_steps.followed_prediction, "blocks", path)
+        assert follow([whole] * 3, [promised, promised]) == [([], [], True)] * 2
+        ranks = follow([whole, [ROWS, ROWS // 2], whole, whole], [promised, 2 * promised])
+    assert [measured for measured, _, _ in ranks] == [[2], [2]]
+    told = [sum("the plan was predicted for" in each for each in found) for _, found, _ in ranks]
+    assert told == [0, 1]
+    assert all(equal for _, _, equal in ranks)
 
 
 def test_each_device_has_its_part_and_a_batch_of_its_own() -> None:

@@ -104,7 +104,7 @@ class WatchedStep:
             return  # another one was found meanwhile, or will be: more forwards are noticed by themselves
         if self._one_plan:
             compare_with_prediction(peak_bytes, plan, self._model)
-            if plan.prediction_holds is False and self._model.alone:
+            if plan.prediction_holds is False:
                 return  # it is measured, so nothing of it has to be made good
             account_for(self._loss(phases), peak_bytes, self._limit_bytes, plan, self._model)
         elif peak_bytes > self._limit_bytes:

@@ -70,6 +70,8 @@ class StepPlan:
     """the sequence of the last step that was watched to its end"""
     prediction_holds: bool | None = None
     """whether the first step has taken what was predicted; None where nothing was, or no step has been watched"""
+    asked: int = 0
+    """in how many forwards processes could ask each other whether the prediction holds"""
     overruns: int = 0
     """how many steps were found to take more than the limit"""
     reduced: tuple[float | str | None, int] | None = None
