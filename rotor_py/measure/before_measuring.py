@@ -2,6 +2,10 @@
 
 People come here because the step does not fit. Measuring a large model takes a while, and runs out of memory itself
 where parameters and optimizer state alone are too much. These are known without it, to the byte.
+
+A chain of tensors without memory would show more, and is not asked: its least limit could refuse what fits. What it
+promises is a bound from above, and some steps take a sixth less; what libraries hold beside tensors is assumed; and
+ways to store a stage that show in values, or in compiled code, are missing.
 """
 
 from __future__ import annotations
