@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from rotor_profiling.storage import tensors_in
 from rotor_py.stage.attached_stage import enter_graph
 from rotor_py.stage.keepers.handed_over import HandingOver, NobodyWaits, handing_over_now, tensor_of
+from rotor_py.stage.keepers.readers import last_node, node_behind
 from rotor_py.stage.keepers.saved import Saved, SavedAsItIs
 
 Run = Callable[[Any], Any]
@@ -70,7 +71,7 @@ class _Stages:
         def leave_out(tensor: torch.Tensor) -> _Place:
             place = _Place(self)
             self._places.append((ref(place), tensor.shape, tensor.dtype))
-            self._last = torch._C._autograd._get_sequence_nr() - 1
+            self._last = last_node()
             if outside is not None:
                 outside.hand_over(place, tensor)
                 outside.end_if_complete()
@@ -78,7 +79,7 @@ class _Stages:
 
         with torch.autograd.graph.saved_tensors_hooks(leave_out, tensor_of), NobodyWaits():
             output = first(value)
-        self._to_the_end = _saves_too_early(_node(output, self._last))
+        self._to_the_end = _saves_too_early(node_behind(tensors_in(output), self._last))
         return output
 
     def run_again(self) -> None:
@@ -130,21 +131,6 @@ class _Place:
                 "to do the same thing every time"
             )
         return saved.tensor()
-
-
-def _node(output: Any, number: int) -> Node | None:
-    """The node with this number, in the order in which nodes were made, in the graph behind `output`."""
-    pending = [each.grad_fn for each in tensors_in(output) if each.grad_fn is not None]
-    seen = set()
-    while pending:
-        node = pending.pop()
-        made_at = node._sequence_nr()
-        if made_at == number:
-            return node
-        if made_at > number and node not in seen:  # a node is made after those that it leads to
-            seen.add(node)
-            pending.extend(following for following, _ in node.next_functions if following is not None)
-    return None
 
 
 def _saves_too_early(node: Node | None) -> bool:

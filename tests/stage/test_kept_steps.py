@@ -55,7 +55,23 @@ def captured() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Stack(Residual(), Residual(), Gated(), Residual()), {"x": torch.randn(4, 64, WIDTH)}
 
 
-MODELS = pytest.mark.parametrize("make", [chain, captured])
+class Pooled(nn.Module):
+    """Two ReLUs whose numbers nobody needs in the backward."""
+
+    def __init__(self, inside: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(inside, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.one(x)), 2)
+        return F.dropout(F.relu(self.two(x)), 0.2)
+
+
+def signs() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Stack(Pooled(3), Pooled(8), Pooled(8)), {"x": torch.randn(8, 3, 32, 32)}
+
+
+MODELS = pytest.mark.parametrize("make", [chain, captured, signs])
 
 
 def measured(make: Callable[[], Any], **options: Any) -> tuple[Checkpointable, nn.Module, dict[str, torch.Tensor]]:
@@ -106,6 +122,18 @@ def test_packing_is_part_of_the_plan_and_lowers_what_a_chain_needs() -> None:
         if name in ("0.3", "1.3", "2.3"):  # what is pooled, and int64 for each number of it: two of three parts
             assert packed["packed"] < 0.6 * stage.saved_bytes, name
     assert word_of(name for names in costs.way_names for name in names) is None
+
+
+def test_the_sign_of_a_relu_is_a_bit_of_each_number() -> None:
+    layers = nn.Sequential(Pooled(3), Pooled(8)), {"input": torch.randn(8, 3, 64, 64)}
+    planned, _, _ = measured(lambda: layers)
+    assert planned.inspection_values is not None
+    costs = planned.inspection_values
+    for stage, ways, pixels in zip(costs.stages, costs.ways_by_stage, (64 * 64, 32 * 32), strict=True):
+        packed = next(way.cost.saved_bytes for way in ways if way.name == "packed")
+        # Of 8 x 8 planes: both ReLUs, of which the second one is a quarter; the places and the mask are packed as well.
+        spared = 64 * pixels * (4 - 1 / 8) * 5 / 4 + 64 * pixels / 4 * (8 - 2 + 4 - 1 / 8)
+        assert stage.saved_bytes - packed == pytest.approx(spared, rel=0.01)
 
 
 class Transformed(nn.Module):

@@ -47,6 +47,10 @@ class FewerBits:
             return packed
         return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
 
+    def keep_sign(self, memory: torch.Tensor) -> SmallerKept:
+        """Where `memory` is positive: that takes fewer bits than any number, and loses nothing."""
+        return Packed().keep_sign(memory)
+
 
 FEWER_BITS = {
     form.word: form

@@ -39,6 +39,10 @@ class SmallerForm(Form, Protocol):
         """Keep `memory`, as `Form` does; None if it would not get smaller."""
         ...
 
+    def keep_sign(self, memory: torch.Tensor) -> SmallerKept:
+        """Keep where `memory` is positive, as `FormOfSigns` does."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FormKeeper:
@@ -70,14 +74,15 @@ class FormKeeper:
         """Whether the form spares a part of what is saved that is worth measuring. `run` is run once."""
         tried = _Tried(self.form)
         try:
-            with self._keeping(tried, function, value):
+            with self._keeping(tried, function, value) as keeping:
                 output = run(value)
+                keeping.settle(tensors_in(output))
         except RuntimeError:
             # Transforms of torch.func refuse hooks. What fails without hooks fails again when it is measured.
             return False
         held = {each.untyped_storage()._cdata for each in tensors_in(output)}
-        saved = sum(plain for plain, _, _ in tried.storages)
-        spared = sum(plain - kept for plain, kept, address in tried.storages if address not in held)
+        saved = sum(plain for plain, _ in tried.storages.values())
+        spared = sum(plain - kept for address, (plain, kept) in tried.storages.items() if address not in held)
         return spared >= _LEAST_SHARE * saved and spared > 0
 
     def _keeping(self, form: Form, function: Callable[..., Any], value: Any) -> Keeping:
@@ -95,14 +100,22 @@ class _Tried:
 
     def __init__(self, form: SmallerForm) -> None:
         self.name = form.name
-        self.storages: list[tuple[int, int, int]] = []
-        """of each: its bytes, and those in the other form; and its address"""
+        self.storages: dict[int, tuple[int, int]] = {}
+        """of each, by its address: its bytes, and those in the other form that it is kept in at last"""
         self._form = form
         self._memory: list[torch.Tensor] = []  # held, so that no address is used twice
 
     def keep(self, memory: torch.Tensor) -> Kept | None:
         """Keep nothing."""
-        storage, kept = memory.untyped_storage(), self._form.keep(memory)
-        self._memory.append(memory)
-        self.storages.append((storage.nbytes(), storage.nbytes() if kept is None else kept.nbytes, storage._cdata))
+        self._note(memory, self._form.keep(memory))
         return None
+
+    def keep_sign(self, memory: torch.Tensor) -> Kept | None:
+        """Keep nothing."""
+        self._note(memory, self._form.keep_sign(memory))
+        return None
+
+    def _note(self, memory: torch.Tensor, kept: SmallerKept | None) -> None:
+        storage = memory.untyped_storage()
+        self._memory.append(memory)
+        self.storages[storage._cdata] = storage.nbytes(), storage.nbytes() if kept is None else kept.nbytes

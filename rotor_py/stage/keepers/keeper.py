@@ -22,13 +22,17 @@
 #  9. Of saved-tensor hooks that are inside each other, autograd calls the innermost alone. A stage that is stored in
 #     part has hooks of its own, so these ask for what is around them (`saving_now`).
 # 10. Autograd attaches the history to what comes back. So `create_graph=True` works, as precisely as the form does.
+# 11. ReLU needs of its result only where it is positive, and a form may keep that alone, if no other node needs the
+#     numbers. Who else saves the result may read its shape alone, as pooling does; which node that is, is known
+#     when something is saved that comes from it, or when the run is over. So long, the result stays as it is, and if
+#     it is not known then, too. A run that is to end with the last tensor that is waited for goes on until it is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet, ref
 
 import torch
@@ -36,7 +40,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_profiling.torch_classes import is_fake
 from rotor_py.stage.keepers.handed_over import Complete, handing_over_now, tensor_of
-from rotor_py.stage.keepers.saved import Kept, KeptStorage, Saved, SavedAsItIs, SavedView, memory_of
+from rotor_py.stage.keepers.readers import is_own_relu, last_node
+from rotor_py.stage.keepers.saved import AsItIs, Kept, Saved, SavedAsItIs, Saving, memory_of
+from rotor_py.stage.keepers.storage import KeptStorage, SavedView
 
 LEAST_BYTES = 4096
 """Storages with fewer bytes are saved as they are: a page, for which no call is worth its time."""
@@ -63,6 +69,15 @@ class Form(Protocol):
         ...
 
 
+@runtime_checkable
+class FormOfSigns(Form, Protocol):
+    """A form that takes less where the sign of numbers is all that is needed."""
+
+    def keep_sign(self, memory: torch.Tensor) -> Kept | None:
+        """Keep where `memory` is positive, or not a number: what comes back is positive there, and 0 elsewhere."""
+        ...
+
+
 class Keeping:
     """One run of a stage of which what autograd saves is kept in a form. The run happens inside it as a context.
 
@@ -79,6 +94,7 @@ class Keeping:
         reads_values: bool = True,
     ) -> None:
         self.form = form
+        self._signs = form if isinstance(form, FormOfSigns) else None
         self._least_bytes = least_bytes
         self._reads_values = reads_values
         # By address. The weak references keep addresses from being used again by other storages.
@@ -87,7 +103,7 @@ class Keeping:
         # Weak: what autograd has let go of is kept for nobody.
         self._storages: dict[tuple[int, int], WeakSet[KeptStorage]] = {}
         self._fresh: list[ref[KeptStorage]] = []
-        self._node = 0
+        self._node = -1
         """of the node that has saved what is fresh, by its number"""
         self._handing_over = handing_over_now()
         self._hooks: Any = None
@@ -104,7 +120,7 @@ class Keeping:
         hooks.__exit__(*error)
         _innermost.reset(self._outside)
         if error[0] is None or error[0] is Complete:
-            self._give_fresh()
+            self._give_fresh(at_the_end=True)
         self._untouched.clear()
         self._references.clear()
         self._storages.clear()
@@ -114,40 +130,70 @@ class Keeping:
         saved = self.save(tensor)
         if self._handing_over is not None:
             self._handing_over.hand_over(saved, tensor)
-            self._handing_over.end_if_complete()
+            if not self.undecided:
+                self._handing_over.end_if_complete()
         return saved
 
-    def save(self, tensor: torch.Tensor) -> Saved:
-        """What autograd is to save in the place of `tensor`."""
-        node = torch._C._autograd._get_sequence_nr()
+    @property
+    def undecided(self) -> bool:
+        """Whether something stays as it is because it is not known yet whether its numbers are needed (Rule 11)."""
+        return any(kept.undecided for kept in self._waiting())
+
+    def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
+        """What autograd is to save in the place of `tensor`; or whoever computes with it, `for_numbers`."""
+        concerned = self._concerns(tensor) and not _is_parameter(tensor)
+        node, kept = last_node(), self._known(tensor) if concerned else None
+        if kept is not None and kept.sign_alone and kept.dtype == tensor.dtype:
+            self._read_also(kept, tensor, None if for_numbers else node)
         if node != self._node:
+            self.settle([tensor])
             self._give_fresh()
             self._node = node
-        kept = self._storage_of(tensor) if self._concerns(tensor) and not _is_parameter(tensor) else None
+        if concerned and kept is None:
+            sign_alone = self._signs is not None and not for_numbers and is_own_relu(tensor, node)
+            kept = self._storage_of(tensor, sign_alone)
         if kept is None or kept.dtype != tensor.dtype:
             return SavedAsItIs(tensor)
         return SavedView(kept, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
+    def _read_also(self, kept: KeptStorage, tensor: torch.Tensor, node: int | None) -> None:
+        if not kept.is_as_it_is:
+            kept.keep_as_it_is(tensor)
+            self._fresh.append(ref(kept))
+        kept.read_by(node)
+
+    def settle(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Find out who reads what was saved, of the nodes behind `tensors`: at the end, the output of the run."""
+        if any(kept.undecided for kept in self._waiting()):
+            made = list(tensors)
+            for kept in self._waiting():
+                kept.settle(made)
+
+    def _waiting(self) -> Iterator[KeptStorage]:
+        """What has not gone to its form yet."""
+        return (kept for kept in (each() for each in self._fresh) if kept is not None)
+
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
         """Save `tensors` as they are, the output of the run, whatever of them has been kept: they stay in memory."""
+        tensors = list(tensors)
+        self.settle(tensors)
         for tensor in filter(self._concerns, tensors):
             found = self._known(tensor)
             if found is not None and found.dtype == tensor.dtype:
-                found.kept = SavedAsItIs(tensor)
+                found.keep_as_it_is(tensor)
                 self._fresh = [each for each in self._fresh if each() is not found]
 
     def _concerns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is memory that the form can keep: with values, if it reads them."""
         return _is_plain(tensor) or (not self._reads_values and is_fake(tensor) and _is_strided(tensor))
 
-    def _storage_of(self, tensor: torch.Tensor) -> KeptStorage | None:
-        """What is kept of the storage behind `tensor`; None if it is saved as it is."""
+    def _storage_of(self, tensor: torch.Tensor, sign_alone: bool) -> KeptStorage | None:
+        """What is kept of the storage behind `tensor`, from now on; None if it is saved as it is."""
         storage = tensor.untyped_storage()
-        found = self._known(tensor)
-        if found is not None or storage._cdata in self._untouched or storage.nbytes() < self._least_bytes:
-            return found
+        if storage._cdata in self._untouched or storage.nbytes() < self._least_bytes:
+            return None
         self._references.setdefault(storage._cdata, StorageWeakRef(storage))
-        found = KeptStorage(tensor)
+        found = KeptStorage(tensor, sign_alone=sign_alone)
         self._storages.setdefault((storage._cdata, tensor._version), WeakSet()).add(found)
         self._fresh.append(ref(found))
         return found
@@ -156,22 +202,25 @@ class Keeping:
         known = self._storages.get((tensor.untyped_storage()._cdata, tensor._version), ())
         return next((each for each in known if each.counts_writes_to(tensor)), None)
 
-    def _give_fresh(self) -> None:
+    def _give_fresh(self, *, at_the_end: bool = False) -> None:
         """Give to the form what was saved by a node that has run (Rule 4)."""
-        fresh, self._fresh = self._fresh, []
-        for found in filter(None, (each() for each in fresh)):
+        waiting = list(self._waiting())
+        self._fresh = [ref(found) for found in waiting if found.undecided and not at_the_end]
+        for found in waiting:
             saved = found.kept
-            if isinstance(saved, SavedAsItIs) and not saved.overwritten:
-                found.kept = self.form.keep(memory_of(saved.tensor())) or saved
+            if found.undecided and at_the_end:
+                found.read_by(None)
+            if not found.undecided and isinstance(saved, SavedAsItIs) and not saved.overwritten:
+                keep = self._signs.keep_sign if self._signs is not None and found.sign_alone else self.form.keep
+                found.kept = keep(memory_of(saved.tensor())) or saved
 
 
 _innermost: ContextVar[Keeping | None] = ContextVar("innermost", default=None)
 
 
-def saving_now() -> Callable[[torch.Tensor], Saved]:
+def saving_now() -> Saving:
     """What saves a tensor here and now: the innermost `Keeping` around this, or what saves everything as it is."""
-    keeping = _innermost.get()
-    return SavedAsItIs if keeping is None else keeping.save
+    return _innermost.get() or AsItIs()
 
 
 def _reference(tensor: torch.Tensor) -> StorageWeakRef:

@@ -5,9 +5,9 @@ step: booleans, which are bits; indices of places, such as those of max pooling,
 32; and the masks of dropout, which on a CPU are floating tensors of 0 and 1/(1 - p). Other tensors may happen to be
 packable in one step, such as the zeros that a layer makes before its first step, and are left alone.
 
-The result of ReLU is left alone, although its backward needs the sign alone: whoever saves a tensor does not say what
-for, and the layer that follows, a convolution or a product, saves the same tensor and needs its numbers. To keep those
-that are not 0, as Gist does, takes as many bytes as the batch has of them, which no plan can promise.
+Of the result of ReLU, the sign is kept, as bits, where nobody else needs its numbers: before dropout and pooling. A
+convolution or a product that follows saves the same tensor and needs them. To keep those that are not 0, as Gist does,
+takes as many bytes as the batch has of them, which no plan can promise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FORMATS = {torch.float16: ("e", "h"), torch.float32: ("f", "i"), torch.float64:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Keeps booleans and masks as bits, and integers in the narrowest type that holds them."""
+    """Keeps booleans, masks and signs as bits, and integers in the narrowest type that holds them."""
 
     name: str = "packed"
     exact: bool = True
@@ -49,6 +49,10 @@ class Packed:
         if memory.is_floating_point():
             return _mask(memory)
         return _narrow(memory)
+
+    def keep_sign(self, memory: torch.Tensor) -> SmallerKept:
+        """Where `memory` is positive, or not a number: there, the backward of ReLU lets gradients through."""
+        return _Sign(packed_bits((memory <= 0).logical_not_()), memory.numel(), memory.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,22 @@ class _Mask:
     def tensor(self) -> torch.Tensor:
         found = unpacked_bits(self.bits, self.count).to(_BITS[self.dtype.itemsize])
         return found.mul_(self.other).view(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    """Numbers of which is known where they are positive: these come back as 1, and all others as 0."""
+
+    bits: torch.Tensor
+    count: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes
+
+    def tensor(self) -> torch.Tensor:
+        return unpacked_bits(self.bits, self.count).to(self.dtype)
 
 
 def _narrow(memory: torch.Tensor) -> Converted | None:

@@ -1,4 +1,4 @@
-"""What autograd holds in the place of a tensor that a stage saves: the tensor itself, or a view of what is kept of it.
+"""What autograd holds in the place of a tensor that a stage saves: the tensor itself, or what is kept of it.
 
 Rules are those of the Note in `keeper`.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Kept(Protocol):
@@ -53,62 +52,27 @@ class SavedAsItIs:
         return self._tensor
 
 
-class KeptStorage:
-    """What is kept of one storage. All that autograd saves of it shares this object; with the last of them it goes."""
+class Saving(Protocol):
+    """Says what autograd saves in the place of tensors."""
 
-    __slots__ = ("__weakref__", "_given", "_writes", "dtype", "kept")
+    def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
+        """What stands for `tensor`, which autograd saves; or whoever computes with it, `for_numbers`."""
+        ...
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.kept: Kept = SavedAsItIs(tensor)
-        self.dtype = tensor.dtype
-        self._writes = tensor.detach()
-        """without memory: it is there for the count of writes, which it shares with the tensor"""
-        self._writes.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._given: StorageWeakRef | None = None
-
-    def counts_writes_to(self, tensor: torch.Tensor) -> bool:
-        """Whether a write to `tensor`, a view of the storage, counts as one to what is kept, and the reverse (Rule 5).
-
-        Both have been written to equally often.
-        """
-        with torch.autograd._unsafe_preserve_version_counter(tensor):  # type: ignore[attr-defined]  # not in its list
-            torch.autograd.graph.increment_version(tensor)
-            return self._writes._version == tensor._version
-
-    def tensor(self) -> torch.Tensor:
-        """All elements of the storage, flat."""
-        if (shared := self._still_held()) is not None:
-            return shared
-        made = memory_of(self.kept.tensor())
-        self._given = StorageWeakRef(made.untyped_storage())
-        return made
-
-    def _still_held(self) -> torch.Tensor | None:
-        """What was given to somebody who still holds it (Rule 8)."""
-        # By storage: a node holds views of what was given, and the tensor that they were made of is gone.
-        if self._given is None or self._given.expired():
-            return None
-        # Another thread may let go of it in between.
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._given.cdata)
-        if storage is None:
-            return None
-        whole = torch.empty(0, dtype=self.dtype, device=self._writes.device)
-        return whole.set_(storage)
+    @property
+    def undecided(self) -> bool:
+        """Whether a run has to go on, for it to be known what is saved."""
+        ...
 
 
-class SavedView:
-    """A view of a storage that is kept in another form."""
+class AsItIs:
+    """Saves every tensor as it is."""
 
-    __slots__ = ("_offset", "_size", "_storage", "_stride")
+    undecided = False
 
-    def __init__(self, storage: KeptStorage, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
-        self._storage = storage
-        self._size = size
-        self._stride = stride
-        self._offset = offset
-
-    def tensor(self) -> torch.Tensor:
-        return self._storage.tensor().as_strided(self._size, self._stride, self._offset)
+    def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
+        """`tensor` itself."""
+        return SavedAsItIs(tensor)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:

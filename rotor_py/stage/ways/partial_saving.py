@@ -32,7 +32,7 @@ class PartialSaving:
     def __init__(self, recipe: Recipe, devices: Iterable[torch.device], around: Around = nothing_around) -> None:
         self.recipe = recipe
         self.around = around
-        self._save = saving_now()
+        self._saving = saving_now()
         self.autocast = autocast_now(devices)
         # Weak: when autograd has let go of all that it saved of a value, nobody will ask for it.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
@@ -58,7 +58,10 @@ class PartialSaving:
 
     def keep(self, number: int, value: Any) -> None:
         """Value `number` is there, and is kept."""
-        self._kept[number] = _Kept(self._save(value).tensor if isinstance(value, torch.Tensor) else lambda: value)
+        if isinstance(value, torch.Tensor):
+            self._kept[number] = _Kept(self._saving.save(value, for_numbers=True).tensor)
+        else:
+            self._kept[number] = _Kept(lambda: value)
 
     def drop(self, number: int, value: torch.Tensor) -> None:
         """Value `number` is there, and is not to be saved."""
@@ -84,7 +87,7 @@ class PartialSaving:
 
     def _end_if_complete(self) -> None:
         # Before the last value is dropped, something is held of it that was saved before.
-        if self._handing_over is not None and not self._to_drop:
+        if self._handing_over is not None and not self._to_drop and not self._saving.undecided:
             self._handing_over.end_if_complete()
 
     def _save_in_part(self, tensor: torch.Tensor) -> _Saved:
@@ -93,7 +96,7 @@ class PartialSaving:
         # A view in another dtype is kept: the parts of a value that is made again are all of the value's own dtype.
         if found is not None and found[2] == tensor.dtype:
             return _Saved(self._part(found[1], view))
-        saved = _Saved(self._save(tensor))
+        saved = _Saved(self._saving.save(tensor))
         if found is None:
             early = _Early(ref(saved), view, tensor.dtype, StorageWeakRef(storage))
             self._saved.setdefault(storage._cdata, []).append(early)

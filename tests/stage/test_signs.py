@@ -1,0 +1,193 @@
+"""Of the result of ReLU, the sign is kept where nobody else needs its numbers, and gradients are the same bits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from rotor_profiling.storage import tensors_in
+from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
+from rotor_py.stage.keepers.form_keeper import FormKeeper, SmallerForm
+from rotor_py.stage.keepers.handed_over import HandingOver
+from rotor_py.stage.keepers.packed import Packed
+from rotor_py.stage.keepers.saved import Saved
+
+CHANNELS = 4
+
+
+class Noted:
+    """Packs, and notes how."""
+
+    name, exact = "noted", True
+
+    def __init__(self) -> None:
+        self.signs = 0
+
+    def keep(self, memory: torch.Tensor) -> Any:
+        return Packed().keep(memory)
+
+    def keep_sign(self, memory: torch.Tensor) -> Any:
+        self.signs += 1
+        return Packed().keep_sign(memory)
+
+
+class Steps(nn.Module):
+    """Operators one after the other, by their letters."""
+
+    def __init__(self, letters: str) -> None:
+        super().__init__()
+        self.letters = letters
+        self.convs = nn.ModuleList([nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in letters])
+        self.norm = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        earlier = x
+        for letter, conv in zip(self.letters, self.convs, strict=True):
+            match letter:
+                case "r":
+                    x = F.relu(x)
+                case "R":
+                    x = F.relu(x.clone(), inplace=True)
+                case "d":
+                    x = F.dropout(x, 0.3)
+                case "p":
+                    x = F.max_pool2d(x, 3, 1, 1)
+                case "a":
+                    x = F.avg_pool2d(x, 3, 1, 1)
+                case "c":
+                    x = conv(x)
+                case "s":
+                    x = x.square()
+                case "v":
+                    x = x.flatten(1).view(x.shape)
+                case "+":
+                    x = x + earlier
+                case "m":  # remembered, for a "+"
+                    earlier = x
+        return x
+
+
+def results(model: nn.Module, run: Any, seed: int = 0) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    x = torch.randn(3, CHANNELS, 12, 12)
+    x[0, 0, 0, :3] = torch.tensor([float("nan"), 0.0, -0.0])
+    x.requires_grad_()
+    output = run(x)
+    output.sin().sum().backward()
+    return [output.detach(), *(each.grad for each in (x, *model.parameters()) if each.grad is not None)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(one, other, strict=True))
+
+
+def kept(model: nn.Module, form: SmallerForm) -> Any:
+    return FormKeeper(form).keeping(model, model)
+
+
+@pytest.mark.parametrize(
+    ("letters", "signs"),
+    [
+        ("crdc", 1),
+        ("cRdc", 1),
+        ("crpc", 1),
+        ("crac", 1),
+        ("crps", 1),
+        ("crpd", 1),  # who has saved the result is known when the run is over
+        ("crp", 1),
+        ("cr+c", 1),
+        ("crvc", 0),  # the convolution saves a view of it
+        ("crc", 0),
+        ("crs", 0),
+        ("cr", 0),  # the next stage reads it
+        ("crd", 1),
+        ("crdmr+c", 2),
+        ("crmd+c", 1),
+        ("crmps+c", 1),
+    ],
+)
+def test_a_sign_is_kept_where_nobody_else_needs_the_numbers(letters: str, signs: int) -> None:
+    model, form = Steps(letters), Noted()
+    plain = copy.deepcopy(model)
+    assert same(results(plain, plain), results(model, kept(model, form)))
+    assert form.signs == signs
+
+
+@settings(deadline=None, max_examples=150)
+@given(letters=st.text("rRdpacsvm+", min_size=1, max_size=9), seed=st.integers(0, 9))
+def test_gradients_are_those_of_plain_training_bit_for_bit(letters: str, seed: int) -> None:
+    model = Steps(letters)
+    plain = copy.deepcopy(model)
+    assert same(results(plain, plain, seed), results(model, kept(model, Packed()), seed))
+
+
+class LateReader(nn.Module):
+    """Reads the result of a ReLU for its numbers when its sign has been kept already."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().relu()
+        dropped = F.dropout(y, 0.3).exp().sin()
+        return dropped + y.square()
+
+
+def test_numbers_that_are_needed_later_are_kept_as_they_are() -> None:
+    model, form = LateReader(), Noted()
+    assert same(results(model, model), results(model, kept(model, form)))
+    assert form.signs == 1
+
+
+@pytest.mark.parametrize("word", list(FEWER_BITS))
+def test_fewer_bits_keep_a_sign_which_loses_nothing(word: str) -> None:
+    model = Steps("rdr")  # all that is saved beside the input of the norm is a mask and a sign
+    plain = copy.deepcopy(model)
+    assert same(results(plain, plain), results(model, kept(model, FEWER_BITS[word])))
+
+
+def test_second_derivatives_are_those_of_plain_training() -> None:
+    model = Steps("srds")
+
+    def second(run: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(3, CHANNELS, 12, 12, requires_grad=True)
+        (first,) = torch.autograd.grad(run(x).sin().sum(), x, create_graph=True)
+        return list(torch.autograd.grad(first.square().sum(), x))
+
+    form = Noted()
+    assert same(second(model), second(kept(model, form)))
+    assert form.signs == 1
+
+
+class Waiting:
+    """Waits for as many tensors as a first run has saved."""
+
+    def __init__(self, count: int) -> None:
+        self.ends_after = count
+        self.found: list[Saved] = []
+
+    def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
+        self.found.append(saved)
+
+
+def test_a_run_that_hands_over_goes_on_until_it_is_known_who_reads() -> None:
+    model, form, count = Steps("crp"), Noted(), [0]
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        return tensor
+
+    x = torch.randn(3, CHANNELS, 12, 12, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(counted, lambda each: each):
+        tensors_in(model(x))
+    waiting = Waiting(count[0])
+    with HandingOver(waiting):
+        kept(model, form)(x)
+    assert len(waiting.found) == count[0]
+    assert form.signs == 1
