@@ -1,12 +1,14 @@
 """What more ways to keep what stages save are worth: overhead by limit, predicted and measured.
 
     python benchmarks/ways.py Llama ViT          # on the CPU; prints the table. All models without names
-    python benchmarks/ways.py --write            # also into docs/ways.md and benchmarks/results/
+    python benchmarks/ways.py --write            # also into docs/ways.md and benchmarks/results/, model by model
 
 A limit is a share of the activations of a step that stores everything; parameters, gradients and the batch come on
 top. *Two ways* are whole, and in part with cheap operators made again; *exact* are all ways with the same bits;
-*file* and *bf16* have a file in the temporary folder as well, or what `keep="bf16"` allows. Overhead is that of
-forward and backward beside a plain step: what was predicted, and the median over turns of a plain and a planned step.
+*file* and *bf16* have a file in the temporary folder as well, or what `keep="bf16"` allows. A model is measured once,
+with all its ways, and each column plans with those that would be offered to it, so that columns compare the same
+seconds. Overhead is that of forward and backward beside a plain step: what was predicted, and the median over turns of
+a plain and a planned step.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -26,17 +29,22 @@ from ecosystem import Case, UNet, gpt2, images, llama, vit
 from report import ROOT, merged, write
 from torch import nn
 
-from rotor_profiling import measured_peak, tensors_in
+from rotor_profiling import StageBytes, StageCost, measured_peak, tensors_in
 from rotor_py import Checkpointable, format_bytes
+from rotor_py.measure import stage_measurer
+from rotor_py.measure.measurement import Way
+from rotor_py.measure.walks.stage_ways import LEAST_SHARE, saving_ones, worth_choosing
 from rotor_py.models import resnet50
-from rotor_py.plan.settings import Settings
+from rotor_py.stage.keepers.fewer_bits import word_of
+from rotor_py.stage.ways.elsewhere import ELSEWHERE
 from rotor_py.trials.one_way import OneWay
-from rotor_solver import Algorithm, InfeasibleError, Persistent, simulate, store_all
+from rotor_solver import Algorithm, InfeasibleError, Simulation, simulate, store_all
 
 CPU = torch.device("cpu")
 SHARES = (0.5, 0.35, 0.25, 0.15)
 BLOCKS = 12
 TURNS = 9
+SLOTS = 500
 Row = dict[str, Any]
 
 
@@ -49,6 +57,19 @@ class Classified(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self.network(pixel_values), labels)
+
+
+def _is_exact(way: str) -> bool:
+    return word_of([way]) is None and way != ELSEWHERE.name
+
+
+COLUMNS: dict[str, Callable[[str], bool]] = {
+    "two ways": lambda way: way == "in part",
+    "exact": _is_exact,
+    "file": lambda way: _is_exact(way) or way == ELSEWHERE.name,
+    "bf16": lambda way: way != ELSEWHERE.name,
+}
+"""By their headings: whether plans may use a way, by its name."""
 
 
 def itself(output: Any) -> torch.Tensor:
@@ -66,45 +87,66 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-class Kind:
-    """Plans that may use some of the ways."""
+class Measured:
+    """A model that was measured with every way that any column may use."""
 
-    def __init__(self, case: Case, options: dict[str, Any], *, two: bool = False) -> None:
+    def __init__(self, case: Case, folder: str) -> None:
         model, self.inputs, self.loss = case
-        self.two = two
-        # Without keepers: what is packed would stand in for what is not.
-        with patch.object(Settings, "keepers", ()) if two else tempfile.TemporaryDirectory():
-            self.planned = Checkpointable(copy.deepcopy(model), loss=self.loss, **options)
+        self.planned = Checkpointable(
+            copy.deepcopy(model), loss=self.loss, keep="bf16", offload=f"file:{folder}", cache=False
+        )
+        # What would stand in for others, or be better than they are, is not in every column.
+        with (
+            patch.object(stage_measurer, "saving_ones", _all_that_save),
+            patch.object(stage_measurer, "worth_choosing", lambda whole, ways: tuple(ways)),
+        ):
             self.planned.measure(self.inputs)
-
-    def algorithm(self) -> Algorithm:
-        names = self.planned.inspection_values.way_names
-        if not self.two:
-            return Persistent()
-        positions = tuple((0, *(n for n, name in enumerate(each, 1) if name == "in part")) for each in names)
-        return OneWay("two ways", positions, 500)
-
-    def plan(self, limit: int) -> float | None:
-        """The predicted overhead of a plan for `limit`; None if there is none."""
-        budget = self.planned.budget
+        budget, measurement = self.planned.budget, self.planned.inspection_values
         assert budget is not None
-        with patch.object(Settings, "keepers", ()) if self.two else tempfile.TemporaryDirectory():
-            try:
-                sequence = self.planned.compute_sequence(limit, algo=self.algorithm())
-            except InfeasibleError:
-                return None
-        return budget.makespan(sequence) / simulate(budget.chain, store_all(budget.chain)).makespan - 1
+        assert measurement is not None
+        self.budget, self.measurement = budget, measurement
+
+    def algorithm(self, column: str) -> Algorithm:
+        """The best plan with the ways of a column."""
+        wanted = COLUMNS[column]
+        stages = zip(self.measurement.stages, self.measurement.ways_by_stage, strict=True)
+        options = tuple((0, *_offered(whole, ways, wanted)) for whole, ways in stages)
+        return OneWay(column, options, SLOTS, self.budget.link if wanted(ELSEWHERE.name) else None)
+
+    def plan(self, column: str, limit: int) -> float | None:
+        """The predicted overhead of a plan for `limit` with the ways of a column; None if there is none."""
+        try:
+            sequence = self.planned.compute_sequence(limit, algo=self.algorithm(column))
+        except InfeasibleError:
+            return None
+        return self.budget.makespan(sequence) / self.stored().makespan - 1
+
+    def stored(self) -> Simulation:
+        """A step that stores everything."""
+        return simulate(self.budget.chain, store_all(self.budget.chain))
 
     def step(self) -> None:
         step(self.planned, self.inputs, self.loss)
 
     def peak_share(self) -> float:
         """The measured peak as a part of the predicted one."""
-        assert self.planned.budget is not None
         assert self.planned.sequence is not None
         gradients = [each.grad for each in self.planned.parameters() if each.grad is not None]
         present = [*self.planned.parameters(), *gradients, *self.planned.buffers(), *tensors_in(self.inputs)]
-        return measured_peak(self.step, present, CPU) / self.planned.budget.peak_bytes(self.planned.sequence)
+        return measured_peak(self.step, present, CPU) / self.budget.peak_bytes(self.planned.sequence)
+
+
+def _all_that_save(whole: StageBytes, ways: Sequence[tuple[str, StageBytes]], *_: Any) -> list[tuple[str, StageBytes]]:
+    return [(name, way) for name, way in ways if way.saved_bytes <= (1 - LEAST_SHARE) * whole.saved_bytes]
+
+
+def _offered(whole: StageCost, ways: Sequence[Way], wanted: Callable[[str], bool]) -> list[int]:
+    """The options of a stage that a plan would have if the ways that are wanted were all."""
+    moving = [way for way in ways if way.moved_bytes and wanted(way.name)]
+    named = [(way.name, way.cost) for way in ways if not way.moved_bytes and wanted(way.name)]
+    saving = {name for name, _ in saving_ones(whole, named, None, CPU)}  # type: ignore[type-var]  # bytes, and seconds
+    offered = [*worth_choosing(whole, [way for way in ways if way.name in saving]), *moving]
+    return [number for number, way in enumerate(ways, 1) if way in offered]
 
 
 def step(model: nn.Module, inputs: dict[str, Any], loss: Callable[[Any], torch.Tensor]) -> None:
@@ -142,34 +184,28 @@ def run(name: str) -> list[Row]:
     step(plain, inputs, loss)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="rotor") as folder:
-        options: dict[str, dict[str, Any]] = {
-            "two ways": {}, "exact": {}, "file": {"offload": f"file:{folder}"}, "bf16": {"keep": "bf16"},
-        }  # fmt: skip
-        for word, given in options.items():
-            kind = Kind(case, given, two=word == "two ways")
-            budget = kind.planned.budget
-            assert budget is not None
-            activations = simulate(budget.chain, store_all(budget.chain)).peak
-            for share in SHARES:
-                limit = budget.fixed.total + int(share * activations)
-                predicted = kind.plan(limit)
-                row: Row = {"model": name, "share": share, "limit_bytes": limit, "ways": word, "predicted": predicted}
-                if predicted is not None:
-                    row |= measured(kind, plain)
-                rows.append(row)
-                print(row, flush=True)
-            del kind
-            gc.collect()
+        found = Measured(case, folder)
+        activations = found.stored().peak
+        for column, share in itertools.product(COLUMNS, SHARES):
+            limit = found.budget.fixed.total + int(share * activations)
+            predicted = found.plan(column, limit)
+            row: Row = {"model": name, "share": share, "limit_bytes": limit, "ways": column, "predicted": predicted}
+            if predicted is not None:
+                row |= measured(found, plain)
+            rows.append(row)
+            print(row, flush=True)
+        del found
+        gc.collect()
     return rows
 
 
-def measured(kind: Kind, plain: nn.Module) -> Row:
-    kind.step()
-    turns = [seconds(kind.step) / seconds(lambda: step(plain, kind.inputs, kind.loss)) - 1 for _ in range(TURNS)]
+def measured(found: Measured, plain: nn.Module) -> Row:
+    found.step()
+    turns = [seconds(found.step) / seconds(lambda: step(plain, found.inputs, found.loss)) - 1 for _ in range(TURNS)]
     return {
         "measured": statistics.median(turns),
-        "peak": kind.peak_share(),
-        "distance": distance(kind.planned, plain, kind.inputs, kind.loss),
+        "peak": found.peak_share(),
+        "distance": distance(found.planned, plain, found.inputs, found.loss),
     }
 
 
