@@ -1,16 +1,13 @@
-"""What moving activations to the host would gain on an H100: simulated, on chains with predicted costs.
+"""What moving activations to the host gains on an H100: simulated, on chains with predicted costs.
 
     python benchmarks/moving.py                 # prints the table; needs transformers
     python benchmarks/moving.py --write         # also into docs/offload.md and benchmarks/results/
     python benchmarks/moving.py "Llama-3 8B"    # only models whose names begin so
 
-Chains are those of `rotor_py.estimate`: bytes are exact, seconds are predicted. The limit is a part of what storing
-everything takes, of activations, their gradients and scratch; parameters and their gradients are not in it. Every
-stage may keep all, be stored in part, move half or all of what it keeps beside its output, or run again.
-
-The link is 16 lanes of PCI Express 5: 64 GB/s each way on the data sheet, 55.6 GB/s measured one way
-(https://developer.nvidia.com/blog/?p=115566), 51 GB/s both ways at once
-(https://github.com/NVIDIA/nvbandwidth/issues/53). Planned with: 50 GB/s.
+Chains are those of `rotor_py.estimate(..., offload="host")`, and plans choose among what that offers: every stage
+keeps all, is stored in part, moves what can leave, or runs again. Bytes are exact, seconds are predicted. The limit is
+a part of what storing everything takes, of activations, their gradients and scratch; parameters and their gradients
+are not in it. The link is what is planned with for the device: of its 64 GB/s each way, 41.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from report import ROOT, write
+from report import ROOT, merged, write
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
 
@@ -33,10 +30,8 @@ from rotor_solver.moving import Link, MovingPlan, simulate_moves, solve_moving
 from rotor_solver.stage import LARGEST_SIZE
 
 GB = 10**9
-LINK = Link(50e9, 50e9)
 TIMES_LESS = (2, 3, 4, 6)
-PARTS = (0.5, 1.0)
-"""What a stage may move of all that it keeps beside its output."""
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,57 +72,60 @@ CASES = (
 )
 
 
-def with_moves(stage: Stage) -> Stage:
-    """A stage each of whose options may also move what it keeps beside the output."""
-    options = list(stage.options)
-    for option in stage.options:
-        for part in PARTS:
-            moved = int(part * (option.saved - stage.activation))
-            if moved > 0:
-                options.append(replace(option, saved=option.saved - moved, moved=moved))
-    return replace(stage, options=tuple(options))
-
-
-def stored(stage: Stage, options: tuple[Option, ...]) -> Stage:
-    """A stage that is never run a second time."""
-    return replace(stage, options=options, nograd_temp=LARGEST_SIZE // 4)
-
-
-def measure(case: Case) -> list[dict[str, Any]]:
+def predicted_chain(case: Case) -> tuple[Chain, Link]:
+    """The chain of a case on an H100, and the link to its host."""
     with warnings.catch_warnings(action="ignore"):
-        chain = estimate(case.make, case.sample, "h100").chain
-    everything = simulate(chain, store_all(chain))
-    moving = replace(chain, stages=tuple(map(with_moves, chain)))
-    first = (replace(stage, options=stage.options[:1]) for stage in chain)
-    alone = replace(chain, stages=tuple(stored(stage, with_moves(stage).options) for stage in first))
+        found = estimate(case.make, case.sample, "h100", offload="host")
+    assert found.budget.link is not None
+    return found.chain, found.budget.link
+
+
+def with_options(chain: Chain, chosen: Callable[[Option], bool]) -> Chain:
+    """The chain, with those of its options that are chosen; the first one stays."""
+    stages = (replace(stage, options=(stage.options[0], *filter(chosen, stage.options[1:]))) for stage in chain.stages)
+    return replace(chain, stages=tuple(stages))
+
+
+def never_again(stage: Stage) -> Stage:
+    """A stage that is never run a second time."""
+    return replace(stage, nograd_temp=LARGEST_SIZE // 4)
+
+
+def measure(case: Case) -> list[Row]:
+    chain, link = predicted_chain(case)
+    recomputed = with_options(chain, lambda option: not option.moved)
+    whole = with_options(chain, lambda option: bool(option.moved))
+    moved = replace(whole, stages=tuple(map(never_again, whole)))
+    everything = simulate(recomputed, store_all(recomputed))
     rows = []
     for times in TIMES_LESS:
         limit = everything.peak // times
-        row: dict[str, Any] = {"model": case.name, "stages": len(chain), "stored_bytes": everything.peak}
+        row: Row = {"model": case.name, "stages": len(chain), "stored_bytes": everything.peak}
         row |= {"times_less": times, "stored_seconds": everything.makespan}
-        for name, each in (("recomputed", chain), ("moved", alone), ("both", moving)):
+        row |= {"link_bytes_per_second": link.out_bytes_per_second}
+        for name, each in (("recomputed", recomputed), ("moved", moved), ("both", chain)):
             start = time.perf_counter()
-            plan = planned(each, limit)
+            plan = planned(each, limit, link)
             row[name] = None if plan is None else plan.seconds / everything.makespan - 1
             if plan is not None and name == "both":
                 seconds = time.perf_counter() - start
                 row |= {"gap": plan.gap, "planning_seconds": seconds}
-                row["moved_bytes"] = simulate_moves(each, plan.sequence, plan.moves, LINK).moved
+                row["moved_bytes"] = simulate_moves(each, plan.sequence, plan.moves, link).moved
         rows.append(row)
     return rows
 
 
-def planned(chain: Chain, limit: int) -> MovingPlan | None:
+def planned(chain: Chain, limit: int, link: Link) -> MovingPlan | None:
     try:
-        plan = solve_moving(chain, limit, LINK)
+        plan = solve_moving(chain, limit, link)
     except InfeasibleError:
         return None
-    for link in (LINK, Link(10e9, 10e9), Link(400e9, 400e9)):  # the limit holds, however fast the link is
-        assert simulate_moves(chain, plan.sequence, plan.moves, link).peak <= limit
+    for each in (link, Link(10e9, 10e9), Link(400e9, 400e9)):  # the limit holds, however fast the link is
+        assert simulate_moves(chain, plan.sequence, plan.moves, each).peak <= limit
     return plan
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     lines = [
         "| model | stored | times less | recomputed alone | moved alone | both | gap | moved out | planned in |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -142,18 +140,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def chosen(names: list[str]) -> list[Case]:
+    """The cases whose names begin with one of `names`; all, if there are none."""
+    return [case for case in CASES if not names or case.name.startswith(tuple(names))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    rows = []
-    for case in CASES:
-        if not options.names or case.name.startswith(tuple(options.names)):
-            rows += measure(case)
-            print("\n".join(table(rows[-len(TIMES_LESS) :]).splitlines()[2:]), flush=True)
-    if options.write:
-        write("moving", table(rows), rows, torch.device("cpu"), ROOT / "docs" / "offload.md", how="Simulated")
+    for case in chosen(options.names):
+        rows = measure(case)
+        print("\n".join(table(rows).splitlines()[2:]), flush=True)
+        if options.write:
+            device = torch.device("cpu")
+            rows = merged("moving", rows, device, [each.name for each in CASES])
+            write("moving", table(rows), rows, device, ROOT / "docs" / "offload.md", how="Simulated")
 
 
 if __name__ == "__main__":
