@@ -6,7 +6,7 @@ TorchDynamo captures them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class Case:
     """Of the output alone: targets are numbers that nobody looks at."""
     blocks: Callable[[nn.Module], list[tuple[nn.Module, str]]]
     """What people checkpoint block by block: parents, and the names of their children."""
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     largest: int
     """Elements of the largest tensor, for each sample: with 2³¹ of them, some kernels of cuDNN and ATen give up."""
     dtype: torch.dtype = torch.float32
@@ -175,12 +175,12 @@ def classified(output: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores, scores.new_zeros(scores.shape[0], *scores.shape[2:], dtype=torch.long))
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=True)
 
 
 def children_of(model: nn.Module, kind: type[nn.Module]) -> list[tuple[nn.Module, str]]:

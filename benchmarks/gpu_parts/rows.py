@@ -2,66 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from gpu_parts.estimates import LIMITS, STORED, estimated
 from gpu_parts.models import Case, cases
+from gpu_parts.setting import AT_PEAK, Setting
 from gpu_parts.steps import WAYS, SkippedError, Trainee, budget_restored
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.devices.caching_allocator import replay
 from rotor_py.devices.calibration import calibrate
 from rotor_py.devices.device_file import as_toml
-from rotor_py.devices.followed_step import FollowedStep
 from rotor_py.devices.requests import Allocate, Event, Free
-from rotor_py.devices.table import device_like, find_device
+from rotor_py.devices.table import device_like
 from rotor_py.measure.device import total_bytes
-from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_solver import simulate, store_all
 
 FILLED = (20e9, 100e9)
 """Bytes that storing everything is to take, at least and at most, where the device has them."""
 SHARE = 0.6
 """Of the device, between these: what comes beside has to fit, too."""
-AT_PEAK = "planned-at-"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where rows run and write."""
-
-    folder: Path
-    device: torch.device
-    tiny: bool = False
-    traces: bool = True
-
-    @property
-    def repeats(self) -> int:
-        return 1 if self.tiny else 5
-
-    def result(self, row: str) -> dict[str, Any]:
-        """What another row has written. SkippedError if it has not, or failed."""
-        path = self.folder / f"{row}.json"
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"status": "not run"}
-        if found["status"] != "done":
-            raise SkippedError(f"{row} has no numbers: {found['status']}")
-        return found
-
-
 Row = Callable[[Setting], dict[str, Any]]
 
 
 def rows_of(case: Case, *, tiny: bool) -> dict[str, Row]:
     """The rows of a model, in an order in which each finds what it needs."""
     ways = [way for way in WAYS if not tiny or "0.2" not in way]
-    found: dict[str, Row] = {"size": lambda setting: size(case, setting), "table": lambda setting: table(case, setting)}
+    found: dict[str, Row] = {"size": lambda setting: size(case, setting)}
     for way in ways:
         found[way] = lambda setting, way=way: by_way(case, way, setting)  # type: ignore[misc]
+    for row in (STORED, *LIMITS):
+        found[row] = lambda setting, row=row: estimated(case, setting, row)  # type: ignore[misc]
     found["planned-half"] = lambda setting: planned(case, setting, "half")
     found["planned-least"] = lambda setting: planned(case, setting, "least")
     for way in ways:
@@ -100,50 +75,6 @@ def size(case: Case, setting: Setting) -> dict[str, Any]:
     wanted = min(max(FILLED[0], SHARE * total_bytes(setting.device)), FILLED[1], 0.8 * total_bytes(setting.device))
     batch = min(int((wanted - peaks[2]) / each) + 2, (2**31 - 1) // case.largest)
     return {"batch": max(2, batch), "bytes_per_sample": each, "wanted_bytes": wanted}
-
-
-def table(case: Case, setting: Setting) -> dict[str, Any]:
-    """What the table of devices predicts for a plain step, on tensors without memory."""
-    batch = setting.result("size")["batch"]
-    if setting.device.type == "cuda":
-        device = device_like(torch.cuda.get_device_name(), total_bytes(setting.device))
-        if device is None:
-            raise SkippedError(f"the table of devices has no {torch.cuda.get_device_name()}")
-    else:
-        device = find_device("h100")
-    began = time.perf_counter()
-    with TensorsWithoutMemory():
-        model, sample = case.new(batch, setting.device)
-        optimizer = case.optimizer(model)
-        spent: list[float] = []
-
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            with case.precision(setting.device):
-                loss = case.loss(model(sample))
-            loss.backward()
-            del loss
-            spent.append(fake.seconds)
-            optimizer.step()
-
-        fake = FollowedStep(device)
-        fake.hold([*model.parameters(), *model.buffers(), sample])
-        with fake:
-            step()  # the optimizer's state is made in the first
-            fake.seconds = 0.0
-            step()
-    seconds, optimizer_seconds = spent[-1], fake.seconds - spent[-1]
-    peak, roomy = replay(fake.events), replay(fake.events, expandable=True)
-    return {
-        "table_device": device.name,
-        "anchor": device.efficiencies.origin,
-        "predicted_seconds": seconds,
-        "predicted_optimizer_seconds": optimizer_seconds,
-        "predicted_peak_bytes": peak.allocated_bytes,
-        "predicted_reserved_bytes": peak.reserved_bytes,
-        "predicted_reserved_expandable_bytes": roomy.reserved_bytes,
-        "took_seconds": time.perf_counter() - began,
-    }
 
 
 def by_way(case: Case, way: str, setting: Setting) -> dict[str, Any]:
@@ -190,7 +121,7 @@ def planned(case: Case, setting: Setting, limit: str, *, compiled: bool = False)
 
 def _results(trainee: Trainee, name: str, setting: Setting) -> dict[str, Any]:
     found = asdict(trainee.measured(setting.repeats))
-    if setting.traces:
+    if setting.traced(name):
         found["files"] = trainee.recorded(setting.folder, name)
     return found
 
@@ -232,6 +163,9 @@ def calibration(setting: Setting) -> dict[str, Any]:
     if setting.tiny:
         raise SkippedError("a CPU's numbers are nobody's")
     found = calibrate(setting.device, total_bytes(setting.device))
-    (setting.folder / "calibration.toml").write_text(as_toml("here", found))
     told = device_like(found.name, found.memory_bytes)
-    return {"measured": asdict(found), "table": None if told is None else asdict(told)}
+    return {
+        "measured": asdict(found),
+        "table": None if told is None else asdict(told),
+        "toml": as_toml("here", found),
+    }

@@ -57,7 +57,7 @@ class Trainee:
         torch.manual_seed(0)
         self.case, self.device = case, device
         self.model, self.sample = case.new(batch, device)
-        self.optimizer = case.optimizer(self.model)
+        self.optimizer = case.optimizer(self.model.parameters())
         self.run: Callable[[torch.Tensor], torch.Tensor] = self.model
 
     def forward_backward(self) -> torch.Tensor:

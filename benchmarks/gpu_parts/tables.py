@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpu_parts.estimates import LIMITS, STORED
 from gpu_parts.models import cases
-from gpu_parts.rows import AT_PEAK
+from gpu_parts.setting import AT_PEAK
 from rotor_py import format_bytes
 
 Rows = dict[str, dict[str, Any]]
@@ -13,12 +14,12 @@ Rows = dict[str, dict[str, Any]]
 
 def tables(summary: dict[str, Rows]) -> str:
     """Everything that is there, and what failed."""
-    text = [where(summary)]
+    text = [where(summary), calibrated(summary.get("part2", {}).get("calibration", {}))]
     models = dict(enumerate(cases(tiny=True), start=3))
     for number, name in models.items():
         rows = summary.get(f"part{number}", {})
         if rows:
-            text += [f"## {name}", beside(rows), predictions(rows)]
+            text += [f"## {name}", estimates(rows), beside(rows), predictions(rows)]
     text += [failures(summary)]
     return "\n\n".join(each for each in text if each)
 
@@ -32,6 +33,44 @@ def where(summary: dict[str, Rows]) -> str:
         if "torch" in row and isinstance(row.get("device"), str)
     }
     return f"Measured on: {'; '.join(sorted(found))}." if found else ""
+
+
+def calibrated(row: dict[str, Any]) -> str:
+    """The device as it was measured, beside the table's numbers, and as a file for `--device-file`."""
+    if row.get("status") != "done":
+        return ""
+    told, found = row["table"] or {}, row["measured"]
+    lines = ["| calibrated | measured | the table |", "| --- | --- | --- |"]
+    for group in ("", "rates", "efficiencies"):
+        measured, known = (found, told) if not group else (found[group], told.get(group, {}))
+        names = [name for name, value in measured.items() if isinstance(value, int | float)]
+        lines += [f"| {name} | {measured[name]:.4g} | {_number(known.get(name))} |" for name in names]
+    return "\n".join([*lines, "", "```toml", row["toml"].rstrip(), "```"])
+
+
+def estimates(rows: Rows) -> str:
+    """What `rotor-plan --device` says of the device, beside real steps."""
+    lines = [
+        "| estimate | predicted peak | measured | ratio | reserved | measured | seconds | measured |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in (STORED, *LIMITS):
+        row = rows.get(name, {})
+        if "predicted_seconds_range" not in row or "peak_bytes" not in row:
+            continue
+        peak, least, most = row["predicted_peak_bytes"], *(each * 1e3 for each in row["predicted_seconds_range"])
+        inside = "" if least <= row["seconds"] * 1e3 <= most else ", **outside**"
+        reserved = row["reserved_bytes"]
+        lines.append(
+            f"| {name.removeprefix('estimate-')} | {format_bytes(peak)} | {format_bytes(row['peak_bytes'])} "
+            f"| {row['peak_bytes'] / peak:.4f} | {format_bytes(row['predicted_reserved_bytes'])} "
+            f"| {'' if reserved is None else format_bytes(reserved)} | {least:.1f} to {most:.1f} ms "
+            f"| {row['seconds'] * 1e3:.1f} ms{inside} |"
+        )
+    if len(lines) == 2:
+        return ""
+    said = next(row for row in rows.values() if "table_device" in row)
+    return "\n".join([*lines, "", f"Predicted for {said['table_device']}; efficiencies: {said['efficiencies']}."])
 
 
 def beside(rows: Rows) -> str:
@@ -57,17 +96,14 @@ def beside(rows: Rows) -> str:
 
 
 def predictions(rows: Rows) -> str:
-    """Predicted beside measured: of plans, by what was measured; of the plain step, by the table of devices."""
+    """Predicted beside measured, of plans by what was measured."""
     lines = [
         "| row | predicted peak | measured | ratio | predicted time | measured | ratio |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    table, plain = rows.get("table", {}), rows.get("plain", {})
-    if table.get("status") == plain.get("status") == "done":
-        lines.append(_predicted("plain, by the table of devices", table, plain))
     for name, row in rows.items():
         if name.startswith("planned") and row["status"] == "done":
-            lines.append(_predicted(name, row, row))
+            lines.append(_predicted(name, row))
     found = rows.get("allocator", {})
     text = "\n".join(lines) if len(lines) > 2 else ""
     if found.get("status") == "done":
@@ -89,12 +125,16 @@ def failures(summary: dict[str, Rows]) -> str:
     return "\n".join(["Failed:", "", *lines]) if lines else ""
 
 
-def _predicted(name: str, told: dict[str, Any], found: dict[str, Any]) -> str:
-    peaks, seconds = (told["predicted_peak_bytes"], found["peak_bytes"]), (told["predicted_seconds"], found["seconds"])
+def _predicted(name: str, row: dict[str, Any]) -> str:
+    peaks, seconds = (row["predicted_peak_bytes"], row["peak_bytes"]), (row["predicted_seconds"], row["seconds"])
     return (
         f"| {name} | {format_bytes(peaks[0])} | {format_bytes(peaks[1])} | {peaks[1] / peaks[0]:.4f} "
         f"| {seconds[0] * 1e3:.1f} ms | {seconds[1] * 1e3:.1f} ms | {seconds[1] / seconds[0]:.3f} |"
     )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def _ratio(seconds: float, base: float | None) -> str:

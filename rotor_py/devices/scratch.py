@@ -37,10 +37,12 @@ def scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapp
 
 
 def workspace_bytes(device: Device) -> int:
-    """What PyTorch allocates for cuBLAS at the first matrix product, for each stream, and keeps.
+    """What PyTorch allocates for cuBLAS at the first matrix product, for each stream, and keeps; none on a CPU.
 
     Source: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp.
     """
+    if device.vendor == "cpu":
+        return 0
     if device.vendor == "amd":
         return 128 * 2**20 if device.compute_capability[0] == 9 else 32 * 2**20
     return 32 * 2**20 if device.compute_capability[0] >= 9 else 2 * 4096 * 1024 + 8 * 16 * 1024

@@ -78,10 +78,7 @@ class Basis:
             *self._inexact,
             "Predicted: peaks, what the allocator reserves, and what kernels need beside that while they run"
             f"{self._predicted_beside}.",
-            f"Assumed: {self._stand_in}the parts of the data sheet's rates that kernels reach ({self.anchor}), "
-            f"{self._kernels}, {format_bytes(workspace_bytes(self.device))} for {self._library}, "
-            f"{format_bytes(self.device.context_bytes)} for the "
-            f"driver's context beside the limit, and batches without padding{self._assumed_beside}.",
+            f"Assumed: {', '.join(self._assumed)}, and batches without padding{self._assumed_beside}.",
             *self._pessimistic,
         )
 
@@ -118,7 +115,22 @@ class Basis:
         )
 
     @property
+    def _assumed(self) -> tuple[str, ...]:
+        rates = f"{self._stand_in}the parts of the data sheet's rates that kernels reach ({self.anchor})"
+        if self.device.vendor == "cpu":
+            return rates, self._kernels
+        workspace, context = workspace_bytes(self.device), self.device.context_bytes
+        return (
+            rates,
+            self._kernels,
+            f"{format_bytes(workspace)} for {self._library}",
+            f"{format_bytes(context)} for the driver's context beside the limit",
+        )
+
+    @property
     def _kernels(self) -> str:
+        if self.device.vendor == "cpu":
+            return "attention by the CPU's kernel"
         version = ".".join(torch.__version__.split(".")[:2])
         capability = ".".join(map(str, self.device.compute_capability))
         chosen = f"attention by the kernel that torch {version} chooses for compute capability {capability}"

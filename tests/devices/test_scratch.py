@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,6 +117,7 @@ def test_convolutions_whose_channels_are_last_need_no_copies() -> None:
 def test_cublas_keeps_what_pytorch_gives_it_by_generation() -> None:
     assert workspace_bytes(find_device("h100")) == workspace_bytes(find_device("b200")) == 32 * 2**20
     assert workspace_bytes(find_device("a100-80")) == (4096 * 2 + 16 * 8) * 1024
+    assert workspace_bytes(replace(find_device("l4"), vendor="cpu")) == 0
 
 
 def unfolded(images: int, stride: int = 1) -> Callable[[], object]:

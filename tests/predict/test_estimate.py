@@ -76,6 +76,11 @@ def test_a_calibrated_cpu_runs_the_operators_of_the_cpu() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
     report = estimate(model, torch.empty(512, 64), cpu, loss=torch.mean)
     assert report.measurement.stages[1].saved_bytes == 512 * 64 * (4 + 4)  # its mask has the numbers' width
+    said, of_a_gpu = (" ".join(str(each).split()) for each in (report, estimate(model, torch.empty(512, 64), "l4")))
+    assert "attention by the CPU's kernel, and batches without padding" in said
+    for words in ("cuBLAS", "driver's context"):
+        assert words in of_a_gpu
+        assert words not in said
 
 
 def test_recurrent_layers_are_named_but_not_on_a_cpu() -> None:
