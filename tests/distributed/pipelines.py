@@ -175,7 +175,7 @@ def planned_in_the_first_step(rank: int, name: str, limit: int, static: bool) ->
     sample = torch.zeros(SAMPLES, WIDTH, requires_grad=True)
     options = {"input_args": sample, "output_args": sample} if static else {}
     expected = trained(Pipeline(rank, name, "chain", None, options))
-    pipeline = Pipeline(rank, name, "chain", None, {})
+    pipeline = Pipeline(rank, name, "chain", None, options)
     planned = [
         Checkpointable(model, mem_limit=limit + (index > 0) * 10**5) for index, model in enumerate(pipeline.models)
     ]
@@ -209,7 +209,7 @@ def peak(rank: int, name: str, kind: str, share: float, whole: bool = False) -> 
     for _ in range(2):
         pipeline.step(given)
     parameters = [p for model in pipeline.models for p in model.parameters()]
-    beside = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
+    beside = [buffer for stage in pipeline.stages for buffer in received(stage)]
     beside += given[:1] * pipeline.first + given[1:] * pipeline.last
     present = [*parameters, *(p.grad for p in parameters), *beside]
     dist.barrier()
@@ -257,7 +257,7 @@ def peak_in_flight(pipeline: Pipeline) -> int:
     for _ in range(2):
         pipeline.step(given)
     parameters = [p for model in pipeline.models for p in model.parameters()]
-    buffers = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
+    buffers = [buffer for stage in pipeline.stages for buffer in received(stage)]
     mine = given[:1] * pipeline.first + given[1:] * pipeline.last
     present = [*parameters, *(p.grad for p in parameters if p.grad is not None), *buffers, *mine]
     dist.barrier()
@@ -290,9 +290,11 @@ def warnings_of(rank: int, name: str, whole: bool) -> list[str]:
     return said
 
 
-def received(stage: PipelineStage) -> list[Any]:
-    """Everything that a stage has to receive in."""
-    return [info for each in (stage.args_recv_info, stage.grad_recv_info) for infos in each.values() for info in infos]
+def received(stage: PipelineStage) -> list[torch.Tensor]:
+    """Everything that a stage has to receive in. The placeholder for what comes from no rank may lack the attribute."""
+    infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+    found = [getattr(info, "buffer", None) for each in infos for info in each]
+    return [buffer for buffer in found if buffer is not None]
 
 
 def buffers(rank: int, name: str) -> tuple[list[int], list[int]]:
@@ -306,7 +308,7 @@ def buffers(rank: int, name: str) -> tuple[list[int], list[int]]:
         given = pipeline.batch(0)
         for _ in range(2):
             pipeline.step(given)
-        there = [info.buffer for stage in pipeline.stages for info in received(stage) if info.buffer is not None]
+        there = [buffer for stage in pipeline.stages for buffer in received(stage)]
         found.append(least_peak(partial(pipeline.step, given), there))
         said.append(sum(buffer_bytes(pipeline.schedule, stage, sample, sample) for stage in pipeline.stages))
     return found, said

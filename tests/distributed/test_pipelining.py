@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from tests.distributed import pipelines
 from tests.distributed.processes import NOT_WHOLE, Processes
@@ -22,6 +23,18 @@ FULL = [
     *(pytest.param("captured", name, 0.4, marks=pytest.mark.slow) for name in ("1F1B", "DualPipeV")),
 ]
 """Model, schedule and limit: a schedule with one stage per rank, one with two, one with two backwards; then others."""
+
+
+@pytest.fixture(autouse=True)
+def schedules_of_this_torch(request: pytest.FixtureRequest) -> None:
+    """What torch 2.13 can do, and 2.11 cannot."""
+    told = request.node.callspec.params
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        return
+    if told.get("name") in pipelines.V and "gloo" in (told.get("processes"), told.get("four_processes")):
+        pytest.skip("in the first step, a rank with two neighbouring stages sends to itself; gloo cannot")
+    if (told.get("name"), told.get("kind")) == ("zero-bubble", "captured"):
+        pytest.skip("the backward for weights adds up gradients of a node's outputs, here of several sizes")
 
 
 def assert_same(found: list[tuple[list[str], list[str]]]) -> None:

@@ -56,8 +56,8 @@ class Attention:
 
     def _suits_cudnn(self, capability: tuple[int, int]) -> bool:
         # `check_prefer_cudnn_attention`: data center devices of Hopper and Blackwell, where cuDNN is 9.15 or later, as
-        # it is beside torch 2.12 and later.
-        preferred = capability in ((9, 0), (10, 0)) and _torch_version() >= (2, 12)
+        # it is beside the default builds of torch 2.11 (cuDNN 9.19 for CUDA 13) and later.
+        preferred = capability in ((9, 0), (10, 0)) and _torch_version() >= (2, 11)
         longer = self.query.dim() == 4 and min(self.query.shape[2], self.key.shape[2]) > 1
         return preferred and longer and self._half() and self._heads_fit(128)
 
