@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from rotor_py import Checkpointable
 from rotor_py.measure.pipeline_costs import pipeline_costs
 from rotor_solver import Sequence, plan_pipeline
+from tests.distributed.pipelines import received
 from tests.distributed.processes import device, least_peak
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -60,9 +61,7 @@ def peak(rank: int, schedule: str, share: float) -> tuple[int, int, int, str]:
 
     for _ in range(2):
         step()
-    stage = pipeline._stage
-    infos = [info for each in (stage.args_recv_info, stage.grad_recv_info) for found in each.values() for info in found]
-    buffers = [info.buffer for info in infos if info.buffer is not None]
+    buffers = received(pipeline._stage)
     parameters = list(model.parameters())
     # The target belongs to the loss, which the caller hands in.
     present = [*parameters, *(p.grad for p in parameters), *buffers, *([batch] if first else [])]
