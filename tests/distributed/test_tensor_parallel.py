@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.distributed import tensor_parallel
 from tests.distributed.processes import Processes
 
+OLDER = torch.__version__ < "2.13"
 LARGE = [
     pytest.param(kind, share, marks=pytest.mark.slow)
     for kind, share in (("llama, sequence", 0.3), ("sequence", 0.1), ("all shared", 0.4))
@@ -38,11 +40,13 @@ def test_with_fully_shard_on_a_mesh_of_two_dimensions(four_processes: Processes,
         assert measured <= predicted <= limit
 
 
+@pytest.mark.skipif(OLDER, reason="in torch 2.11, nn.Linear refuses a DTensor whose batch is not its first dimension")
 def test_processes_measure_equally_often_where_gradients_arrive_in_other_layouts(processes: Processes) -> None:
     found = processes.run(tensor_parallel.with_parts_of_other_layouts)
     assert [walks for walks, _ in found] == [2, 2]
     assert found[0][1] != found[1][1]
 
 
+@pytest.mark.skipif(OLDER, reason="torch 2.11 gathers a DTensor's gradient where it lays it out anew, as its tensor is")
 def test_gradients_of_shared_tensors_are_laid_out_as_they_arrive(processes: Processes) -> None:
     processes.run(tensor_parallel.gradients_laid_out)
