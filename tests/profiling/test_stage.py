@@ -137,6 +137,7 @@ def test_nothing_of_the_stage_is_changed() -> None:
         assert torch.equal(tensor, old)
 
 
+@pytest.mark.timed
 def test_times_are_positive_and_a_larger_stage_takes_longer() -> None:
     small, large = cost(square(), unit()), cost(nn.Sequential(*[square() for _ in range(60)]), unit())
     for name in ("forward_seconds", "nograd_seconds", "backward_seconds"):
