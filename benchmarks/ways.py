@@ -30,10 +30,11 @@ from report import ROOT, merged, write
 from torch import nn
 
 from rotor_profiling import StageBytes, StageCost, measured_peak, tensors_in
+from rotor_profiling.stage.bytes import clearly_less
 from rotor_py import Checkpointable, format_bytes
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.measurement import Way
-from rotor_py.measure.walks.stage_ways import LEAST_SHARE, saving_ones, worth_choosing
+from rotor_py.measure.walks.stage_ways import saving_ones, worth_choosing
 from rotor_py.models import resnet50
 from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_py.stage.ways.elsewhere import ELSEWHERE
@@ -97,6 +98,7 @@ class Measured:
         )
         # What would stand in for others, or be better than they are, is not in every column.
         with (
+            patch.object(stage_measurer, "stand_ins", lambda _: {}),
             patch.object(stage_measurer, "saving_ones", _all_that_save),
             patch.object(stage_measurer, "worth_choosing", lambda whole, ways: tuple(ways)),
         ):
@@ -137,7 +139,7 @@ class Measured:
 
 
 def _all_that_save(whole: StageBytes, ways: Sequence[tuple[str, StageBytes]], *_: Any) -> list[tuple[str, StageBytes]]:
-    return [(name, way) for name, way in ways if way.saved_bytes <= (1 - LEAST_SHARE) * whole.saved_bytes]
+    return [(name, way) for name, way in ways if clearly_less(way.saved_bytes, whole.saved_bytes)]
 
 
 def _offered(whole: StageCost, ways: Sequence[Way], wanted: Callable[[str], bool]) -> list[int]:

@@ -105,7 +105,7 @@ class StageMeasurer:
         self._owned = list(storages(tensors_in(value)))
         self._known: dict[Hashable, _Found] = {}
         self._movable = MovableBytes(device) if elsewhere else None
-        self._times = StageTimes(node_seconds)
+        self._times = StageTimes(node_seconds, briefly=briefly)
         self._briefly = briefly
         self._kept = KeptKinds(
             measurement_cache(device, fresh_gradients, preserve_rng_state, tuple(keeper.name for keeper in keepers))

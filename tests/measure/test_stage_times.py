@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,14 +160,20 @@ def test_the_run_that_shows_bytes_is_the_first_of_the_fewest() -> None:
     assert times.of("a")[0].skipped_output_seconds == 0.25
 
 
-def test_the_second_run_times_the_stage_stored_whole_alone() -> None:
-    times = StageTimes()
+def test_timed_briefly_other_ways_are_timed_again_only_beyond_the_fewest_runs() -> None:
+    first, second = StageRun(1.0, ((1.0, 2.0), (1.5, 2.5)), None), StageRun(1.0, ((1.0, 2.0),), 0.75)
+    assert StageTimes().all_ways_wanted("a")
+    times = StageTimes(briefly=True)
     assert times.all_ways_wanted("a")
-    times.add("a", StageRun(1.0, ((1.0, 2.0), (1.5, 2.5)), None))
+    times.add("a", first)
     assert not times.all_ways_wanted("a")
-    times.add("a", StageRun(1.0, ((1.0, 2.0),), 0.75))
-    assert times.all_ways_wanted("a")
+    times.add("a", second)
     assert [each.forward_seconds for each in times.of("a")] == [1.0, 1.5]
+    assert not times.wanted(["a"], only_fewest=True)
+    assert times.wanted(["a"]) == {0}
+    assert times.all_ways_wanted("a")
+    times.add("a", replace(first, again=0.75))
+    assert not times.wanted(["a"])
 
 
 def test_what_a_run_takes_again_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,13 @@ class StageTimes:
     """The runs of the stages of some kinds, as far as they have been timed.
 
     `node_seconds` is what a stage takes beside its runs if it has no graph at first. It counts with the run without a
-    graph, of which such a stage has at least one.
+    graph, of which such a stage has at least one. Timed `briefly`, other ways than whole are timed once, and once more
+    if they are `wanted` beyond the fewest runs: a plan may not depend on them.
     """
 
-    def __init__(self, node_seconds: float = 0.0) -> None:
+    def __init__(self, node_seconds: float = 0.0, *, briefly: bool = False) -> None:
         self._node_seconds = node_seconds
+        self._briefly = briefly
         self._runs: dict[Hashable, list[StageRun]] = {}
         self._settled: set[Hashable] = set()
 
@@ -79,7 +81,7 @@ class StageTimes:
         few = {kind for kind in kinds if self._missing(kind)} - self._settled
         # Processes have to run equally often, but their clocks differ: then no clock decides.
         if not few and not only_fewest and not several_processes():
-            few = self._uncertain(kinds)
+            few = {kind for kind in kinds if self._ways_missing(kind)} - self._settled or self._uncertain(kinds)
         found: set[int] = set()
         for kind in few:
             at = [position for position, each in enumerate(kinds) if each == kind]
@@ -89,12 +91,14 @@ class StageTimes:
         return found
 
     def all_ways_wanted(self, kind: Hashable) -> bool:
-        """Whether the next run of a stage of a `kind` is to time it in all ways, or stored whole alone.
+        """Whether the next run of a stage of a `kind` is to time it in all ways, or stored whole alone."""
+        return not self._briefly or not self._missing(kind) or not self._runs.get(kind)
 
-        How much longer the others take is known from one run, and from more where a plan needs to know it better.
-        """
-        runs = self._runs.get(kind, ())
-        return not runs or len(runs) >= FEWEST_RUNS
+    def _ways_missing(self, kind: Hashable) -> bool:
+        """Whether other ways than whole have been timed less often than any stage is."""
+        runs = self._runs[kind]
+        most = max(len(run.ways) for run in runs)
+        return most > 1 and sum(len(run.ways) == most for run in runs) < FEWEST_RUNS
 
     def _missing(self, kind: Hashable) -> int:
         """How many runs a kind still needs; one of them has to show what it takes to run again."""
