@@ -87,7 +87,9 @@ class NamelessFile:
             )
 
     def _failed(self, what: str, error: OSError) -> OffloadError:
-        free = shutil.disk_usage(self.folder).free if self.folder.exists() else 0
+        # Of the file, not of its folder, which may be gone: the file is there all the same.
+        space = os.fstatvfs(self.descriptor)
+        free = space.f_bavail * space.f_frsize
         return OffloadError(
             f"{what} in {self.folder}, where {format_bytes(free)} ({free} bytes) are free: {error.strerror}; free room "
             "there, name another folder in offload=, or leave offload= out"

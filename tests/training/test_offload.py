@@ -249,6 +249,64 @@ def test_a_disk_that_fails_ends_the_step_with_a_sentence(tmp_path: Path, monkeyp
     assert same(trained(model), trained(plain))
 
 
+def test_a_folder_that_is_removed_takes_nothing_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has no name, so that it outlives its folder: between steps, and in the middle of one."""
+    folders = tmp_path / "one", tmp_path / "other"
+    for folder in folders:
+        folder.mkdir()
+    between, within = (planned(chain(), limit_between(chain(), 0.1), folder) for folder in folders)
+    expected = trained(chain())
+    trained(copy.deepcopy(between), 1)
+    folders[0].rmdir()
+    assert same(trained(between), expected)
+    write = os.pwrite
+
+    def removing(*args: Any) -> int:
+        if folders[1].exists():
+            folders[1].rmdir()
+        return write(*args)
+
+    with monkeypatch.context() as during:
+        during.setattr(os, "pwrite", removing)
+        assert same(trained(within), expected)
+    assert not folders[1].exists()
+    for model in (between, within):
+        tier = model._planner.model.offload.tier
+        assert tier.moved_bytes > 0
+        assert tier.held_bytes == 0
+    with pytest.raises(ValueError, match=r"no file can be made in .*one: No such file or directory; name a folder"):
+        trained(copy.deepcopy(between))  # it wants a file of its own
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "pwrite", lambda *_: os.write(-1, b""))
+        with pytest.raises(OffloadError, match=r"[1-9]\d* bytes\) are free: Bad file descriptor"):
+            loss_of(between(tokens())).backward()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradients_that_add_up_over_batches_are_exact_inside_the_limit(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"loss": loss_of, "cache": False, "watch": False}
+    report = Checkpointable(chain(), tokens(), 10**10, **options).report()
+    least = report.budget.least_bytes()
+    limit = int(least + 0.2 * (report.store_all_bytes - least))
+    model, plain = Checkpointable(chain(), tokens(), limit, offload=f"file:{tmp_path}", **options), chain()
+    assert model.report().budget.moved_bytes(model.sequence) > 0
+    value = tokens()
+
+    def accumulated(of: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        for flipped in (value, value.flip(0), value.flip(1)):
+            (loss_of(of(flipped)) / 3).backward()
+        return [each.grad for each in of.parameters() if each.grad is not None]
+
+    assert same(accumulated(model), accumulated(plain))
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    present = [*model.parameters(), *gradients, value]
+    peak = measured_peak(lambda: loss_of(model(value)).backward(), present, CPU)
+    predicted = model.report().peak_bytes
+    assert 0.97 * predicted <= peak <= predicted <= limit
+    assert model._planner.model.offload.tier.held_bytes == 0
+
+
 def test_a_disk_without_room_is_refused_when_it_is_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
