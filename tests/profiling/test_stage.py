@@ -54,7 +54,7 @@ def test_a_layer_that_saves_its_output() -> None:
 def test_the_time_that_goes_into_the_output_alone_is_a_part_of_the_forward() -> None:
     found = cost(Slow(), unit())
     assert 0.005 < found.skipped_output_seconds <= min(found.forward_seconds, found.nograd_seconds)
-    assert cost(Exp(), unit()).skipped_output_seconds == 0.0
+    assert cost(Exp(), unit()).skipped_output_seconds < 0.005  # noise
 
 
 def test_a_stage_that_saves_something_in_the_middle() -> None:
