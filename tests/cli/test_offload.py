@@ -75,6 +75,21 @@ def test_a_time_is_planned_for_with_moves_at_a_lower_limit(plan, model_file, tmp
     assert list(folder.iterdir()) == []
 
 
+def test_the_best_batch_is_chosen_by_steps_that_move(plan, model_file, tmp_path):
+    sized = "def sample(batch): return torch.randn(batch, 64)"
+    file, folder = model_file(MODEL.replace("sample = torch.randn(256, 64)", sized)), tmp_path / "away"
+    folder.mkdir()
+    least = json.loads(plan(file, "--mem-limit", "1GB", "--batch", 64, "--fresh-grads", "--json", "-").stdout)
+    limit = least["min_bytes"] + 1000
+    options = ("--mem-limit", limit, "--fresh-grads", "--batch", "best", "--offload", f"file:{folder}", "--json", "-")
+    result = plan(file, *options)
+    assert result.exit_code == 0, result.output
+    chosen = json.loads(result.stdout)
+    assert "moved_bytes" in chosen["plan"]  # whether any move is up to clocks: a batch with room for all may be faster
+    assert 0 < chosen["batch"]["measured_peak_bytes"] <= chosen["mem_limit"] == limit
+    assert list(folder.iterdir()) == []
+
+
 def test_a_batch_is_chosen_among_plans_that_move(plan, model_file, tmp_path):
     file = model_file(
         MODEL.replace("sample = torch.randn(256, 64)", "def sample(batch): return torch.randn(batch, 64)")
