@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -30,7 +31,6 @@ from rotor_solver import Backward, Loss, Operation, simulate
 _SAME = 1024
 """Sizes that differ by no more are the same: numbers that are kept, and what is there for a moment."""
 Storages = list[weakref.ref[Any]]
-Parts = list[tuple[int, str]]
 
 
 class RealStep(Protocol):
@@ -85,16 +85,17 @@ class Followed:
             self.come_to(step.operation)
             out = run_next(self_, held, step, stage, value)
             self.made[stage] = _weakly(out)
+            last, in_graph = stage == len(self_.runners) - 1, stage in self_.program.in_graph
             for number, tensor in enumerate(tensors_in(out)):
                 if tensor.requires_grad:
-                    self.unread.add(number) if stage == len(self_.runners) - 1 else None
-                    tensor.register_hook(lambda _, number=number: arrived(self_, stage, number))
+                    self.unread |= {number} if last else set()
+                    # The tape is not among the arguments: a hook would keep it alive, and with it what it holds.
+                    tensor.register_hook(partial(arrived, stage, number, last, in_graph))
             return out
 
-        def arrived(self_: Tape, stage: int, number: int) -> None:
-            if stage == len(self_.runners) - 1:
-                self.unread.discard(number)
-            if stage in self_.program.in_graph and stage not in come:
+        def arrived(stage: int, number: int, last: bool, in_graph: bool, gradient: torch.Tensor) -> None:
+            self.unread -= {number} if last else set()
+            if in_graph and stage not in come:
                 come.add(stage)
                 self.come_to(Backward(stage))
 
@@ -132,13 +133,23 @@ def reason(step: RealStep, predicted: Checkpointable, measured: int) -> str:
         return f"the peak is that of the optimizer's step, {budget.optimizer_peak_bytes} B"
     beside = budget.beside_chain(sequence)
     off = {place: beside + during[place] - phases[str(number)].peak for place, number in places.items()}
-    left, parts = off[at], []
-    for size, words in _not_there(step, predicted, followed, at, places[at]):
-        if abs(size) > _SAME and abs(left - size) < abs(left):
+    left, parts, counted = off[at], list[tuple[int, str]](), list[tuple[int, str]]()
+    for size, words, certain in _not_there(step, predicted, followed, at, places[at]):
+        if not certain:
+            counted.append((size, words))
+        elif abs(size) > _SAME and abs(left - size) < abs(left):
             parts.append((size, words))
             left -= size
+    sums = [some for many in range(5) for some in combinations(counted, many)]
+    best = min(sums, key=lambda some: abs(left - sum(size for size, _ in some)))
+    parts += best
+    left -= sum(size for size, _ in best)
     if abs(left) > max(_SAME, 0.003 * budget.peak_bytes(sequence)):
         parts.append((left, _where(off, at, left, operations, predicted)))
+    peaks = {place: phases[str(number)].peak for place, number in places.items()}
+    top = max(peaks, key=peaks.__getitem__)
+    if peaks[top] - peaks[at] > _SAME:
+        parts.append((peaks[at] - peaks[top], f"as the step has its own peak at {_place(operations[top], predicted)}"))
     if measured > budget.peak_bytes(sequence):
         parts += [(-size, f"inside {name} beyond the rules") for name, size in _beyond_rules(step).items()]
     parts.sort(key=lambda part: -abs(part[0]))
@@ -147,7 +158,7 @@ def reason(step: RealStep, predicted: Checkpointable, measured: int) -> str:
 
 
 def _not_there(step: RealStep, predicted: Checkpointable, followed: Followed, at: int, number: int) -> Iterator[Any]:
-    """What is promised and not there at an operation, in bytes and words: what is certain first."""
+    """What is promised and not there at an operation, in bytes and words, and whether that is certain."""
     budget, measurement, sequence = predicted.budget, predicted.inspection_values, predicted.sequence
     assert budget is not None
     assert measurement is not None
@@ -155,45 +166,38 @@ def _not_there(step: RealStep, predicted: Checkpointable, followed: Followed, at
     operations, there = list(sequence), followed.moments[number]
     loss, last = operations.index(Loss()), len(measurement.stages) - 1
     state = storage_bytes(tensors_in([list(each.values()) for each in step.optimizer.state.values()]))
-    yield budget.fixed.optimizer - state, "of optimizer state of parameters that get no gradient"
+    yield budget.fixed.optimizer - state, "of optimizer state of parameters that get no gradient", True
     if measurement.prefix:
-        yield budget.fixed.batch - there.inputs, "of inputs of the graph that are gone by then"
+        yield budget.fixed.batch - there.inputs, "of inputs of the graph that are gone by then", True
     if at < loss:
-        yield measurement.loss.kept_bytes, "that the loss will keep"
-        yield measurement.returned_bytes, "of outputs that are not made yet"
+        yield measurement.loss.kept_bytes, "that the loss will keep", True
+        yield measurement.returned_bytes, "of outputs that are not made yet", True
     else:
         outputs = there.made.get(last, [])
         unread = sum(outputs[each] for each in followed.unread)
-        yield unread, "of gradients for outputs that the loss does not read"
-        yield (
-            measurement.stages[-1].activation_bytes + measurement.held_bytes - sum(outputs),
-            "outputs that nobody holds",
-        )
+        yield unread, "of gradients for outputs that the loss does not read", True
+        returned = measurement.stages[-1].activation_bytes + measurement.held_bytes
+        yield returned - sum(outputs), "of outputs that nobody holds", True
     yield from _past_stages(predicted, there, at)
 
 
-def _past_stages(predicted: Checkpointable, there: Moment, at: int) -> Iterator[tuple[int, str]]:
-    """Tensors that go past stages: those that are gone, and sums of those that a stage may have saved as well."""
+def _past_stages(predicted: Checkpointable, there: Moment, at: int) -> Iterator[tuple[int, str, bool]]:
+    """Tensors that go past stages: those that are gone for certain, and those that a stage may have saved as well."""
     sequence, measurement = predicted.sequence, predicted.inspection_values
     assert sequence is not None
     assert measurement is not None
-    operation, counted = list(sequence)[at], []
+    operation = list(sequence)[at]
     back, stage = isinstance(operation, Backward), getattr(operation, "stage", len(measurement.stages))
     for each in measurement.carried:
         maker = measurement.names[each.first - 1] if each.first else "the input"
         if back and each.first <= stage < each.last and each.gradient_bytes:
             words = f"of the gradient of what {maker} passes on, counted beside that of the next stage"
-            counted.append((each.gradient_bytes, words))
+            yield each.gradient_bytes, words, False
         elif each.first <= stage and each.nbytes:
             if each.nbytes in there.made.get(each.first - 1, [each.nbytes]):
-                counted.append(
-                    (each.nbytes, f"of {maker} that goes past stages, counted beside the stage that saved it")
-                )
+                yield each.nbytes, f"of {maker} that goes past stages, counted beside the stage that saved it", False
             else:
-                yield each.nbytes, f"of {maker} that goes past stages, gone by then"
-    for many in range(1, min(len(counted), 4) + 1):
-        for some in combinations(counted, many):
-            yield sum(size for size, _ in some), " and ".join(dict.fromkeys(words for _, words in some))
+                yield each.nbytes, f"of {maker} that goes past stages, gone by then", True
 
 
 def _where(off: dict[int, int], at: int, left: int, operations: list[Operation], predicted: Checkpointable) -> str:

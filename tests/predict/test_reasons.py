@@ -1,0 +1,58 @@
+"""The benchmark that says why a step takes something else than its plan promises."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import predicted
+import predicted_reasons
+
+WIDTH = 64
+
+
+class Model(nn.Module):
+    """No chain of layers; what is `unused` gets no gradient."""
+
+    def __init__(self, layer: nn.Module, unused: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers, self.unused = nn.ModuleList([nn.Linear(WIDTH, WIDTH), layer]), unused
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            image = image + layer(image).tanh()
+        return image
+
+
+def reasons(model: nn.Module, value: torch.Tensor) -> list[str]:
+    def case() -> Any:
+        return model, {"image": value}, lambda output: output.square().mean()
+
+    found: list[str] = predicted.row("a model", case)["reasons"]
+    return found
+
+
+def test_state_of_parameters_that_get_no_gradient_is_a_reason() -> None:
+    unused = nn.Linear(WIDTH, 4 * WIDTH)
+    state = 2 * 4 * sum(each.numel() for each in unused.parameters())
+    found = reasons(Model(nn.Linear(WIDTH, WIDTH), unused), torch.randn(1024, WIDTH))
+    assert found
+    for each in found:
+        size, words = each.partition(": ")[2].partition("; ")[0].split(" B ")
+        assert words == "of optimizer state of parameters that get no gradient"
+        assert int(size) == pytest.approx(state, abs=64)  # and two counts of steps
+
+
+def test_an_operator_that_holds_more_than_the_rules_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (predicted, predicted_reasons):
+        monkeypatch.setattr(module, "cpu_scratch_bytes", lambda *call: 0)
+    depthwise = nn.Conv2d(WIDTH, WIDTH, 5, padding=2, groups=WIDTH)
+    found = reasons(Model(depthwise), torch.randn(8, WIDTH, 16, WIDTH))
+    assert any("inside aten.convolution" in each for each in found)
