@@ -164,6 +164,7 @@ def run_rows(rows: list[tuple[int, str]], options: argparse.Namespace) -> list[t
         if result.get("stopped") and seconds < ROW_SECONDS:
             path.unlink()  # it had the end of a call, and gets the beginning of the next
             left.append((part, row))
+            continue
         print(f"part {part}, {row}: {result['status']} {result.get('error') or result.get('why') or ''}", flush=True)
     return left
 

@@ -1,0 +1,208 @@
+"""Whole planned steps on a CUDA device: the numbers of plain training, inside the limit, by each kind of plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_profiling import measured_peak, tensors_in
+from rotor_py import Checkpointable
+from rotor_py.offload.bandwidth import Bandwidth
+from rotor_py.stage.keepers.packed import Packed
+from tests.checkpointable.steps import between
+from tests.stage.test_kept_steps import stored_by
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+
+SHARES = [0.0, 0.3, 0.7]
+
+
+@pytest.fixture(autouse=True)
+def the_same_sums_every_time() -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = before
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class Residual(nn.Module):
+    """A block that is captured, with dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(value)))))
+
+
+class Stack(nn.Module):
+    """No chain, so it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(256) for _ in range(6))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+def captured() -> tuple[nn.Module, torch.Tensor]:
+    return Stack(), torch.randn(4096, 256)
+
+
+def chain() -> tuple[nn.Module, torch.Tensor]:
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
+    return nn.Sequential(*layers), torch.randn(4096, 512)
+
+
+def images() -> tuple[nn.Module, torch.Tensor]:
+    """Indices of max pooling, masks of dropout and of ReLU: what is packed without loss."""
+
+    def block(inside: int, out: int) -> list[nn.Module]:
+        return [nn.Conv2d(inside, out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2)]
+
+    return nn.Sequential(*block(3, 32), *block(32, 32), *block(32, 32), nn.Flatten()), torch.randn(64, 3, 64, 64)
+
+
+MODELS = pytest.mark.parametrize("make", [chain, captured, images])
+
+
+def square(output: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+def made(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model, batch = make()
+    return model.to(device()), batch.to(device())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> list[int]:
+    """The measured peaks of three steps, which free their gradients."""
+
+    def step() -> None:
+        square(model(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    peaks = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        state = tensors_in([list(each.values()) for each in optimizer.state.values()])
+        present = [*model.parameters(), *model.buffers(), *state, batch]
+        peaks.append(measured_peak(step, present, device()))
+    return peaks
+
+
+def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters, buffers and the optimizer's state, on the CPU."""
+    states = [optimizer.state[each] for group in optimizer.param_groups for each in group["params"]]
+    state = [state[name] for state in states for name in sorted(state) if isinstance(state[name], torch.Tensor)]
+    return [each.detach().to("cpu", copy=True) for each in [*model.parameters(), *model.buffers(), *state]]
+
+
+def plain_numbers(model: nn.Module, batch: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """What plain training comes to; its own memory is given back."""
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain, **options)
+    train(plain, optimizer, batch)
+    return numbers(plain, optimizer)
+
+
+def assert_as_planned(planned: Checkpointable, peaks: list[int], limit: int) -> None:
+    """What was predicted is what a step takes, once the optimizer has its state."""
+    assert planned.budget is not None
+    assert planned.sequence is not None
+    predicted = planned.budget.peak_bytes(planned.sequence)
+    assert max(peaks) <= limit
+    assert 0.9 * predicted <= max(peaks[1:]) <= predicted
+
+
+def assert_trains_the_same(
+    make: Any,
+    share: float,
+    *,
+    step_in_backward: bool = False,
+    plan: Any = Checkpointable.compute_sequence,
+    **options: Any,
+) -> Checkpointable:
+    """Three steps by a plan, beside plain ones. `options` with "adamw_" are those of the optimizer."""
+    of_adamw = {name.removeprefix("adamw_"): options.pop(name) for name in list(options) if name.startswith("adamw_")}
+    model, batch = made(make)
+    expected = plain_numbers(model, batch, **of_adamw)
+    torch.cuda.empty_cache()
+    optimizer = adamw(model, **of_adamw)
+    steps = {"step_in_backward" if step_in_backward else "optimizer": optimizer}
+    planned = Checkpointable(model, loss=square, fresh_grads=True, watch=False, cache=False, **steps, **options)
+    planned.measure(batch)
+    limit = between(planned, share)
+    plan(planned, limit)
+    peaks = train(planned, optimizer, batch)
+    found = numbers(planned, optimizer)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    assert_as_planned(planned, peaks, limit)
+    return planned
+
+
+@pytest.mark.parametrize("share", SHARES)
+@MODELS
+def test_planned_steps(make: Any, share: float) -> None:
+    assert_trains_the_same(make, share)
+
+
+def test_masks_and_indices_that_a_plan_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))  # any clock
+    packed: list[int] = []
+
+    def plan(planned: Checkpointable, limit: int) -> None:
+        packed.append(stored_by(planned, lambda name: name.endswith("packed"), limit))
+
+    assert_trains_the_same(images, 1.0, plan=plan)
+    assert packed[0] >= 3
+
+
+@pytest.mark.parametrize("adamw_kind", ["fused", "foreach"])
+@pytest.mark.parametrize("make", [chain, captured])
+def test_parameters_that_the_backward_steps(make: Any, adamw_kind: str) -> None:
+    planned = assert_trains_the_same(make, 0.3, step_in_backward=True, **{f"adamw_{adamw_kind}": True})
+    assert all(each.grad is None for each in planned.parameters())
+
+
+@pytest.mark.parametrize("make", [chain, captured])
+def test_activations_that_wait_in_the_host(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a link so fast, as is said, that moving pays: so something moves."""
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e13, 1e13))
+    planned = assert_trains_the_same(make, 0.3, offload="host")
+    assert planned.sequence is not None
+    assert planned.sequence.moves is not None
+
+
+def test_masks_and_indices_are_packed_without_loss() -> None:
+    generator = torch.Generator(device()).manual_seed(0)
+    values = torch.randn(64, 32, 16, 16, device=device(), generator=generator)
+    _, indices = nn.functional.max_pool2d(values, 2, return_indices=True)
+    for tensor in (indices.flatten(), (values > 0).flatten()):
+        kept = Packed().keep(tensor)
+        assert kept is not None
+        assert kept.nbytes <= tensor.nbytes // 4
+        assert torch.equal(kept.tensor(), tensor)
