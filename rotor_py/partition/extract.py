@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 from torch._functorch import partitioners
-from torch._functorch._aot_autograd.graph_compile import is_opaque_node
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.utils import _is_bwd_seed_offset, _is_primal
 from torch._functorch.compile_utils import raise_getitems
 from torch.utils._ordered_set import OrderedSet
@@ -42,17 +44,21 @@ def extract(
 
     saved = [copies[node] for node in sorted(program.saved, key=joint.order.__getitem__) if _passed_on(node)]
     numbers = [node for node in saved if is_number(node)]
-    opaque = [node for node in saved if is_opaque_node(node)]
-    rest = [node for node in saved if node not in numbers and node not in opaque]
+    options: dict[str, Any] = {}
+    # Torch 2.11 finds the nodes that are no tensors among the others by itself.
+    if is_opaque := getattr(graph_compile, "is_opaque_node", None):
+        options["saved_opaque_nodes"] = [node for node in saved if is_opaque(node)]
+    apart = {*numbers, *options.get("saved_opaque_nodes", ())}
+    rest = [node for node in saved if node not in apart]
     static = set(static_inputs or ())
     primals = [node for node in graph.find_nodes(op="placeholder") if _is_primal(node)]
     forward, backward = partitioners._extract_fwd_bwd_modules(
         module,
         rest,
         saved_sym_nodes=numbers,
-        saved_opaque_nodes=opaque,
         num_fwd_outputs=joint.num_outputs,
         static_lifetime_input_nodes=OrderedSet(node for position, node in enumerate(primals) if position in static),
+        **options,
     )
     # PyTorch leaves a random operator of the forward in the backward, where nobody reads it, if all that it reads is
     # there. Attention counts as random, and takes long.

@@ -17,11 +17,13 @@ import torch
 from torch import fx
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.utils import _is_tangent
-from torch.fx.experimental.symbolic_shapes import optimization_hint
+from torch.fx.experimental import symbolic_shapes
 from torch.utils.checkpoint import CheckpointPolicy
 
 from rotor_profiling.storage import allocated
 
+_size_hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or getattr(symbolic_shapes, "size_hint", None)
+"""Its name since torch 2.13, and in torch 2.11."""
 _REPLAYED = ("aten", "prims", "_quantized", "quantized", "quantized_decomposed")
 """Namespaces of operators that are known to be functions of their arguments. An operator of anybody else may not be."""
 UNKNOWN_SIZE = 4096
@@ -231,7 +233,7 @@ def is_number(node: fx.Node) -> bool:
 
 def known(size: Any) -> int:
     """A size as a number: for a symbol, the size of the inputs that are compiled for."""
-    return int(size) if isinstance(size, int) else int(optimization_hint(size, fallback=UNKNOWN_SIZE))
+    return int(size) if isinstance(size, int) else int(_size_hint(size, fallback=UNKNOWN_SIZE))
 
 
 def _tagged_backward(node: fx.Node) -> bool:

@@ -72,10 +72,11 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 
     def bound(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Arguments of `torch.compile` with this budget. Raises ValueError for a backend that cannot keep it."""
-        from torch._dynamo.backends.registry import get_default_backend
+        from torch._dynamo.backends import registry
 
         self.compiled += 1
-        backend = settings.get("backend") or get_default_backend()
+        default = getattr(registry, "get_default_backend", lambda: "inductor")  # torch 2.11 has no other one
+        backend = settings.get("backend") or default()
         if backend == "inductor":
             return self._bound_inductor({**settings, "backend": backend})
         return {**settings, "backend": self._bound_backend(backend)}
