@@ -51,8 +51,12 @@ class Packed:
         return _narrow(memory)
 
     def keep_sign(self, memory: torch.Tensor) -> SmallerKept:
-        """Where `memory` is positive, or not a number: there, the backward of ReLU lets gradients through."""
-        return _Sign(packed_bits((memory <= 0).logical_not_()), memory.numel(), memory.dtype)
+        """Where `memory`, the result of a ReLU, is positive or no number: there, its backward lets gradients through."""
+        # As integers: to compare numbers would be a decision, which a stage that runs again has to find as it was.
+        integer = _BITS[memory.element_size()]
+        bits = memory.view(integer)
+        positive = bits.ne(0).logical_and_(bits.ne(torch.iinfo(integer).min))  # neither 0.0 nor -0.0
+        return _Sign(packed_bits(positive), memory.numel(), memory.dtype)
 
 
 @dataclass(frozen=True, slots=True)
