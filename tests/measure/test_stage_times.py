@@ -174,6 +174,8 @@ def test_timed_briefly_other_ways_are_timed_again_only_beyond_the_fewest_runs() 
     assert times.all_ways_wanted("a")
     times.add("a", replace(first, again=0.75))
     assert not times.wanted(["a"])
+    times.add("short", StageRun(1e-3, ((1e-3, 2e-3), (2e-3, 2e-3)), None))  # its first call shows in its time
+    assert times.all_ways_wanted("short")
 
 
 def test_what_a_run_takes_again_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ MOST_STEPS = 1
 """No walk begins once runs beyond the fewest have taken as long as so many steps: a plan is worth no more waiting."""
 GOOD_ENOUGH = 0.02
 """Times are good enough if the time of a whole step is known as well as this."""
+FIRST_CALL_SECONDS = 0.0005
+"""A guess: what code takes longer when it is called for the first time, as it is in the run that shows bytes."""
 TOO_FAR = 0.10
 """Times that are known no better than this are not taken from an earlier run."""
 
@@ -92,7 +94,10 @@ class StageTimes:
 
     def all_ways_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to time it in all ways, or stored whole alone."""
-        return not self._briefly or not self._missing(kind) or not self._runs.get(kind)
+        runs = self._runs.get(kind)
+        if not self._briefly or not self._missing(kind) or not runs:
+            return True
+        return runs[-1].total * GOOD_ENOUGH < FIRST_CALL_SECONDS
 
     def _ways_missing(self, kind: Hashable) -> bool:
         """Whether other ways than whole have been timed less often than any stage is."""

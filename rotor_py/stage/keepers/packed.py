@@ -51,7 +51,7 @@ class Packed:
         return _narrow(memory)
 
     def keep_sign(self, memory: torch.Tensor) -> SmallerKept:
-        """Where `memory`, the result of a ReLU, is positive or no number: there, its backward lets gradients through."""
+        """Where `memory`, the result of a ReLU, is positive or no number: there, its backward lets gradients pass."""
         # As integers: to compare numbers would be a decision, which a stage that runs again has to find as it was.
         integer = _BITS[memory.element_size()]
         bits = memory.view(integer)
