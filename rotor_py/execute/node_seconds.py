@@ -6,47 +6,92 @@ stage that does next to nothing, once in a process, and counted with the runs th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 
 from rotor_profiling.instruments import stopwatch
-from rotor_profiling.timing import lower_quartile
+from rotor_profiling.timing import Stopwatch, lower_quartile
 from rotor_py.execute.program import program
 from rotor_py.execute.tape import replay
+from rotor_py.stage.attached_stage import AttachedStage
 from rotor_py.stage.runner import StageRunner
-from rotor_solver import Sequence
+from rotor_py.stage.surroundings import Surroundings
+from rotor_solver import Sequence as Operations
 
 _CPU = torch.device("cpu")
-_RUNS = 15
-"""A guess. They take some milliseconds together."""
+_RUNS = 7
+"""A guess. They take some ten milliseconds together."""
+_OTHERS = 2**21
+"""Numbers that are written between the runs, 8 MB: in a step, stages that run in between leave nothing of a node's code
+and objects in the caches of a core, without which a node takes twice as long."""
 
 
 @cache
 def node_seconds() -> float:
     """Seconds of the processor for a stage without a graph at first, beside its runs and its backward."""
-    runner = StageRunner(_Trivial(), "trivial")
-    instructions = program(1, Sequence.parse("CF_0, L, Fe_0, B_0"))
-    laps: list[list[float]] = []
+    instructions = program(1, Operations.parse("CF_0, L, Fe_0, B_0"))
+    others = torch.zeros(_OTHERS, device=_CPU)
+    found = []
     with stopwatch(_CPU) as watch, torch.enable_grad():
+        runner = _Timed(watch)
         for _ in range(_RUNS):
             value, gradient = torch.ones(1, device=_CPU, requires_grad=True), torch.ones(1, device=_CPU)
+            runner.laps.clear()
+            others.add_(1)
             watch.start()
-            torch.autograd.backward(replay([runner], instructions, value), gradient)
-            watch.lap()
-            with torch.no_grad():
-                _, surroundings = runner.first(value)
-            watch.lap()
-            runner.attach(value, surroundings)
-            watch.lap()
-            output = runner.forward(value)
-            watch.lap()
+            output = replay([runner], instructions, value)
+            runner.lap("node")
+            others.add_(1)
+            runner.lap("others")
             torch.autograd.backward(output, gradient)
-            watch.lap()
-            laps.append(watch.stop())
-    node, first, again, _, backward = (lower_quartile([run[at] for run in laps]) for at in range(5))
-    return max(0.0, node - first - again - backward)
+            runner.lap("node")
+            laps = zip(runner.laps, watch.stop(), strict=True)
+            found.append(sum(seconds for name, seconds in laps if name == "node"))
+    return lower_quartile(found)
+
+
+class _Timed(StageRunner):
+    """Notes what each lap was: its runs and its backward, or what the node did before."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        super().__init__(_Trivial(), "trivial")
+        self.laps: list[str] = []
+        self._watch = watch
+
+    def lap(self, name: str) -> None:
+        self._watch.lap()
+        self.laps.append(name)
+
+    def first(self, value: Any) -> tuple[Any, Surroundings]:
+        self.lap("node")
+        found = super().first(value)
+        self.lap("stage")
+        return found
+
+    def attach(self, value: Any, surroundings: Surroundings, *, skip_output: bool = False) -> tuple[AttachedStage, Any]:
+        self.lap("node")
+        attached, output = super().attach(value, surroundings, skip_output=skip_output)
+        self.lap("stage")
+        return _TimedBackward(attached, self), output  # type: ignore[return-value]  # in all that a node asks it for
+
+
+class _TimedBackward:
+    def __init__(self, attached: AttachedStage, runner: _Timed) -> None:
+        self._attached = attached
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attached, name)
+
+    def backward(self, gradients: Sequence[torch.Tensor | None], *, retain_graph: bool = False) -> Any:
+        self._runner.lap("node")
+        found = self._attached.backward(gradients, retain_graph=retain_graph)
+        self._runner.lap("stage")
+        return found
 
 
 class _Trivial(nn.Module):
