@@ -160,6 +160,17 @@ def test_the_run_that_shows_bytes_is_the_first_of_the_fewest() -> None:
     assert times.of("a")[0].skipped_output_seconds == 0.25
 
 
+def test_a_stage_is_timed_again_where_other_ways_are_not_known_well() -> None:
+    times = StageTimes()
+    for longer in (0.1, 0.9):  # the stage stored whole takes the same in each run
+        times.add("a", StageRun(1.0, ((1.0, 2.0), (1.0 + longer, 2.0)), 1.0))
+    assert times.wanted(["a"]) == {0}
+    known = StageTimes()
+    for longer in (0.5, 0.51):
+        known.add("a", StageRun(1.0, ((1.0, 2.0), (1.0 + longer, 2.0)), 1.0))
+    assert not known.wanted(["a"])
+
+
 def test_timed_briefly_other_ways_are_timed_again_only_beyond_the_fewest_runs() -> None:
     first, second = StageRun(1.0, ((1.0, 2.0), (1.5, 2.5)), None), StageRun(1.0, ((1.0, 2.0),), 0.75)
     assert StageTimes().all_ways_wanted("a")

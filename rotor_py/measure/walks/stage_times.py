@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import hypot, sqrt
 
-from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, spread_of
+from rotor_profiling.stage.seconds import StageRun, StageSeconds, errors_of, estimate, spread_of
 from rotor_profiling.timing import several_processes
 from rotor_py.measure.certified.possible_times import ends_of
 from rotor_py.measure.measurement import Ends
@@ -120,7 +120,7 @@ class StageTimes:
     def _uncertain(self, kinds: Sequence[Hashable]) -> set[Hashable]:
         """The kinds to time again, so that the time of a step is known well enough; none if it is."""
         seconds = {kind: kinds.count(kind) * self._seconds(kind) for kind in set(kinds)}
-        errors = {kind: _error(self._runs[kind]) for kind in seconds}
+        errors = {kind: max(_error(self._runs[kind]), self._error_of_ways(kind)) for kind in seconds}
         # Stages are timed in turns, so that those of one kind are not slow because those of another are.
         wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
         bearable = GOOD_ENOUGH * sum(seconds.values())
@@ -139,6 +139,12 @@ class StageTimes:
             if left_out > bearable / 2:
                 return set(sorted(open_ones, key=wrong.__getitem__)[number:])
         return set(open_ones)
+
+    def _error_of_ways(self, kind: Hashable) -> float:
+        """How well it is known how much longer the ways of a stage take, as a part of the stage's time."""
+        worst = max(way.forward_seconds + way.backward_seconds for way in errors_of(self._runs[kind]))
+        seconds = self._seconds(kind)
+        return worst / seconds if seconds else 0.0
 
     def _seconds(self, kind: Hashable) -> float:
         found = self.of(kind)[0]
