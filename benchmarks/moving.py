@@ -13,6 +13,7 @@ are not in it. The link is what is planned with for the device: of its 64 GB/s e
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -145,8 +146,11 @@ def chosen(names: list[str]) -> list[Case]:
     return [case for case in CASES if not names or case.name.startswith(tuple(names))]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_chosen(name: str, page: str, measure: Callable[[Case], list[Row]], table: Callable[[list[Row]], str]) -> None:
+    """The rows of the cases that the command line names; with `--write`, all that are known, into docs and results."""
+    parser = argparse.ArgumentParser(
+        description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
@@ -155,9 +159,9 @@ def main() -> None:
         print("\n".join(table(rows).splitlines()[2:]), flush=True)
         if options.write:
             device = torch.device("cpu")
-            rows = merged("moving", rows, device, [each.name for each in CASES])
-            write("moving", table(rows), rows, device, ROOT / "docs" / "offload.md", how="Simulated")
+            rows = merged(name, rows, device, [each.name for each in CASES])
+            write(name, table(rows), rows, device, ROOT / "docs" / page, how="Simulated")
 
 
 if __name__ == "__main__":
-    main()
+    run_chosen("moving", "offload.md", measure, table)

@@ -11,13 +11,10 @@ takes less time than any plan for this chain, of which the solver's lower bound 
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import Any
 
-import torch
-from moving import CASES, Case, chosen, predicted_chain
-from report import ROOT, merged, write
+from moving import Case, predicted_chain, run_chosen
 
 from rotor_solver import Chain, InfeasibleError, Option, simulate, solve, store_all
 
@@ -79,7 +76,6 @@ def run(case: Case) -> list[Row]:
         row["exact"] = None if exact is None else exact[0] / everything.makespan - 1
         row["least"] = None if half is None else half[1] / everything.makespan - 1
         rows.append(row)
-        print(rows[-1], flush=True)
     return rows
 
 
@@ -94,18 +90,5 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    for case in chosen(options.names):
-        rows = run(case)
-        if options.write:
-            device = torch.device("cpu")
-            rows = merged("rounded-checkpoints", rows, device, [each.name for each in CASES])
-            write("rounded-checkpoints", table(rows), rows, device, ROOT / "docs" / "ways.md", how="Simulated")
-
-
 if __name__ == "__main__":
-    main()
+    run_chosen("rounded-checkpoints", "ways.md", run, table)

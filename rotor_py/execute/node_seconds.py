@@ -6,7 +6,6 @@ stage that does next to nothing, once in a process, and counted with the runs th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -20,7 +19,7 @@ from rotor_py.execute.tape import replay
 from rotor_py.stage.attached_stage import AttachedStage
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
-from rotor_solver import Sequence as Operations
+from rotor_solver import Sequence
 
 _CPU = torch.device("cpu")
 _RUNS = 7
@@ -33,7 +32,7 @@ and objects in the caches of a core, without which a node takes twice as long.""
 @cache
 def node_seconds() -> float:
     """Seconds of the processor for a stage without a graph at first, beside its runs and its backward."""
-    instructions = program(1, Operations.parse("CF_0, L, Fe_0, B_0"))
+    instructions = program(1, Sequence.parse("CF_0, L, Fe_0, B_0"))
     others = torch.zeros(_OTHERS, device=_CPU)
     found = []
     with stopwatch(_CPU) as watch, torch.enable_grad():
@@ -87,7 +86,7 @@ class _TimedBackward:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attached, name)
 
-    def backward(self, gradients: Sequence[torch.Tensor | None], *, retain_graph: bool = False) -> Any:
+    def backward(self, gradients: Any, *, retain_graph: bool = False) -> Any:
         self._runner.lap("node")
         found = self._attached.backward(gradients, retain_graph=retain_graph)
         self._runner.lap("stage")

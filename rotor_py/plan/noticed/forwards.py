@@ -120,10 +120,11 @@ class Forwards:
         if peak + held + between <= limit:
             return
         _log.warning(
-            "%s has one backward for inputs and a later one for weights (a zero-bubble schedule). Until the later one, "
-            "what the forward kept stays, %s (%d bytes), and so does a gradient for every stage, up to %s (%d bytes): "
-            "the step may need %s (%d bytes), and the limit is %s (%d bytes). Pass "
-            "dw_builder=rotor_py.distributed.pipelining.whole_backward to PipelineStage: then nothing is held.",
+            "%s has one backward for inputs and a later one for weights (as zero-bubble schedules and penalties on "
+            "gradients have). Until the later one, what the forward kept stays, %s (%d bytes), and so does a gradient "
+            "for every stage, up to %s (%d bytes): the step may need %s (%d bytes), and the limit is %s (%d bytes). "
+            "Give a smaller batch; in a pipeline, pass dw_builder=rotor_py.distributed.pipelining.whole_backward to "
+            "PipelineStage: then nothing is held.",
             type(model.core).__name__, format_bytes(held), held, format_bytes(between), between,
             format_bytes(peak + held + between), peak + held + between, format_bytes(limit), limit,
         )  # fmt: skip
