@@ -169,8 +169,9 @@ def real_peaks(rank: int, kind: str, precision: torch.dtype | None, path: Path |
     model = sharded(plain, mesh(), precision)
     if path is not None:
         model = Checkpointable(model, plan=path, loss=loss, fresh_grads=True, watch=False)
-    # The profiler misses a free if a thread of the backend is the last to let go of what was sent.
-    found = [peaks(plain_step(model, value)) for _ in range(3)]
+    # The profiler misses a free if a thread of the backend is the last to let go of what was sent, which on a busy
+    # machine happens in every other step.
+    found = [peaks(plain_step(model, value)) for _ in range(20)]
     return {name: min(each[name] for each in found) for name in found[0]}
 
 
