@@ -5,7 +5,8 @@
 
 All families of the zoo are in `predicted_zoo.py`.
 
-Chain and peaks are predicted with the CPU's own operators. Plans are made from them alone, and then steps follow them.
+Chain and peaks are predicted with the CPU's own operators. Plans are made from them alone, and then steps follow them,
+without memory and really.
 Stages are stored whole, in all the parts that are found, or not at all: what can be packed shows in values alone.
 """
 
@@ -36,6 +37,7 @@ from rotor_py.plan.settings import Settings
 from rotor_py.plan.sources import layer_parts
 from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_py.predict.without_memory import WithoutMemory
+from rotor_solver import Sequence
 
 CPU = torch.device("cpu")
 _NOW = RandomState.now
@@ -98,9 +100,9 @@ class Step:
 def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
     """The case's stages, how many are held alike without memory, and ratios of peaks at three limits.
 
-    `ratios` are measured to predicted peaks; where one is off, `reasons` say which bytes these are. `chains` are, for
-    the same sequences, the peaks that the measured chain promises, to the predicted ones: what is off in `ratios` alone
-    is the memory model's, not a lack of values.
+    `ratios` are peaks of real steps to those of steps without memory, and `bounds` to what the plans promise, which is
+    no less; where one is off, `reasons` say which bytes these are. `chains` are, for the same sequences, the peaks that
+    the measured chain promises, to the predicted ones.
     """
     torch.manual_seed(0)
     model, inputs, loss = case()
@@ -121,7 +123,9 @@ def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
             patch.object(RandomState, "now", random_state_without_memory),
             mode,
         ):
-            predicted = network(without_memory.model(model), without_memory.value(sample), loss)
+            value = without_memory.value(sample)
+            predicted = network(without_memory.model(model), value, loss)
+            plans = [planned(predicted, value, loss, share) for share in (1.0, 0.5, 0.0)]
         real = network(model, sample, loss)
     assert real.inspection_values.way_names == predicted.inspection_values.way_names
     pairs = list(zip(real.inspection_values.stages, predicted.inspection_values.stages, strict=True))
@@ -132,35 +136,55 @@ def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
         for field in FIELDS
         if getattr(a, field) != getattr(b, field)
     ]
-    least, stored = predicted.budget.least_bytes(), predicted.budget.peak_bytes(store_all(predicted.chain))
     budget = real.budget  # as measured: steps may show more than a chain says
-    ratios, chains, reasons = [], [], list[str]()
-    for limit in (stored, (least + stored) // 2, least):
-        predicted.compute_sequence(limit)
-        real.sequence = predicted.sequence
+    ratios, bounds, chains, reasons = [], [], [], list[str]()
+    for plan in plans:
+        predicted.sequence = real.sequence = plan.sequence
         with patch.object(Settings, "keepers", ()):
-            given = {"input": sample} if "value" in inputs else inputs
-            step = Step(real, given, loss, torch.optim.AdamW(real.parameters()))
-            promised = predicted.budget.peak_bytes(predicted.sequence)
+            step = Step(real, _keywords(sample), loss, torch.optim.AdamW(real.parameters()))
             measured = step.peak()
-            ratios.append(measured / promised)
-            reasons.append(reason(step, predicted, measured) if abs(ratios[-1] - 1) > WITHIN else "")
-        chains.append(budget.peak_bytes(predicted.sequence) / promised)
+            ratios.append(measured / plan.peak)
+            bounds.append(measured / plan.promised)
+            reasons.append(reason(step, predicted, measured) if abs(bounds[-1] - 1) > WITHIN else "")
+        chains.append(budget.peak_bytes(plan.sequence) / plan.promised)
     most = max((abs(each["measured"] - each["predicted"]) for each in off), default=0)
     found = {"model": name, "stages": len(alike), "equal": sum(alike), "most_bytes_off": most, "off": off}
-    return {**found, "ratios": ratios, "chains": chains, "reasons": reasons}
+    return {**found, "ratios": ratios, "bounds": bounds, "chains": chains, "reasons": reasons}
 
 
-HEAD = "| stages | held alike | measured chain | store-all | half | least |"
+@dataclass(frozen=True)
+class Plan:
+    """A sequence that was made without memory, what it promises, and what a step by it takes, also without memory."""
+
+    sequence: Sequence
+    promised: int
+    peak: int
+
+
+def planned(network: Checkpointable, sample: Any, loss: Any, share: float) -> Plan:
+    """The plan at so much of the way from the least limit to that of storing everything."""
+    least, stored = network.budget.least_bytes(), network.budget.peak_bytes(store_all(network.chain))
+    sequence = network.compute_sequence(int(least + share * (stored - least)))
+    network.watch = False
+    peak = Step(network, _keywords(sample), loss, torch.optim.AdamW(network.parameters())).peak()
+    network.sequence = sequence
+    return Plan(sequence, network.budget.peak_bytes(sequence), peak)
+
+
+def _keywords(sample: Any) -> dict[str, Any]:
+    return sample if isinstance(sample, dict) else {"input": sample}
+
+
+HEAD = "| stages | held alike | measured chain | store-all | half | least | of the promise |"
 """Of the columns of `line` that follow the first one."""
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table; rows from before chains were compared say nothing of them."""
+    """A row of the table."""
     off = f", others within {row['most_bytes_off']} B" if row["most_bytes_off"] else ""
     ratios = " | ".join(f"{each:.4f}" for each in row["ratios"])
-    chain = f"{farthest(row['chains']):.4f}" if "chains" in row else ""
-    return f"| {row['model']} | {row['stages']} | {row['equal']}{off} | {chain} | {ratios} |"
+    chain, bound = (f"{farthest(row[each]):.4f}" for each in ("chains", "bounds"))
+    return f"| {row['model']} | {row['stages']} | {row['equal']}{off} | {chain} | {ratios} | {bound} |"
 
 
 def farthest(ratios: list[float]) -> float:
@@ -176,7 +200,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     cases = {"ResNet-18, layers": resnet18, **ecosystem.MODELS}
     rows = []
-    lines = [f"| model {HEAD}", "| --- |" + " --- |" * 6]
+    lines = [f"| model {HEAD}", "| --- |" + " --- |" * 7]
     for name in given.names or cases:
         found = row(name, cases[name])
         rows.append(found)

@@ -52,25 +52,23 @@ def row(name: str, seconds: int) -> Row:
 
 
 def summary(rows: list[Row]) -> str:
-    """By task, and each family of which a stage or a peak is not as predicted."""
-    heads = "families | stages alike | but for numbers | chains within 1 % | steps within 1 % | within 10 % | no plan"
-    lines = [f"| task | {heads} |", "| --- |" + " --- |" * 7]
+    """By task, and each family of which a stage or a peak is not as predicted, or a promise not close."""
+    heads = "families | stages alike | but for numbers | chains within 1 % | steps within 1 % | promises within 1 %"
+    lines = [f"| task | {heads} | no plan |", "| --- |" + " --- |" * 7]
     for task in [*TASKS, "diffusers"]:
         found = [row for row in rows if row["task"] == task]
         planned = [row for row in found if "ratios" in row]
-        chains = [_off(row["chains"]) for row in planned if "chains" in row]
         counts = [sum(row["equal"] == row["stages"] for row in planned), sum(map(_alike_but_for_numbers, planned))]
-        steps = [sum(_off(row["ratios"]) <= part for row in planned) for part in (WITHIN, 0.1)]
-        near = f"{sum(each <= WITHIN for each in chains)} of {len(chains)}"
-        cells = (len(found), *counts, near, *steps, len(found) - len(planned))
+        near = [sum(_off(row[each]) <= WITHIN for row in planned) for each in ("chains", "ratios", "bounds")]
+        cells = (len(found), *counts, *near, len(found) - len(planned))
         lines.append(f"| {task} | {' | '.join(map(str, cells))} |")
     lines += [
         "",
         f"| not as predicted {predicted.HEAD} more is promised than taken at the peak |",
-        "| --- |" + " --- |" * 7,
+        "| --- |" + " --- |" * 8,
     ]
-    for row in sorted((row for row in rows if "ratios" in row), key=lambda row: _off(row["ratios"]), reverse=True):
-        if not _alike_but_for_numbers(row) or max(_off(row["ratios"]), _off(row["chains"])) > WITHIN:
+    for row in sorted((row for row in rows if "ratios" in row), key=lambda row: _off(row["bounds"]), reverse=True):
+        if not _alike_but_for_numbers(row) or max(_off(row[each]) for each in ("ratios", "bounds", "chains")) > WITHIN:
             lines.append(f"{predicted.line(row)} {_why(row)} |")
     lines += ["", "| no plan without values | why |", "| --- | --- |"]
     lines += [f"| {row['model']} | {row['why']} |" for row in rows if "why" in row]
@@ -88,14 +86,14 @@ def _alike_but_for_numbers(row: Row) -> bool:
 
 
 def _why(row: Row) -> str:
-    """The reason at the limit where the peak is farthest off."""
-    farthest = row["ratios"].index(predicted.farthest(row["ratios"]))
-    return str(row["reasons"][farthest]) if "reasons" in row else ""
+    """The reason at the limit where the promise is farthest off."""
+    farthest = row["bounds"].index(predicted.farthest(row["bounds"]))
+    return str(row["reasons"][farthest])
 
 
 def _is_done(row: Row) -> bool:
-    """Whether nothing is missing: rows that an older script has made have no reasons."""
-    return "why" in row or "reasons" in row or ("chains" in row and _off(row["ratios"]) <= WITHIN)
+    """Whether nothing is missing: in rows that an older script has made, no step without memory is compared."""
+    return "why" in row or "bounds" in row
 
 
 def _off(ratios: list[float]) -> float:
@@ -113,7 +111,8 @@ def main() -> None:
             rows = [*(each for each in rows if each["model"] != name), row(name, options.seconds)]
             print(predicted.line(rows[-1]) if "ratios" in rows[-1] else rows[-1], flush=True)
             if options.write:
-                _write(rows)
+                _write([row for row in rows if _is_done(row)])
+    rows = [row for row in rows if _is_done(row)]
     if options.write:
         _write(rows)
     print(summary(rows))
