@@ -68,6 +68,7 @@ def _numbers(report: Report) -> dict[str, Any]:
         "efficiencies": report.basis.anchor,
         "limit_bytes": report.mem_limit,
         "predicted_peak_bytes": report.peak_bytes,
+        "predicted_step_bytes": report.reserved.step_bytes,
         "predicted_least_bytes": report.budget.least_bytes(),
         "predicted_store_all_bytes": report.store_all_bytes,
         "predicted_reserved_bytes": report.reserved.reserved_bytes,

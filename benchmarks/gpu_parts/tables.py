@@ -51,14 +51,14 @@ def calibrated(row: dict[str, Any]) -> str:
 def estimates(rows: Rows) -> str:
     """What `rotor-plan --device` says of the device, beside real steps."""
     lines = [
-        "| estimate | predicted peak | measured | ratio | reserved | measured | seconds | measured |",
+        "| estimate | a step, predicted | measured | ratio | reserved | measured | seconds | measured |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in (STORED, *LIMITS):
         row = rows.get(name, {})
         if "predicted_seconds_range" not in row or "peak_bytes" not in row:
             continue
-        peak, least, most = row["predicted_peak_bytes"], *(each * 1e3 for each in row["predicted_seconds_range"])
+        peak, least, most = row["predicted_step_bytes"], *(each * 1e3 for each in row["predicted_seconds_range"])
         inside = "" if least <= row["seconds"] * 1e3 <= most else ", **outside**"
         reserved = row["reserved_bytes"]
         lines.append(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from rotor_profiling.predicted.followed_storages import FollowedStorages
-from rotor_profiling.storage import allocated, local
+from rotor_profiling.storage import local
 from rotor_py.devices.device import Device
-from rotor_py.devices.requests import Allocate, Event, Free
+from rotor_py.devices.requests import Allocate, Event, Free, most_bytes
 from rotor_py.devices.roofline import Roofline
 from rotor_py.devices.scratch import scratch_bytes, workspace_bytes
 
@@ -56,17 +56,7 @@ class FollowedStep(FollowedStorages):
 
     def risen(self) -> int:
         """The most bytes that the step has taken beyond what was there when it began."""
-        sizes, now, before, most = dict[object, int](), 0, 0, 0
-        for index, event in enumerate(self.events):
-            if isinstance(event, Allocate):
-                sizes[event.key] = allocated(event.size, "cuda")
-                now += sizes[event.key]
-            else:
-                now -= sizes.pop(event.key)
-            if index < self._before:
-                before = most = now
-            most = max(most, now)
-        return most - before
+        return most_bytes(self.events, self._before)
 
     @property
     def repeats(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from rotor_py.devices.blocks import MIN_BLOCK
 from rotor_py.units import format_bytes
 
 
@@ -25,6 +26,24 @@ class Free:
 
 
 Event = Allocate | Free
+
+
+def most_bytes(events: Iterable[Event], beyond: int = 0) -> int:
+    """The most bytes that tensors take while `events` happen, beyond those of the first so many events.
+
+    Each is a multiple of a block, and what the allocator does not split off is left out.
+    """
+    sizes, now, before, most = dict[Hashable, int](), 0, 0, 0
+    for number, event in enumerate(events, 1):
+        if isinstance(event, Allocate):
+            sizes[event.key] = -(-event.size // MIN_BLOCK) * MIN_BLOCK
+            now += sizes[event.key]
+        else:
+            now -= sizes.pop(event.key)
+        if number <= beyond:
+            before = most = now
+        most = max(most, now)
+    return most - before
 
 
 @dataclass(frozen=True, slots=True)

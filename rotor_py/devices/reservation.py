@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rotor_py.devices.blocks import LARGE_SEGMENT
 from rotor_py.devices.caching_allocator import replay
 from rotor_py.devices.device import Device
-from rotor_py.devices.requests import DeviceFullError, Event
+from rotor_py.devices.requests import DeviceFullError, Event, most_bytes
 from rotor_py.units import format_bytes, limit_text
 
 _SETTING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -23,6 +23,8 @@ class Reservation:
 
     device: str
     usable_bytes: int
+    step_bytes: int
+    """What the tensors of such a step take at most; a plan promises no less."""
     reserved_bytes: int
     expandable_bytes: int
     gives_back: bool
@@ -34,7 +36,7 @@ class Reservation:
         usable = device.usable_bytes
         plain, expandable = (_reserved(events, usable, expandable=each) for each in (False, True))
         gives_back = plain <= usable < replay(events).reserved_bytes
-        return cls(device.name, usable, plain, expandable, gives_back)
+        return cls(device.name, usable, most_bytes(events), plain, expandable, gives_back)
 
     def at_least(self, size: int) -> Reservation:
         """The same, where tensors take so many bytes in another order than that of the requests."""

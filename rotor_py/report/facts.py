@@ -103,9 +103,16 @@ class ReportFacts(PlanNumbers):
             self.predicted_for, fixed, batch, self.measurement, self.not_modelled, recomputes=self.overhead > 1.0
         )
 
-    def reserved_bytes(self) -> list[tuple[str, str]]:
-        """What the allocator reserves for the planned step, by its name; nothing where that is not known."""
-        return [] if self.reserved is None else [("reserved (predicted)", format_bytes(self.reserved.reserved_bytes))]
+    def followed_step(self) -> list[tuple[str, str]]:
+        """What a step by the plan takes, and what the allocator reserves for it, by name; nothing where none was
+        followed.
+        """
+        if self.reserved is None:
+            return []
+        return [
+            ("a step (predicted)", format_bytes(self.reserved.step_bytes)),
+            ("reserved (predicted)", format_bytes(self.reserved.reserved_bytes)),
+        ]
 
     def times(self) -> list[tuple[str, str]]:
         """The predicted times of a step by the plan, and of a plain one, by their names.

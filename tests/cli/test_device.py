@@ -61,6 +61,7 @@ def test_what_is_exact_predicted_and_assumed_are_kept_apart(report) -> None:
     }
     assert basis["predicted"]["peak_bytes"] == found["plan"]["peak_bytes"]
     assert basis["predicted"]["min_bytes"] == found["min_bytes"]
+    assert basis["predicted"]["step_peak_bytes"] == pytest.approx(found["plan"]["peak_bytes"], rel=0.001)
     assert basis["predicted"]["reserved_bytes"] >= found["plan"]["peak_bytes"] - 512
     assert basis["predicted"]["reserved_expandable_bytes"] > 0
     assumed = basis["assumed"]

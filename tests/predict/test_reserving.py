@@ -122,6 +122,30 @@ def test_what_was_followed_leaves_nothing_and_several_tensors_are_stepped_at_onc
     assert followed == pytest.approx(predicted, rel=0.001)
 
 
+class Unread(nn.Module):
+    """Two outputs, the second of which may get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            value = value + torch.tanh(layer(value))
+        return value, value.exp()
+
+
+def test_what_a_step_takes_stands_beside_what_the_plan_promises() -> None:
+    """The promise holds for a loss that reads all, which is measured alone; the one that is given reads one output."""
+    value = torch.empty(8192, 256)
+    found = estimate(
+        Unread, value, H100, optimizer=torch.optim.SGD, loss=lambda outputs: outputs[0].mean(), fresh_grads=True
+    )
+    assert found.reserved is not None
+    assert 0 < found.reserved.step_bytes < found.peak_bytes - 0.9 * value.nbytes
+    assert "a step (predicted)" in " ".join(str(found).split())
+
+
 def test_two_streams_have_pools_of_their_own() -> None:
     """What FSDP2 gathers, it gathers on a stream of its own."""
     one, other = (

@@ -63,6 +63,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "min_bytes": facts.budget.least_bytes(),
         }
         if facts.reserved is not None:
+            peaks["step_peak_bytes"] = facts.reserved.step_bytes
             peaks["reserved_bytes"] = facts.reserved.reserved_bytes
             peaks["reserved_expandable_bytes"] = facts.reserved.expandable_bytes
         seconds = {"step_seconds": facts.step_seconds, "store_all_step_seconds": facts.store_all_seconds}

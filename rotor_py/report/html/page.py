@@ -82,7 +82,7 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
     found = [
         ("limit", limit),
         ("planned peak", format_bytes(facts.peak_bytes)),
-        *facts.reserved_bytes(),
+        *facts.followed_step(),
         ("fixed part", format_bytes(facts.budget.fixed.total)),
         ("least possible", format_bytes(facts.budget.least_bytes())),
         ("storing everything", format_bytes(facts.store_all_bytes)),

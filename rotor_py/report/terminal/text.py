@@ -52,7 +52,7 @@ def amounts(facts: ReportFacts) -> Table:
         ("least possible", format_bytes(least)),
         ("store-all", format_bytes(facts.store_all_bytes)),
         ("planned", format_bytes(facts.peak_bytes)),
-        *facts.reserved_bytes(),
+        *facts.followed_step(),
     )
     overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
     # Where seconds are assumptions, what can be relied on comes first.
