@@ -112,7 +112,7 @@ def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
     mode = TensorsWithoutMemory()
     without_memory = WithoutMemory(mode)
     # The same ways on both sides, whatever seconds they take: the sequence names them by their position. Layers of a
-    # chain are not captured without memory, so they are not with memory, either.
+    # chain are not captured: which of their ways save anything depends on scratch memory.
     with (
         patch.object(Settings, "keepers", ()),
         patch.object(layer_parts, "_LEAST_BYTES", math.inf),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from rotor_profiling.memory import CpuMeter, CudaMeter, MemoryMeter
 from rotor_profiling.timing import Stopwatch, cpu_stopwatch, cuda_stopwatch
@@ -156,3 +157,17 @@ def operators() -> AbstractContextManager[object]:
     """Inside, the operators run that the device chooses: others than those here, where it is not there."""
     found = _prediction.get()
     return nullcontext() if found is None else found.operators()
+
+
+@contextmanager
+def operators_as_called() -> Iterator[None]:
+    """Inside, nothing stands for operators that run on another device: TorchDynamo would trace it."""
+    if _prediction.get() is None:
+        yield
+        return
+    aside = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    try:
+        yield
+    finally:
+        for mode in reversed(aside):
+            _push_mode(mode)

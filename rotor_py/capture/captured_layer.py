@@ -17,6 +17,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from rotor_profiling import RandomState, isolated, leaves_of, tensors_in
 from rotor_profiling.attributes import sets_attributes
+from rotor_profiling.instruments import operators, operators_as_called, prediction
 from rotor_profiling.values import equal
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
@@ -60,7 +61,8 @@ class CapturedLayer(StageOffers):
     def find(self, value: Any, device: torch.device) -> bool:
         """Look for ways to store the layer on the input `value`; whether there are any that keep every bit.
 
-        Nothing of the layer is changed. It is run forward and backward, as it stands and in each way.
+        Nothing of the layer is changed. It is run forward and backward, as it stands and in each way. Where tensors
+        have no values, there are no bits to compare: that is left to the device on which a plan is followed.
         """
         for open_sizes in (True, False):
             self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes)
@@ -68,7 +70,7 @@ class CapturedLayer(StageOffers):
             try:
                 stage = self._only_stage(value, device)
                 self._named = stage.ways() if stage is not None else ()
-                if self._named and self._same_bits(value, device):
+                if self._named and (prediction() is not None or self._same_bits(value, device)):
                     return True
             except Exception as error:  # of any operator or library: the layer itself has run before, and runs again
                 _log.debug("layer %s is stored whole or not at all, since it is not captured: %s", self._name, error)
@@ -81,12 +83,13 @@ class CapturedLayer(StageOffers):
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             graphs.append(graph)
-            stage = self._stage(graph, arguments)
-            if stage is not None:
-                stage.ways_for(graph.enter(arguments)[0])
-            return graph.run_unplanned(arguments)
+            with operators():
+                stage = self._stage(graph, arguments)
+                if stage is not None:
+                    stage.ways_for(graph.enter(arguments)[0])
+                return graph.run_unplanned(arguments)
 
-        with isolated(self.layer, device), torch.enable_grad():
+        with isolated(self.layer, device), torch.enable_grad(), operators_as_called():
             self._forward.call((leaves_of(value),), {}, run)
         if len(graphs) != 1 or self._forward.breaks_at is not None or graphs[0].answers:
             return None
@@ -150,15 +153,17 @@ class CapturedLayer(StageOffers):
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             handed_over.append(graph)
-            stage = self._stage(graph, arguments)
-            if stage is None or way not in stage.ways():
-                self._warn("it does something else than when it was measured")
-                return graph.run_unplanned(arguments)
-            given, values = graph.enter(arguments)
-            return graph.leave(stage.forward_by(way, skip_output=skip_output)(given), values)
+            with operators():
+                stage = self._stage(graph, arguments)
+                if stage is None or way not in stage.ways():
+                    self._warn("it does something else than when it was measured")
+                    return graph.run_unplanned(arguments)
+                given, values = graph.enter(arguments)
+                return graph.leave(stage.forward_by(way, skip_output=skip_output)(given), values)
 
         try:
-            made = self._forward.call((value,), {}, run, self._tell_of_capture)
+            with operators_as_called():
+                made = self._forward.call((value,), {}, run, self._tell_of_capture)
         except TorchDynamoException as error:  # raised while it traces, before anything has run
             return self._run_whole(value, str(error).partition("\n")[0])
         if not handed_over:

@@ -15,8 +15,8 @@ from rotor_py.devices.table import find_devices
 from rotor_py.errors import UnsupportedModelError, what_it_is
 from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.predict.elsewhere import Elsewhere, Shard
-from rotor_py.predict.not_modelled import not_modelled
 from rotor_py.predict.operators.autocast import region
+from rotor_py.predict.recurrent import recurrent_layers
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory
 from rotor_py.report import Report
@@ -105,7 +105,7 @@ def estimate(
                 network.report(),
                 device=devices.name,
                 predicted_for=devices,
-                not_modelled=not_modelled(fake, devices.each),
+                recurrent=recurrent_layers(fake, devices.each),
                 reserved=reserved,
             )
 

@@ -24,31 +24,17 @@ _NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class NotModelled:
-    """What a prediction leaves out: names of `recurrent` layers, which other operators run where they really run, and
-    the number of layers that are stored whole or not at all, though they may be stored in part there.
-    """
-
-    recurrent: tuple[str, ...] = ()
-    whole_layers: int = 0
-
-
-ALL_MODELLED = NotModelled()
-
-
-@dataclass(frozen=True, slots=True)
 class Basis:
-    """What is exact, predicted and assumed of a step on `devices`, which need not be there; and what is left out.
+    """What is exact, predicted and assumed of a step on `devices`, which need not be there.
 
-    `recomputes` says whether the plan has an overhead.
+    `recurrent` names the layers that other operators run there, so that nothing is exact of them.
     """
 
     devices: Devices
     fixed: FixedMemory
     batch_bytes: int
     measurement: Measurement
-    not_modelled: NotModelled = ALL_MODELLED
-    recomputes: bool = False
+    recurrent: tuple[str, ...] = ()
 
     @property
     def device(self) -> Device:
@@ -79,12 +65,11 @@ class Basis:
             "Predicted: peaks, what the allocator reserves, and what kernels need beside that while they run"
             f"{self._predicted_beside}.",
             f"Assumed: {', '.join(self._assumed)}, and batches without padding{self._assumed_beside}.",
-            *self._pessimistic,
         )
 
     @property
     def _inexact(self) -> tuple[str, ...]:
-        found = self.not_modelled.recurrent
+        found = self.recurrent
         if not found:
             return ()
         first, more = ", ".join(found[:_NAMED]), len(found) - _NAMED
@@ -93,16 +78,6 @@ class Basis:
             f"Warning: that is not so of the recurrent layers ({named}): they were planned with operators of the CPU, "
             f"and {'MIOpen' if self.device.vendor == 'amd' else 'cuDNN'} keeps other bytes for their backward, and "
             "takes another time.",
-        )
-
-    @property
-    def _pessimistic(self) -> tuple[str, ...]:
-        count = self.not_modelled.whole_layers
-        if not count or not self.recomputes:
-            return ()
-        return (
-            f"The overhead is the most: {count} {'layer is' if count == 1 else 'layers are'} stored whole or not at "
-            "all here, and may be stored in part where the model is measured.",
         )
 
     @property
@@ -163,7 +138,7 @@ class Basis:
                 "batch_bytes": self.batch_bytes,
                 "activation_bytes": sum(each.activation_bytes for each in self.measurement.stages),
                 "saved_bytes": sum(each.saved_bytes for each in self.measurement.stages),
-                "inexact_layers": list(self.not_modelled.recurrent),
+                "inexact_layers": list(self.recurrent),
             },
             "predicted": {**peaks, "communication_bytes": self.fixed.communication},
             "assumed": {

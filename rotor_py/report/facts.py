@@ -12,7 +12,7 @@ from rotor_py.devices.device import Devices
 from rotor_py.devices.reservation import Reservation
 from rotor_py.measure.certified.regret import known_regret
 from rotor_py.measure.step_memory import peak_of
-from rotor_py.report.basis import ALL_MODELLED, Basis, NotModelled
+from rotor_py.report.basis import Basis
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.numbers import PlanNumbers
 from rotor_py.report.sweep import Sweep
@@ -33,8 +33,8 @@ class ReportFacts(PlanNumbers):
     """How the batch was chosen, if it was."""
     predicted_for: Devices | None = None
     """The devices of the table that this is predicted for, which need not be there; None where it was measured."""
-    not_modelled: NotModelled = ALL_MODELLED
-    """What such a prediction leaves out."""
+    recurrent: tuple[str, ...] = ()
+    """Layers of which such a prediction is not exact, by name."""
     reserved: Reservation | None = None
     """What the allocator is predicted to reserve there, if a step by the plan was followed for it."""
 
@@ -99,9 +99,7 @@ class ReportFacts(PlanNumbers):
             return None
         fixed = self.budget.fixed
         batch = fixed.batch + self.measurement.input_bytes
-        return Basis(
-            self.predicted_for, fixed, batch, self.measurement, self.not_modelled, recomputes=self.overhead > 1.0
-        )
+        return Basis(self.predicted_for, fixed, batch, self.measurement, self.recurrent)
 
     def followed_step(self) -> list[tuple[str, str]]:
         """What a step by the plan takes, and what the allocator reserves for it, by name; nothing where none was

@@ -16,6 +16,7 @@ from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate, models
 from rotor_py.devices.table import find_device
+from rotor_py.report import Report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -90,23 +91,39 @@ def test_recurrent_layers_are_named_but_not_on_a_cpu() -> None:
     assert "recurrent" not in str(estimate(model, batch, cpu, loss=torch.mean))
 
 
-def test_a_plan_that_recomputes_says_that_layers_may_be_stored_in_part_where_they_are_measured() -> None:
-    sentence = "The overhead is the most: 3 layers are stored whole or not at all here"
-    batch, options = torch.empty(4096, 256), {"loss": torch.mean}
+def residual(ending: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 256), *(Residual(copy.deepcopy(ending)) for _ in range(3)))
 
-    def residual() -> nn.Module:
-        return nn.Sequential(nn.Linear(256, 256), *(Residual() for _ in range(3)))
 
-    roomy = estimate(residual, batch, "l4", **options)
-    tight = estimate(residual, batch, "l4", mem_limit=roomy.budget.least_bytes(), **options)
-    assert sentence in " ".join(str(tight).split())
-    assert "stored whole or not at all" not in str(roomy)
+def bytes_in_part(network: Checkpointable | Report) -> int:
+    measurement = network.measurement if isinstance(network, Report) else network.inspection_values
+    assert measurement is not None
+    return {way.name: way.cost.saved_bytes for way in measurement.ways[1]}["in part"]
+
+
+def test_layers_of_a_chain_are_stored_in_part_as_where_they_are_measured() -> None:
+    batch, cpu = torch.randn(2048, 256), replace(find_device("l4"), vendor="cpu")
+    measured = Checkpointable(residual(nn.GELU()), loss=torch.mean, fresh_grads=True, cache=False)
+    measured.measure(batch)
+    predict = partial(estimate, lambda: residual(nn.GELU()), batch, cpu, loss=torch.mean, fresh_grads=True)
+    predicted = predict()
+    assert bytes_in_part(predicted) == bytes_in_part(measured) < predicted.measurement.stages[1].saved_bytes
+    assert "^" in str(predict(mem_limit=predicted.budget.least_bytes()).sequence)
+
+
+def test_of_a_layer_in_part_the_operators_of_the_device_count() -> None:
+    batch = torch.randn(2048, 256)
+    cpu, gpu = (
+        bytes_in_part(estimate(partial(residual, nn.Dropout(0.1)), batch, each, loss=torch.mean))
+        for each in (replace(find_device("l4"), vendor="cpu"), find_device("l4"))
+    )
+    assert cpu - gpu == 3 * 2048 * 1024, "a mask of one byte a number, not of four"
 
 
 class Residual(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, ending: nn.Module) -> None:
         super().__init__()
-        self.inside = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU())
+        self.inside = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), ending, nn.Linear(1024, 256))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value + self.inside(value)

@@ -15,8 +15,8 @@ from rotor_cli.reporters.text import console
 from rotor_cli.request import Request
 from rotor_py import Checkpointable, InfeasibleError, verify
 from rotor_py.measure.device import limit_bytes
-from rotor_py.predict.not_modelled import not_modelled
 from rotor_py.predict.operators.autocast import region
+from rotor_py.predict.recurrent import recurrent_layers
 from rotor_py.predict.training_step import TrainingStep
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.progress import Activities, activities
@@ -87,8 +87,8 @@ def facts_of(
     """
     facts = replace(_stored(found, network, request), batches=chosen, taken=taken)
     if place is not None and place.predicted_for is not None:
-        left_out = not_modelled(network.model, place.predicted_for.each)
-        facts = replace(facts, device=place.name, predicted_for=place.predicted_for, not_modelled=left_out)
+        recurrent = recurrent_layers(network.model, place.predicted_for.each)
+        facts = replace(facts, device=place.name, predicted_for=place.predicted_for, recurrent=recurrent)
     if request.sweep or request.overhead is not None:
         facts = _sweep(facts, network, request, shown)
     if request.limited:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rotor_profiling import isolated, leaves_of, storages, tensors_in
-from rotor_profiling.instruments import prediction
 from rotor_profiling.storage import layout_of
 from rotor_py.stage.protocol import StageOffers
 from rotor_py.stage.ways.names import parted
@@ -27,6 +27,7 @@ _log = logging.getLogger("rotor_py")
 
 _LEAST_BYTES = 2**20
 """What a layer has to save beside its input and output. A guess: for less, nobody wants to wait for TorchDynamo."""
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _OPERATORS = "torch.nn."
 """Where layers come from that are single operators, if they have no layers inside."""
 
@@ -73,11 +74,7 @@ class LayerParts:
 
 
 def _captured(function: nn.Module, name: str, value: Any, device: torch.device) -> CapturedLayer | None:
-    if (
-        prediction() is not None
-        or not _may_gain(function, value)
-        or _saved_bytes(function, value, device) < _LEAST_BYTES
-    ):
+    if not _may_gain(function, value) or _saved_bytes(function, value, device) < _LEAST_BYTES:
         return None
     # Not at the top: it imports TorchDynamo, which takes as long as importing the rest of torch.
     from rotor_py.capture.captured_layer import CapturedLayer
@@ -90,7 +87,7 @@ def _may_gain(function: nn.Module, value: Any) -> bool:
     """Whether a layer may be more than one operator, and is one that can be captured."""
     operator = type(function).__module__.startswith(_OPERATORS) and not function._modules
     tensors = [*function.parameters(), *function.buffers(), *tensors_in(value)]
-    plain = all(type(each) in (torch.Tensor, nn.Parameter) and layout_of(each) is None for each in tensors)
+    plain = all(type(each) in _PLAIN and layout_of(each) is None for each in tensors)
     return not operator and plain and calls_forward_alone(function)
 
 
