@@ -11,15 +11,20 @@ seconds together, D(λ). So with M bytes kept, no plan computes again for less t
 gradients and what the backward makes again take memory as well is left out.
 
 *Products alone*: as if all but matrix products, convolutions and attention were made again for nothing.
+
+Then three steps from the bound to a plan. When the forward is over, the plan *keeps* less than the limit, which leaves
+room for the backward: with so much, the bound is higher. What the plan runs again is more than the bound, since it runs
+stages and their ways again, not any operators: *its operators* is their time, each as it is in the graph. The rest is
+what it takes to run them again in a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -29,13 +34,14 @@ from report import ROOT, merged, write
 from torch import fx, nn
 from ways import CASES, CPU, SHARES, Case, step
 
-from rotor_py import Checkpointable, format_bytes
+from rotor_py import Checkpointable, InfeasibleError, format_bytes
 from rotor_py.capture.graph.graph_nodes import tensors_of
 from rotor_py.capture.graph.parts import stage_parts
 from rotor_py.capture.graph.parts.min_cut import least_cut
 from rotor_py.capture.graph.parts.prices import kind_of
 from rotor_py.capture.graph.parts.saved_values import find_saved_values
-from rotor_solver import simulate, store_all
+from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_solver import Backward, Chain, ForwardEnable, Loss, Sequence, simulate, store_all
 
 MODELS = ("Llama", "GPT-2", "ViT", "tiny")
 TURNS = 7
@@ -131,12 +137,63 @@ def plain_seconds(model: nn.Module, inputs: dict[str, Any], loss: Callable[[Any]
     return min(found)
 
 
-def planned_before(model: str, share: float) -> float | None:
-    """What `ways.py` has predicted for the exact ways."""
-    path = ROOT / "benchmarks" / "results" / "ways-cpu.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    same = [row for row in rows if (row["model"], row["share"], row["ways"]) == (model, share, "exact")]
-    return same[0]["predicted"] if same else None
+class Stages:
+    """The stages of a model as they are measured, and the time of their operators, each as it is in the graph."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[int, Any] = {}
+        self._least: dict[Any, dict[int, int]] = {}
+
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """Inside, stages are noted when they are measured."""
+        find = StageMeasurer._find
+
+        def noting(measurer: Any, number: int, value: Any, *others: Any) -> Any:
+            self.graphs[number] = measurer._stages[number][1]
+            self._time(self.graphs[number], value)
+            return find(measurer, number, value, *others)
+
+        with patch.object(StageMeasurer, "_find", noting):
+            yield
+
+    def _time(self, graph: Any, value: Any) -> None:
+        if graph._signature in self._least:
+            return
+        live, shared = graph._divide(value)
+        timed = Timed(graph.body)
+        for _ in range(TURNS):
+            with torch.no_grad():
+                timed.run(*live, *(shared[position] for position in graph.reads))
+        numbers = {node: number for number, node in enumerate(graph.body.graph.nodes)}
+        self._least[graph._signature] = {
+            numbers[node]: took for node, took in timed.least.items() if node.op.startswith("call")
+        }
+
+    def seconds_again(self, sequence: Sequence, ways: tuple[tuple[str, ...], ...]) -> float:
+        """The time of all operators that a plan runs again."""
+        again, way, run = 0, dict[int, int](), set[int]()
+        for operation in sequence:
+            stage = getattr(operation, "stage", None)
+            if stage is None:
+                continue
+            least = self._least[self.graphs[stage]._signature]
+            if isinstance(operation, Backward):
+                if way.get(stage):
+                    (parts,) = self.graphs[stage]._parts
+                    name = ways[stage][way[stage] - 1].removesuffix(", packed")
+                    again += sum(map(least.__getitem__, parts.found[name].recipe.calls)) if name in parts.found else 0
+                continue
+            again += sum(least.values()) if stage in run else 0
+            run.add(stage)
+            if isinstance(operation, ForwardEnable):
+                way[stage] = operation.option
+        return again / 1e9
+
+
+def kept_at_loss(chain: Chain, sequence: Sequence) -> int:
+    """The bytes that a plan has in memory when its forward is over."""
+    return simulate(chain, sequence).after[list(sequence).index(Loss()) - 1]
 
 
 def run(name: str) -> list[Row]:
@@ -146,31 +203,52 @@ def run(name: str) -> list[Row]:
     model.train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    planned = Checkpointable(copy.deepcopy(model), loss=loss)
-    planned.measure(inputs)
-    assert planned.budget is not None
-    activations = simulate(planned.budget.chain, store_all(planned.budget.chain)).peak
+    planned, stages = Checkpointable(copy.deepcopy(model), loss=loss, cache=False), Stages()
+    with stages.seen():
+        planned.measure(inputs)
+    budget, measurement = planned.budget, planned.inspection_values
+    assert budget is not None
+    assert measurement is not None
+    stored = simulate(budget.chain, store_all(budget.chain))
     graph, whole = Graph(case), plain_seconds(model, inputs, loss)
     rows = []
     for share in SHARES:
-        limit = int(share * activations)
+        limit = int(share * stored.peak)
         least, products = (graph.least_seconds(limit, each) / whole for each in (graph.times, graph.of_products))
-        row: Row = {"model": name, "share": share, "kept_bytes": limit, "least": least, "products": products}
-        rows.append(row | {"planned": planned_before(name, share)})
+        row: Row = {"model": name, "share": share, "limit_bytes": limit, "least": least, "products": products}
+        try:
+            sequence = planned.compute_sequence(budget.fixed.total + limit)
+        except InfeasibleError:
+            rows.append(row)
+            continue
+        kept = kept_at_loss(budget.chain, sequence)
+        rows.append(
+            row
+            | {
+                "kept_bytes": kept,
+                "least_with_kept": graph.least_seconds(kept, graph.times) / whole,
+                "operators": stages.seconds_again(sequence, measurement.way_names) / whole,
+                "planned": simulate(budget.chain, sequence).makespan / stored.makespan - 1,
+            }
+        )
         print(rows[-1], flush=True)
     return rows
 
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| model | activations | kept at most | overhead at least | products alone | planned |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| model | activations | limit | overhead at least | products alone | the plan keeps | at least with these | "
+        "its operators | planned |",
+        "| --- |" + " --- |" * 8,
     ]
     for row in rows:
-        planned = "–" if row["planned"] is None else f"{row['planned']:+.1%}"
+        beside = ["–"] * 4
+        if "planned" in row:
+            numbers = (f"{row[each]:+.1%}" for each in ("least_with_kept", "operators", "planned"))
+            beside = [format_bytes(row["kept_bytes"]), *numbers]
         lines.append(
-            f"| {row['model']} | {row['share']:.0%} | {format_bytes(row['kept_bytes'])} | {row['least']:+.1%} | "
-            f"{row['products']:+.1%} | {planned} |"
+            f"| {row['model']} | {row['share']:.0%} | {format_bytes(row['limit_bytes'])} | {row['least']:+.1%} | "
+            f"{row['products']:+.1%} | {' | '.join(beside)} |"
         )
     return "\n".join(lines)
 

@@ -39,15 +39,21 @@ def pack(work: Path, out: Path, tables: str) -> None:
 
 
 def unpack(out: Path, work: Path) -> None:
-    """Have what an earlier call left in `out` in `work` as well: rows that are there are not run again."""
+    """Have what an earlier call left in `out` in `work` as well: rows that are there are not run again.
+
+    SystemExit for a folder that something else has filled.
+    """
     summary = out / SUMMARY
     if not summary.exists():
         return
+    packed_rows = json.loads(summary.read_text()).get("rows")
+    if packed_rows is None:
+        raise SystemExit(f"{summary} is none of this script's; give another --out, or remove it")
     for packed in sorted(out.glob("traces-*.tar")):
         with tarfile.open(packed) as archive:
             missing = [each for each in archive.getmembers() if not (work / each.name).exists()]
             archive.extractall(work, missing, filter="data")
-    for part, rows in json.loads(summary.read_text())["rows"].items():
+    for part, rows in packed_rows.items():
         for name, row in rows.items():
             path = work / part / f"{name}.json"
             if not path.exists():

@@ -297,3 +297,9 @@ def test_tests_and_rows_in_processes_of_their_own(tmp_path: Path) -> None:
     assert gpu.run_tests("profiling.test_storage", options(tmp_path), 120.0)["status"] == "done"
     found = gpu.run_apart(PART, "size", options(tmp_path), 120.0)
     assert (found["status"], found["batch"]) == ("done", 2)
+
+
+def test_a_folder_of_something_else_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(SystemExit, match="none of this script's; give another --out"):
+        packing.unpack(tmp_path, tmp_path / "rows")
