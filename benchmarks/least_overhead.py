@@ -141,7 +141,8 @@ class Stages:
     """The stages of a model as they are measured, and the time of their operators, each as it is in the graph."""
 
     def __init__(self) -> None:
-        self.graphs: dict[int, Any] = {}
+        self._graphs: dict[int, list[Any]] = {}
+        """of each stage; several if stages were joined"""
         self._least: dict[Any, dict[int, int]] = {}
 
     @contextmanager
@@ -150,8 +151,12 @@ class Stages:
         find = StageMeasurer._find
 
         def noting(measurer: Any, number: int, value: Any, *others: Any) -> Any:
-            self.graphs[number] = measurer._stages[number][1]
-            self._time(self.graphs[number], value)
+            stage, given = measurer._stages[number][1], value
+            self._graphs[number] = list(stage) if isinstance(stage, nn.Sequential) else [stage]
+            for graph in self._graphs[number]:
+                self._time(graph, given)
+                with torch.no_grad():
+                    given = graph(given)
             return find(measurer, number, value, *others)
 
         with patch.object(StageMeasurer, "_find", noting):
@@ -177,18 +182,22 @@ class Stages:
             stage = getattr(operation, "stage", None)
             if stage is None:
                 continue
-            least = self._least[self.graphs[stage]._signature]
             if isinstance(operation, Backward):
                 if way.get(stage):
-                    (parts,) = self.graphs[stage]._parts
-                    name = ways[stage][way[stage] - 1].removesuffix(", packed")
-                    again += sum(map(least.__getitem__, parts.found[name].recipe.calls)) if name in parts.found else 0
+                    again += self._in_part(stage, ways[stage][way[stage] - 1].removesuffix(", packed"))
                 continue
-            again += sum(least.values()) if stage in run else 0
+            if stage in run:
+                again += sum(sum(self._least[graph._signature].values()) for graph in self._graphs[stage])
             run.add(stage)
             if isinstance(operation, ForwardEnable):
                 way[stage] = operation.option
         return again / 1e9
+
+    def _in_part(self, stage: int, way: str) -> int:
+        """Nanoseconds of what the backward of a stage makes again that is kept in this way."""
+        graph, least = self._graphs[stage][0], self._least[self._graphs[stage][0]._signature]
+        (parts,) = graph._parts
+        return sum(map(least.__getitem__, parts.found[way].recipe.calls)) if way in parts.found else 0
 
 
 def kept_at_loss(chain: Chain, sequence: Sequence) -> int:
