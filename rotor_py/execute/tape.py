@@ -207,7 +207,10 @@ class Tape:
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
             current.held.release(self.program.replay[self.program.backward_at[stage]].live)
-            return attached.backward(gradients, retain_graph=current.retain_graph)
+            found = attached.backward(gradients, retain_graph=current.retain_graph)
+            if self._passes.used_up:  # the stage does not run again, and who holds the output holds the tape
+                self.surroundings.pop(stage, None)
+            return found
 
     def _await(self, stage: int, value: Any) -> None:
         """Run the operations before `B` of a stage in the graph when its backward is about to begin (Rule 9)."""
