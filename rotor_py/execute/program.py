@@ -56,6 +56,8 @@ class Program:
     moves: Moves | None = None
     options: Mapping[int, int] = field(default_factory=dict)
     """By stage, the option by which it is stored, without those that are stored whole."""
+    runs_after_backward: frozenset[int] = frozenset()
+    """The stages that run again after their backward. No solver has any, but a sequence by hand may."""
 
     def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
         """The inputs that the replay reads until it has come to the backward of all these stages."""
@@ -106,6 +108,11 @@ def program(stages: int, sequence: Sequence) -> Program:
         backward_at=backward_at,
         moves=moves,
         options={each.stage: each.option for each in operations if isinstance(each, ForwardEnable) and each.option},
+        runs_after_backward=frozenset(
+            each.stage
+            for position, each in enumerate(replay)
+            if not isinstance(each, Loss | Backward) and position > backward_at[each.stage]
+        ),
     )
 
 

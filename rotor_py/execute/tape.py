@@ -208,8 +208,8 @@ class Tape:
             attached = current.held.attached.pop(stage)
             current.held.release(self.program.replay[self.program.backward_at[stage]].live)
             found = attached.backward(gradients, retain_graph=current.retain_graph)
-            if self._passes.used_up:  # the stage does not run again, and who holds the output holds the tape
-                self.surroundings.pop(stage, None)
+            if self._passes.used_up and stage not in self.program.runs_after_backward:
+                self.surroundings.pop(stage, None)  # who holds the output holds the tape
             return found
 
     def _await(self, stage: int, value: Any) -> None:
