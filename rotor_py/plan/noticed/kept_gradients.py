@@ -31,14 +31,14 @@ class KeptGradients:
         if not state.has_gradients or not plan.fresh_gradients or plan.unlimited(self._model.settings):
             return
         assert plan.sequence is not None
-        # Together: the gradients that are there, and those that the plan has the backward make. No step takes more.
         device = self._model.device_of(plan.input_spec)
-        kept = plan.budget.with_gradients_of(self._model.core, device, fresh=False, stepped=self._model.stepped())
         limit = self._model.limit_bytes(device)
         known = plan.sequence, limit
         if self._known == known:
             return
         self._known = known
+        # Together: the gradients that are there, and those that the plan has the backward make. No step takes more.
+        kept = plan.budget.with_gradients_of(self._model.core, device, fresh=False, stepped=self._model.stepped())
         peak = kept.peak_bytes(plan.sequence)
         if peak <= limit:
             return
