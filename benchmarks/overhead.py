@@ -4,11 +4,11 @@
     python benchmarks/overhead.py --write      # also into docs/report.md and benchmarks/results/
     python benchmarks/overhead.py --busy       # the command five times beside two processes that only compute
 
-The networks and models of the README, each at three limits: a quarter, half and three quarters of the way from the
-least possible to storing everything. A step is forward, loss and backward. Measured overhead is the median, over turns
-of a plain and a planned step, of their ratio; the clock stands still while another program has the core. Planning is
-processor time, without that of TorchDynamo's capture, divided by that of a plain step. Spread is how far apart the
-times of one kind of stage were when the model was measured.
+Networks and models of the README, and a Llama of 32 blocks, each at three limits: a quarter, half and three quarters
+of the way from the least possible to storing everything. A step is forward, loss and backward. Measured overhead is the
+median, over turns of a plain and a planned step, of their ratio; the clock stands still while another program has the
+core. Planning is processor time, without that of TorchDynamo's capture, divided by that of a plain step. Spread is how
+far apart the times of one kind of stage were when the model was measured.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +31,8 @@ from unittest.mock import patch
 
 import torch
 from clock import seconds_of
-from ecosystem import MODELS
+from ecosystem import MODELS as KNOWN
+from ecosystem import llama
 from networks import LEAST_IMAGE, NETWORKS, SHARES
 from report import ROOT, merged, write
 from torch import nn
@@ -40,6 +42,7 @@ from rotor_py import Checkpointable, format_bytes
 from rotor_solver import simulate, store_all
 
 CPU = torch.device("cpu")
+MODELS = {**KNOWN, "Llama, 32 blocks": partial(llama, layers=32)}
 Step = Callable[[nn.Module], None]
 
 
@@ -129,6 +132,7 @@ def run(name: str, case: Any, repeats: int) -> list[dict[str, Any]]:
                 "stages": len(trained.names),
                 "spread": trained.report().measurement.spread,
                 "planning_steps": (took + solving) / one,
+                "planning_seconds": took + solving,
                 "limit_bytes": limit,
                 "predicted_overhead": simulate(budget.chain, sequence).makespan / stored,
                 "measured_overhead": statistics.median(b / a for a, b in turns),
@@ -144,9 +148,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for at in range(0, len(rows), len(SHARES) + 1):
         *limited, whole = rows[at : at + len(SHARES) + 1]
+        seconds = limited[0].get("planning_seconds")  # older rows have none
+        planning = f"{limited[0]['planning_steps']:.0f} steps" + ("" if seconds is None else f", {seconds:.1f} s")
         pairs = [f"{_percent(row['predicted_overhead'])}, {_percent(row['measured_overhead'])}" for row in limited]
         lines.append(
-            f"| {whole['model']} | {whole['stages']} | {limited[0]['planning_steps']:.0f} steps "
+            f"| {whole['model']} | {whole['stages']} | {planning} "
             f"| {whole['spread']:.0%} | {_percent(whole['measured_overhead'])} | {'; '.join(pairs)} |"
         )
     return "\n".join(lines)
