@@ -152,13 +152,11 @@ def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slowe
 
 def test_nothing_moves_where_that_would_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = limit_between(chain(), 0.5)
-    alone = planned(chain(), limit, None)
     monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e3, 1e3))
     slow = planned(chain(), limit, tmp_path)
     assert slow.sequence is not None
     assert slow.sequence.moves is None
     assert "nothing is moved to file:" in slow.summary()
-    assert slow.report().overhead == pytest.approx(alone.report().overhead, rel=0.5)
     roomy = planned(chain(), 10**9, tmp_path)
     assert roomy.sequence is not None
     assert roomy.sequence.moves is None
