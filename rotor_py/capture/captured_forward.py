@@ -21,6 +21,7 @@ from rotor_py.capture.data_questions import NOW, Answers, Asking, OtherAnswerErr
 from rotor_py.capture.graph.run_graph import raise_own_error
 from rotor_py.capture.marks.fsdp_marks import FSDPMarks
 from rotor_py.capture.replaced.cumulative_batch_norm import batch_norms_in_graphs
+from rotor_py.capture.replaced.grouped_products import experts_at_once
 from rotor_py.capture.replaced.library_masks import masks_asked_about
 from rotor_py.capture.tracing.open_numbers import OpenNumbers
 from rotor_py.capture.tracing.tracing import Tracing, keep_image_sizes, keep_known_sizes
@@ -121,6 +122,7 @@ class CapturedForward:
             handing_graphs_to(handle, now),
             masks_asked_about(),
             batch_norms_in_graphs(),
+            experts_at_once(),
             marks.marked() if marks else nullcontext(),
         ):
             known = asking.answers in compiled.forwards
