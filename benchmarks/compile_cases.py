@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from ecosystem import CLASSES, MODELS, Case, images, its_own, llama
+from ecosystem import CLASSES, Case, convnext, gpt2, images, its_own, llama, unet, vit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,14 +19,18 @@ def resnet50() -> Case:
 
 
 CASES: dict[str, tuple[Callable[[], Case], str]] = {
-    "Llama": (lambda: llama(layers=4), "LlamaDecoderLayer"),
-    "GPT-2": (MODELS["GPT-2"], "GPT2Block"),
-    "ViT": (MODELS["ViT"], "ViTLayer"),
+    "Llama": (partial(llama, layers=4, batch=16), "LlamaDecoderLayer"),
+    "GPT-2": (partial(gpt2, batch=16), "GPT2Block"),
+    "ViT": (partial(vit, batch=32), "ViTLayer"),
     "ResNet-50": (resnet50, "ResNetBottleNeckLayer"),
-    "ConvNeXt": (MODELS["ConvNeXt"], "ConvNextLayer"),
-    "U-Net": (MODELS["U-Net"], "DoubleConvolution"),
+    "ConvNeXt": (partial(convnext, batch=32), "ConvNextLayer"),
+    "U-Net": (partial(unet, batch=16), "DoubleConvolution"),
 }
-"""How to make a model, and the class of its blocks, for models that do not checkpoint them by themselves."""
+"""How to make a model, and the class of its blocks, for models that do not checkpoint them by themselves.
+
+A step takes a tenth of a second or more. What a planned step takes in Python, a millisecond, is a column of its own in
+`compile_python.py`, and would be most of the differences here if steps were as short as the tests'.
+"""
 
 
 class Checkpointed(nn.Module):

@@ -45,11 +45,11 @@ def llama(width: int = 128, layers: int = 6, batch: int = 4, length: int = 128) 
     return LlamaForCausalLM(config), words(batch, length), its_own
 
 
-def gpt2(layers: int = 6, length: int = 128) -> Case:
+def gpt2(layers: int = 6, length: int = 128, batch: int = 4) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=1000, n_positions=256, n_embd=128, n_layer=layers, n_head=4)
-    return GPT2LMHeadModel(config), words(4, length), its_own
+    return GPT2LMHeadModel(config), words(batch, length), its_own
 
 
 def bert() -> Case:
@@ -103,13 +103,13 @@ def swin() -> Case:
     return SwinForImageClassification(config), images(8, 64), its_own
 
 
-def convnext() -> Case:
+def convnext(batch: int = 8) -> Case:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
     config = ConvNextConfig(
         hidden_sizes=[24, 48, 96, 192], depths=[2, 2, 4, 2], num_labels=10, image_size=64, problem_type=CLASSES
     )
-    return ConvNextForImageClassification(config), images(8, 64), its_own
+    return ConvNextForImageClassification(config), images(batch, 64), its_own
 
 
 def resnet() -> Case:
@@ -206,11 +206,11 @@ class UNet(nn.Module):
         return result
 
 
-def unet() -> Case:
+def unet(batch: int = 4) -> Case:
     def loss(output: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(output, torch.zeros(output.shape[0], *output.shape[2:], dtype=torch.long))
 
-    return UNet(), {"picture": torch.randn(4, 3, 64, 64)}, loss
+    return UNet(), {"picture": torch.randn(batch, 3, 64, 64)}, loss
 
 
 MODELS: dict[str, Callable[[], Case]] = {

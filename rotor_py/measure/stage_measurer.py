@@ -36,6 +36,7 @@ from rotor_profiling import (
 from rotor_profiling.attributes import kept_bytes
 from rotor_profiling.instruments import stopwatch
 from rotor_profiling.isolate import trained_parameters
+from rotor_profiling.stage.seconds import OwnSeconds
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.measure.cache.kept_kinds import KeptKinds
@@ -67,11 +68,11 @@ from rotor_solver.progress import Progress
 class StageMeasurer:
     """Measures the stages of a chain on the input `value`, of equal ones the first.
 
-    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `node_seconds`
-    are added to the time of a run without a graph. The backward steps the parameters in `stepped`. Stages may be stored
-    by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group` measure
-    the same stages together. With `cache`, kinds of stages that an earlier run has measured are not measured again.
-    What layers offer beside what they say themselves is found by `layer_offers`.
+    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `own` is what
+    the executor takes for a stage beside its operators. The backward steps the parameters in `stepped`. Stages may be
+    stored by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group`
+    measure the same stages together. With `cache`, kinds of stages that an earlier run has measured are not measured
+    again. What layers offer beside what they say themselves is found by `layer_offers`.
     Measured `briefly`, stages are timed no more often than they have to be, until somebody calls `time_further`.
     """
 
@@ -85,7 +86,7 @@ class StageMeasurer:
         fresh_gradients: bool = False,
         silent: tuple[int, ...] = (),
         group: dist.ProcessGroup | None = None,
-        node_seconds: float = 0.0,
+        own: OwnSeconds | None = None,
         cache: bool = True,
         stepped: SteppedParameters = NONE_STEPPED,
         keepers: Sequence[Keeper] = (),
@@ -105,7 +106,7 @@ class StageMeasurer:
         self._owned = list(storages(tensors_in(value)))
         self._known: dict[Hashable, _Found] = {}
         self._movable = MovableBytes(device) if elsewhere else None
-        self._times = StageTimes(node_seconds, briefly=briefly)
+        self._times = StageTimes(own, briefly=briefly)
         self._briefly = briefly
         self._kept = KeptKinds(
             measurement_cache(device, fresh_gradients, preserve_rng_state, tuple(keeper.name for keeper in keepers))
@@ -196,7 +197,11 @@ class StageMeasurer:
         """What was measured, and what the loss costs."""
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
         ways = tuple(of_kind[kind][1] for kind in self._kinds)
-        ends = {kind: self._times.ends(kind, self._known[kind].weighed.ways) for kind in of_kind}
+        ends = {
+            kind: self._times.ends(kind, known.weighed.ways, joins=known.joins)
+            for kind, known in self._known.items()
+            if kind in of_kind
+        }
         return Measurement(
             names=tuple(name for name, _ in self._stages),
             stages=tuple(of_kind[kind][0] for kind in self._kinds),
@@ -302,7 +307,7 @@ class StageMeasurer:
             place = Place(self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped)
             weighed, output = self._weigh(number, value, place, kind)
             # Without the addresses of this stage: it is timed with others of its kind.
-            self._known[kind] = _Found(replace(place, owned=()), weighed)
+            self._known[kind] = _Found(replace(place, owned=()), weighed, offers_of(function).joins)
         self._kinds.append(kind)
         known = self._known[kind]
         remember_moving(function, known.weighed.moving)
@@ -345,8 +350,9 @@ class StageMeasurer:
 
     def _costs_of(self, kind: Hashable) -> tuple[StageCost, tuple[Way, ...]]:
         """The costs of stages of a kind that are stored whole, and of the other ways to store them."""
-        weighed = self._known[kind].weighed
-        whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind))
+        known = self._known[kind]
+        weighed = known.weighed
+        whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind, joins=known.joins))
         ways = worth_choosing(whole, list(map(Way, weighed.ways, others)))
         if self._movable is not None:
             # What goes with the output cannot leave as well. Where a stage hands its input on, more is counted as that.
@@ -361,6 +367,8 @@ class _Found:
 
     place: Place
     weighed: Weighed
+    joins: bool
+    """whether it runs as one with stages around it that are stored whole, too"""
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rotor_profiling import LossCost, StageCost
-from rotor_profiling.stage.seconds import StageRun, StageSeconds, errors_of, estimate
+from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds, errors_of, estimate
 from rotor_py import Checkpointable
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.certified.possible_times import ends_of, possible_times
 from rotor_py.measure.certified.regret import known_regret, most_regret
 from rotor_py.measure.fixed_memory import FixedMemory
-from rotor_py.measure.measurement import Measurement, Way
+from rotor_py.measure.measurement import Ends, Measurement, Way
 from rotor_py.measure.walks.stage_times import FEWEST_RUNS
 from rotor_py.plan.sources import enough_times
 from rotor_py.report.wording import lost_to_inexact_times
@@ -101,6 +101,10 @@ def timed(cost: StageCost, seconds: StageSeconds) -> StageCost:
     )
 
 
+def ends_alone(runs: list[StageRun], *ways: str) -> Ends:
+    return ends_of(runs, ways, OwnSeconds(), joins=False)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(2, 4).flatmap(measured_stages), st.floats(0, 1))
 def test_no_plan_is_faster_by_more_than_the_bound_whatever_the_true_times_are(
@@ -110,7 +114,7 @@ def test_no_plan_is_faster_by_more_than_the_bound_whatever_the_true_times_are(
     budget = Budget(FixedMemory(), found.chain(fresh_gradients=False))
     least, whole = budget.least_bytes(), budget.peak_bytes(store_all(budget.chain))
     limit = int(least + share * (whole - least))
-    known = replace(found, intervals=tuple(ends_of(each, ("other",), 0.0) for each in runs))
+    known = replace(found, intervals=tuple(ends_alone(each, "other") for each in runs))
     sequence = budget.solve(limit, Persistent())
     regret = most_regret(possible_times(known), budget, limit, Persistent())
     assert known_regret(sequence, known, budget, limit) == regret  # what the report says
@@ -132,7 +136,7 @@ def test_without_any_doubt_the_bound_is_the_gap_of_the_solver_and_where_nothing_
     costs = [StageCost(run.ways[0][0], run.nograd, run.ways[0][1], 4, 9, *(0, 0, 0, 0, 0, 0)) for run in runs]
     found = Measurement(tuple("abcd"), tuple(costs), (0,) * 4, 4, LossCost(0.0, 0, 0))
     budget = Budget(FixedMemory(), found.chain(fresh_gradients=False))
-    times = possible_times(replace(found, intervals=tuple(ends_of([run] * 3, (), 0.0) for run in runs)))
+    times = possible_times(replace(found, intervals=tuple(ends_alone([run] * 3) for run in runs)))
     for limit in range(budget.least_bytes(), budget.peak_bytes(store_all(budget.chain)) + 1):
         assert most_regret(times, budget, limit, Persistent()) < 1e-9
     assert most_regret(times, budget, budget.least_bytes() - 1, Persistent()) == 0
@@ -142,7 +146,7 @@ def test_nothing_is_said_of_times_whose_intervals_are_not_those_of_the_plan() ->
     run = StageRun(1.0, ((1.0, 2.0),), 1.0)
     cost = StageCost(1.0, 1.0, 2.0, 4, 9, *(0, 0, 0, 0, 0, 0))
     found = Measurement(
-        tuple("ab"), (cost,) * 2, (0,) * 2, 4, LossCost(0.0, 0, 0), intervals=(ends_of([run] * 3, (), 0.0),) * 2
+        tuple("ab"), (cost,) * 2, (0,) * 2, 4, LossCost(0.0, 0, 0), intervals=(ends_alone([run] * 3),) * 2
     )
     budget = Budget(FixedMemory(), found.chain(fresh_gradients=False))
     limit, sequence = budget.peak_bytes(store_all(budget.chain)), store_all(budget.chain)

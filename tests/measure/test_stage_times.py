@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling.stage.seconds import StageRun
+from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds
 from rotor_py import Checkpointable
-from rotor_py.execute.node_seconds import node_seconds
+from rotor_py.capture.graph.graph_stage import GraphStage
+from rotor_py.execute.own_seconds import own_seconds
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_py.measure.walks.stage_times import FEWEST_RUNS, MOST_PER_WALK, MOST_RUNS, MOST_WALKS, StageTimes
+from rotor_py.stage.protocol import offers_of
 
 pytestmark = pytest.mark.timed
 
@@ -197,8 +199,55 @@ def test_what_a_run_takes_again_is_always_timed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_node_takes_time_and_it_counts_where_a_stage_is_one() -> None:
-    assert 0 < node_seconds() == node_seconds()
+    own = own_seconds()
+    assert own is own_seconds()
+    assert own.call > 0
+    assert own.engine > 0
+    assert own.call + own.engine < own.node < 0.1
     model = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss=torch.sum)
     model.measure(torch.randn(2, 4))
     assert model.budget is not None
-    assert all(stage.nograd_time >= node_seconds() for stage in model.budget.chain.stages)
+    assert all(stage.nograd_time >= own.node + own.engine for stage in model.budget.chain.stages)
+
+
+def test_in_a_step_a_stage_takes_less_than_alone_and_a_node_all_of_it() -> None:
+    alone = StageSeconds(nograd_seconds=2.0, forward_seconds=3.0, backward_seconds=5.0, skipped_output_seconds=0.5)
+    own = OwnSeconds(node=1.0, call=0.25, engine=0.125)
+    joined, by_itself = (own.in_a_step(alone, joins=joins) for joins in (True, False))
+    assert joined == StageSeconds(2.0 + 1.0 + 0.25 + 0.125, 3.0 - 0.25, 5.0 - 0.125, 0.5)
+    assert by_itself == StageSeconds(2.0 + 1.0 + 0.125, 3.0, 5.0 - 0.125, 0.5)
+    for each in (joined, by_itself):  # as a node it runs without a graph, forward again and backward: nothing is lost
+        assert each.nograd_seconds + each.forward_seconds + each.backward_seconds == 2.0 + 1.0 + 3.0 + 5.0
+    short = StageSeconds(0.5, 0.5, 0.0625, 0.5)
+    assert own.in_a_step(short, joins=True) == StageSeconds(1.625, 0.5, 0.0, 0.5)  # skips no more than it takes
+
+
+def test_only_stages_stored_whole_run_as_one_with_others() -> None:
+    times = StageTimes(OwnSeconds(node=1.0, call=0.25, engine=0.125))
+    for _ in range(FEWEST_RUNS):
+        times.add("a", StageRun(1.0, ((1.0, 2.0), (1.5, 2.5)), 1.0))
+    assert [each.forward_seconds for each in times.of("a", joins=True)] == [0.75, 1.5]
+    assert [each.forward_seconds for each in times.of("a")] == [1.0, 1.5]
+    for end in times.ends("a", ["in part"], joins=True):
+        assert [end[name].forward_seconds for name in ("", "in part")] == [0.75, 1.5]
+
+
+class Branches(nn.Module):
+    """No chain of layers, so it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + torch.tanh(layer(value))
+        return value
+
+
+@pytest.mark.parametrize(("model", "joins"), [(Branches(), True), (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), False)])
+def test_stages_of_a_captured_graph_run_as_one_and_layers_do_not(model: nn.Module, joins: bool) -> None:
+    planned = Checkpointable(model, torch.randn(2, 4), "1GB", loss=torch.sum)
+    assert [offers_of(function).joins for function in planned.functions] == [joins] * len(planned.functions)
+    pieces = [stage for stage in planned.functions if isinstance(stage, GraphStage)]
+    assert (bool(pieces) and pieces[0].run_through(pieces[1:]) is not None) == joins

@@ -26,6 +26,36 @@ class StageSeconds:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnSeconds:
+    """What an executor takes for a stage beside its operators, in seconds.
+
+    `node` is that of a stage which is a node of the graph, beside its runs and its backward. The others are what a
+    stage takes because it is timed by itself: `call` in its forward, `engine` in its backward, which somebody has to
+    begin.
+    """
+
+    node: float = 0.0
+    call: float = 0.0
+    engine: float = 0.0
+
+    def in_a_step(self, alone: StageSeconds, *, joins: bool) -> StageSeconds:
+        """The seconds that a stage takes in a step, by those that it took `alone`.
+
+        In a step, the engine comes to its backward on its way; and if it `joins` the stages around it, its forward is a
+        part of theirs. A node runs alone in a step, too: it gets both back with its run without a graph, of which it
+        has at least one.
+        """
+        skipped = alone.skipped_output_seconds
+        forward = max(skipped, alone.forward_seconds - self.call) if joins else alone.forward_seconds
+        return StageSeconds(
+            nograd_seconds=alone.nograd_seconds + self.node + self.engine + (alone.forward_seconds - forward),
+            forward_seconds=forward,
+            backward_seconds=max(0.0, alone.backward_seconds - self.engine),
+            skipped_output_seconds=skipped,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StageRun:
     """The seconds of one run of a stage in all ways, one right after the other.
 

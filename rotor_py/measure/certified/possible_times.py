@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rotor_profiling import StageCost
-from rotor_profiling.stage.seconds import StageRun, StageSeconds, errors_of, estimate
+from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds, errors_of, estimate
 from rotor_py.measure.measurement import Ends, Measurement, Way
 
 
@@ -28,16 +28,16 @@ class PossibleTimes:
         return PossibleTimes(change(self.found), change(self.least), change(self.most))
 
 
-def ends_of(runs: Sequence[StageRun], ways: Sequence[str], node_seconds: float) -> Ends:
+def ends_of(runs: Sequence[StageRun], ways: Sequence[str], own: OwnSeconds, *, joins: bool) -> Ends:
     """The ends of the intervals of a stage's times, of which these `runs` are known, in each of its `ways`.
 
-    `node_seconds` are added to a run without a graph.
+    They are times in a step: `own` is what the executor takes, and stored whole, the stage may `join` those around it.
     """
     found, errors = estimate(runs), errors_of(runs)
     names = ("", *ways)
     whole, wrong = found[0], errors[0]
-    # A chain refuses to skip more than a forward takes. What both ends have more of makes no difference.
-    forward = max(whole.forward_seconds, whole.skipped_output_seconds + wrong.skipped_output_seconds)
+    # A chain refuses to skip more than a forward takes, in a step. What both ends have more of makes no difference.
+    forward = max(whole.forward_seconds, whole.skipped_output_seconds + wrong.skipped_output_seconds + own.call)
 
     def end(sign: int) -> dict[str, StageSeconds]:
         nograd = max(0.0, whole.nograd_seconds + sign * wrong.nograd_seconds)
@@ -48,7 +48,8 @@ def ends_of(runs: Sequence[StageRun], ways: Sequence[str], node_seconds: float) 
         for name, way, error in zip(names, found, errors, strict=True):
             longer = max(0.0, way.forward_seconds - whole.forward_seconds + sign * error.forward_seconds)
             later = max(0.0, way.backward_seconds - whole.backward_seconds + sign * error.backward_seconds)
-            ends[name] = StageSeconds(nograd + node_seconds, forward + longer, whole.backward_seconds + later, skipped)
+            alone = StageSeconds(nograd, forward + longer, whole.backward_seconds + later, skipped)
+            ends[name] = own.in_a_step(alone, joins=joins and not name)
         return ends
 
     return end(-1), end(1)

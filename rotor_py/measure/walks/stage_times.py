@@ -7,10 +7,9 @@ every walk; and its caches are as cold as in a step. Stages of one kind share th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from math import hypot, sqrt
 
-from rotor_profiling.stage.seconds import StageRun, StageSeconds, errors_of, estimate, spread_of
+from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds, errors_of, estimate, spread_of
 from rotor_profiling.timing import several_processes
 from rotor_py.measure.certified.possible_times import ends_of
 from rotor_py.measure.measurement import Ends
@@ -35,13 +34,12 @@ TOO_FAR = 0.10
 class StageTimes:
     """The runs of the stages of some kinds, as far as they have been timed.
 
-    `node_seconds` is what a stage takes beside its runs if it has no graph at first. It counts with the run without a
-    graph, of which such a stage has at least one. Timed `briefly`, other ways than whole are timed once, and once more
-    if they are `wanted` beyond the fewest runs: a plan may not depend on them.
+    `own` is what the executor takes for each. Timed `briefly`, other ways than whole are timed once, and once more if
+    they are `wanted` beyond the fewest runs: a plan may not depend on them.
     """
 
-    def __init__(self, node_seconds: float = 0.0, *, briefly: bool = False) -> None:
-        self._node_seconds = node_seconds
+    def __init__(self, own: OwnSeconds | None = None, *, briefly: bool = False) -> None:
+        self._own = own or OwnSeconds()
         self._briefly = briefly
         self._runs: dict[Hashable, list[StageRun]] = {}
         self._settled: set[Hashable] = set()
@@ -66,14 +64,14 @@ class StageTimes:
         """The runs of stages of a `kind`."""
         return self._runs[kind]
 
-    def of(self, kind: Hashable) -> list[StageSeconds]:
-        """The seconds of stages of a `kind`, in each way to run them."""
+    def of(self, kind: Hashable, *, joins: bool = False) -> list[StageSeconds]:
+        """The seconds of stages of a `kind` in a step, in each way; stored whole, it may be that one `joins` others."""
         found = estimate(self._runs[kind])
-        return [replace(way, nograd_seconds=way.nograd_seconds + self._node_seconds) for way in found]
+        return [self._own.in_a_step(way, joins=joins and not number) for number, way in enumerate(found)]
 
-    def ends(self, kind: Hashable, ways: Sequence[str]) -> Ends:
-        """The least and the most seconds of a stage of a `kind`, which may be stored in these `ways`."""
-        return ends_of(self._runs[kind], ways, self._node_seconds)
+    def ends(self, kind: Hashable, ways: Sequence[str], *, joins: bool = False) -> Ends:
+        """The least and the most of these seconds, for a stage that may be stored in these `ways`."""
+        return ends_of(self._runs[kind], ways, self._own, joins=joins)
 
     def wanted(self, kinds: Sequence[Hashable], *, only_fewest: bool = False) -> set[int]:
         """Which stages of a chain to time in the next walk, by position; `kinds` has that of each stage.

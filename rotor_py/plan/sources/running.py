@@ -12,7 +12,7 @@ from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import is_sharded
 from rotor_py.execute import regions
 from rotor_py.execute.guarded_tape import GuardedTape
-from rotor_py.execute.node_seconds import node_seconds
+from rotor_py.execute.own_seconds import own_seconds
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.stepped_parameters import stepped_parameters
@@ -64,5 +64,5 @@ def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
         "elsewhere": ELSEWHERE in settings.keepers,
         "stepped": stepped_parameters(model, settings.step_in_backward),
         # Elsewhere the device works meanwhile, also where it is predicted.
-        "node_seconds": node_seconds() if how.device.type == "cpu" and prediction() is None else 0.0,
+        "own": own_seconds() if how.device.type == "cpu" and prediction() is None else None,
     }
