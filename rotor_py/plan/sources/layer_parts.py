@@ -101,7 +101,7 @@ def _saved_bytes(function: nn.Module, value: Any, device: torch.device) -> int:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
             saved.update(storages([tensor]))
-        return tensor
+        return tensor.detach()  # a result that is saved with its history would hold its own node, for good
 
     leaf = leaves_of(value)
     with isolated(function, device) as parameters, torch.enable_grad():
