@@ -12,7 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from rotor_profiling import stage_kind
 from rotor_py import Checkpointable
+from rotor_py.distributed.shard_groups import sharding_of
+from rotor_py.distributed.whole_parameters import gathered
 from tests.distributed import fsdp
 from tests.distributed.fsdp import WIDTH, batches, loss
 from tests.distributed.processes import here, kept, mesh
@@ -95,6 +98,16 @@ def which_are_captured(rank: int, kind: str) -> list[bool]:
         planned.compute_sequence(fsdp.limit_between(planned, rank, 0.6))
         assert_same_gradients([first[0], planned], here(batches(rank)[0]))
         return offered(planned)
+
+
+def kinds(rank: int) -> list[int]:
+    """For each layer, the first one that costs the same."""
+    model, value = sharded("alone"), here(batches(rank)[0]).requires_grad_()
+    found = []
+    for layer in model:
+        with gathered(layer, sharding_of(model, mixed_precision=False)):
+            found.append(stage_kind(layer, value))
+    return [found.index(kind) for kind in found]
 
 
 def held_after_measuring(rank: int) -> int:

@@ -45,6 +45,10 @@ def test_a_layer_that_is_not_captured_as_it_stands_keeps_its_other_ways(processe
         assert captured == [False, *[True] * 5, False]
 
 
+def test_blocks_that_are_sharded_alike_are_measured_once(processes: Processes) -> None:
+    assert processes.run(fsdp_layers.kinds) == [[0, 0, 0, 0, 0, 0, 6]] * 2
+
+
 def test_no_layer_holds_whole_parameters_when_all_have_been_measured(processes: Processes) -> None:
     assert processes.run(fsdp_layers.held_after_measuring) == [0, 0]
 
