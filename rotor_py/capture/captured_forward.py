@@ -43,10 +43,14 @@ class _Compiled:
 
 
 class CapturedForward:
-    """The forward of one model, and the graphs that Dynamo made of it so far."""
+    """The forward of one model, and the graphs that Dynamo made of it so far.
 
-    def __init__(self, model: nn.Module, granularity: int, *, open_sizes: bool = True) -> None:
+    A sharded model that is `gathered` has whole parameters whenever this is called: it is captured as any other.
+    """
+
+    def __init__(self, model: nn.Module, granularity: int, *, open_sizes: bool = True, gathered: bool = False) -> None:
         self.model = model
+        self._gathered = gathered
         self.open_sizes = open_sizes
         self._granularity = granularity
         self._compiled: _Compiled | None = None
@@ -98,7 +102,7 @@ class CapturedForward:
         asking: Asking,
     ) -> Any:
         if self._compiled is None:  # nothing was measured: the plan came from a file, or this is a copy
-            self._compiled = _Compiled(FSDPMarks.of(self.model))
+            self._compiled = _Compiled(self._marks())
         compiled, marks = self._compiled, self._compiled.marks
 
         taken: list[CapturedGraph] = []
@@ -153,7 +157,7 @@ class CapturedForward:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Look at the model anew, since it may have changed, and let marks do nothing while it is measured."""
-        marks = FSDPMarks.of(self.model)
+        marks = self._marks()
         self._compiled = _Compiled(marks)
         if marks is None:
             yield
@@ -164,6 +168,9 @@ class CapturedForward:
             yield
         finally:
             marks.measuring = False
+
+    def _marks(self) -> FSDPMarks | None:
+        return None if self._gathered else FSDPMarks.of(self.model)
 
     def _captured(
         self, traced: TracedGraph, arguments: tuple[Any, ...], taken: list[CapturedGraph], marks: FSDPMarks | None

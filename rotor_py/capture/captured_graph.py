@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_profiling.timing import several_processes
@@ -215,6 +215,15 @@ class CapturedGraph:
         # LSTM on the CPU has other last digits where they are off.
         with torch.enable_grad():
             return run_graph(self._context, given)
+
+    def let_go_of_parameters(self) -> None:
+        """Hold no memory of parameters until the next call brings them: gathered ones are freed in between."""
+        assert self._facts is not None
+        for node, tensor in self._facts.owned.items():
+            if isinstance(tensor, nn.Parameter) and tensor.untyped_storage().nbytes() > tensor.element_size():
+                one = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+                self._facts.owned[node] = nn.Parameter(one.expand(tensor.shape), tensor.requires_grad)
+        self._bind({**self._owned, **self._facts.owned})
 
     def _bind(self, values: dict[fx.Node, Any]) -> None:
         """Replace parameters and buffers in the stages if this call brings other tensors than the last one.

@@ -2,12 +2,17 @@
 
 Stored whole or run again, it runs as it stands. Stored in part, it runs through TorchDynamo. Its guards see to it that
 the graph is one of this layer, in this mode, on such an input; what a layer does beside its operators, it does, too.
+
+Where `fully_shard` has sharded the chain, a layer's parameters are whole whenever its forward runs, and until its
+backward is over: hooks of the layer see to that, or of a module around it. So the hooks are called, and TorchDynamo
+captures what runs between them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,8 +28,10 @@ from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.capture.tracing.tracing import MOST_GRAPHS
+from rotor_py.stage.keepers.handed_over import HandingOver
+from rotor_py.stage.keepers.saved_in_order import SavedInOrder
 from rotor_py.stage.protocol import Run, StageOffers
-from rotor_py.stage.ways.watched import calls_forward_alone
+from rotor_py.stage.ways.watched import calling_instead, calls_forward_alone
 
 _log = logging.getLogger("rotor_py")
 
@@ -32,23 +39,31 @@ _log = logging.getLogger("rotor_py")
 class CapturedLayer(StageOffers):
     """The ways to store `layer` in part, those that `find` finds, or `named` ones that were found of a layer like it.
 
-    `like` is that other layer, where it is at hand: its graphs have the same nodes, and keep the same of them.
+    `like` is that other layer, where it is at hand: its graphs have the same nodes, and keep the same of them. What is
+    said of layers of a chain that `fully_shard` has sharded holds for one that is `sharded`.
     """
 
     def __init__(
-        self, layer: nn.Module, name: str, named: Sequence[str] = (), like: CapturedLayer | None = None
+        self,
+        layer: nn.Module,
+        name: str,
+        named: Sequence[str] = (),
+        *,
+        like: CapturedLayer | None = None,
+        sharded: bool = False,
     ) -> None:
         self.layer = layer
         self._name = name
         self._named = tuple(named)
         self._like = like
-        self._forward = CapturedForward(layer, granularity=1)
+        self._sharded = sharded
+        self._forward = CapturedForward(layer, granularity=1, gathered=sharded)
         self._stages: dict[CapturedGraph, GraphStage | None] = {}
         self._warned = False
 
     def of_kind(self, layer: nn.Module, name: str) -> CapturedLayer:
         """The same of another layer, which does the same as this one."""
-        return CapturedLayer(layer, name, self._named, like=self)
+        return CapturedLayer(layer, name, self._named, like=self, sharded=self._sharded)
 
     def ways(self) -> tuple[str, ...]:
         return self._named
@@ -65,7 +80,7 @@ class CapturedLayer(StageOffers):
         have no values, there are no bits to compare: that is left to the device on which a plan is followed.
         """
         for open_sizes in (True, False):
-            self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes)
+            self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes, gathered=self._sharded)
             self._stages.clear()
             try:
                 stage = self._only_stage(value, device)
@@ -91,6 +106,7 @@ class CapturedLayer(StageOffers):
 
         with isolated(self.layer, device), torch.enable_grad(), operators_as_called():
             self._forward.call((leaves_of(value),), {}, run)
+        self._let_go()
         if len(graphs) != 1 or self._forward.breaks_at is not None or graphs[0].answers:
             return None
         return self._stages[graphs[0]]
@@ -109,15 +125,18 @@ class CapturedLayer(StageOffers):
 
     def _same_bits(self, value: Any, device: torch.device) -> bool:
         """Whether the layer makes the same numbers in each way: what it returns, gradients, buffers, random numbers."""
-        expected, state = self._step(self.layer, value, device)
+        expected, state, saved = self._step(self.layer, value, device)
         known = self._count_graphs(value, device)
         for way in self._named:
-            found, after = self._step(self.forward_by(way), value, device)
+            found, after, saved_then = self._step(self.forward_by(way), value, device)
             if len(self._stages) > known:
                 _log.debug("layer %s is stored whole or not at all: every run takes another graph", self._name)
                 return False
             if state != after or len(found) != len(expected) or not all(map(_same, found, expected)):
                 _log.debug("layer %s is stored whole or not at all: captured, it makes other numbers", self._name)
+                return False
+            if saved != saved_then:
+                _log.debug("layer %s is stored whole or not at all: captured, it saves something else", self._name)
                 return False
         return True
 
@@ -134,19 +153,26 @@ class CapturedLayer(StageOffers):
                 return known
         return len(self._stages)
 
-    def _step(self, run: Run, value: Any, device: torch.device) -> tuple[list[torch.Tensor | None], RandomState]:
-        leaf = leaves_of(value)
+    def _step(
+        self, run: Run, value: Any, device: torch.device
+    ) -> tuple[list[torch.Tensor | None], RandomState, list[Hashable]]:
+        """The numbers, and what is saved, in order: what a region of a sharded model saves when it is run as it stands
+        is made again by the layer as it is stored (the Note in `rerun`).
+        """
+        leaf, saved = leaves_of(value), SavedInOrder()
         with isolated(self.layer, device) as parameters, torch.enable_grad():
-            made = tensors_in(run(leaf))
+            with HandingOver(saved) if self._sharded else nullcontext():
+                made = tensors_in(run(leaf))
             # Gradients that differ from number to number, and from one output to the next.
             trained = [tensor for tensor in made if tensor.requires_grad]
             torch.autograd.backward(trained, [tensor.detach().clone() for tensor in trained])
             state = RandomState.now((device,))
             gradients = [tensor.grad for tensor in (*tensors_in(leaf), *parameters)]
-            return [*(tensor.detach() for tensor in made), *gradients, *self.layer.buffers()], state
+            numbers = [*(tensor.detach() for tensor in made), *gradients, *self.layer.buffers()]
+            return numbers, state, saved.found
 
     def _run_in_part(self, way: str, skip_output: bool, value: Any) -> Any:
-        if not calls_forward_alone(self.layer):
+        if not calls_forward_alone(self.layer, but_for_its_hooks=self._sharded):
             return self._run_whole(value, "a hook was registered on it, or its forward replaced")
 
         handed_over: list[CapturedGraph] = []
@@ -161,14 +187,28 @@ class CapturedLayer(StageOffers):
                 given, values = graph.enter(arguments)
                 return graph.leave(stage.forward_by(way, skip_output=skip_output)(given), values)
 
-        try:
+        def captured(value: Any) -> Any:
             with operators_as_called():
-                made = self._forward.call((value,), {}, run, self._tell_of_capture)
+                return self._forward.call((value,), {}, run, self._tell_of_capture)
+
+        try:
+            if self._sharded:
+                with calling_instead(self.layer, captured):
+                    made = self.layer(value)
+            else:
+                made = captured(value)
         except TorchDynamoException as error:  # raised while it traces, before anything has run
             return self._run_whole(value, str(error).partition("\n")[0])
+        finally:
+            self._let_go()
         if not handed_over:
             self._warn(f"TorchDynamo runs it as it stands, after {MOST_GRAPHS} graphs")
         return made
+
+    def _let_go(self) -> None:
+        if self._sharded:
+            for graph in self._stages:
+                graph.let_go_of_parameters()
 
     def _run_whole(self, value: Any, cause: str) -> Any:
         self._warn(cause)

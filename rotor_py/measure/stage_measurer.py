@@ -115,9 +115,9 @@ class StageMeasurer:
         )
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
         self._input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(self._input))
-        # The layers of a sharded chain gather their parameters in hooks, at which TorchDynamo breaks a graph.
-        offers = None if cut.sharding else layer_offers
-        self._chain = WalkedChain(cut, self._input, device, silent, group, preserve_rng_state, tuple(keepers), offers)
+        self._chain = WalkedChain(
+            cut, self._input, device, silent, group, preserve_rng_state, tuple(keepers), layer_offers
+        )
         self._survey = Survey(self._chain, stepped)
         self._walks = 0
         """for times"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +154,14 @@ def test_a_smaller_batch_and_a_plan_from_a_file_are_stored_in_part_as_well(tmp_p
         least = [compare(network, plain, {"input": batch[:rows]}, loss) for rows in (ROWS, ROWS // 2)]
         assert 0.98 * predicted <= least[0] <= predicted
         assert least[1] < 0.75 * predicted
+
+
+def test_nothing_of_what_layers_save_is_held_when_they_have_been_measured() -> None:
+    planned, _ = measured(Block(), nn.Linear(WIDTH, WIDTH))
+    assert names(planned)[0]
+    gc.collect()
+    held = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.grad_fn is not None]
+    assert [each.shape for each in held if each.shape == (ROWS, 4 * WIDTH)] == []
 
 
 @pytest.mark.parametrize("kind", ["hooked", "data", "counting", "small"])

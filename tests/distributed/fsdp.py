@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,12 +65,14 @@ def trained(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
     return numbers
 
 
-def halfway(planned: Checkpointable, rank: int) -> int:
+def limit_between(planned: Checkpointable, rank: int, share: float) -> int:
+    """So much of the way from the least possible to storing everything."""
     planned.measure(here(batches(rank)[0]))
     assert planned.budget is not None
     planned.compute_sequence("1GB")
     assert planned.budget is not None
-    return (planned.budget.least_bytes() + planned.budget.peak_bytes(store_all(planned.budget.chain))) // 2
+    least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
+    return least + int(share * (most - least))
 
 
 def packed(rank: int) -> tuple[str, list[str], int, int, int]:
@@ -78,17 +81,20 @@ def packed(rank: int) -> tuple[str, list[str], int, int, int]:
         return same_as_plain(rank, {})
 
 
-def same_as_plain(rank: int, options: dict[str, Any]) -> tuple[str, list[str], int, int, int]:
+def same_as_plain(
+    rank: int, options: dict[str, Any], make: Callable[..., nn.Module] = sharded, share: float = 0.5
+) -> tuple[str, list[str], int, int, int]:
     """The sequence, the names of numbers that differ; limit, prediction and measured peak of one more step."""
-    expected = trained(rank, sharded(**options))
-    model = sharded(**options)
+    expected = trained(rank, make(**options))
+    model = make(**options)
+    names = list(model.state_dict())
     planned = Checkpointable(model, loss=loss)
-    limit = halfway(planned, rank)
+    limit = limit_between(planned, rank, share)
     dist.barrier()
     planned.compute_sequence(limit)
     found = trained(rank, planned)
     different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
-    assert list(planned.state_dict()) == list(blocks().state_dict())
+    assert list(planned.state_dict()) == names
     batch = here(batches(rank)[0])
     present = [*(p.to_local() for p in model.parameters()), *(p.grad.to_local() for p in model.parameters()), batch]
     measured = least_peak(lambda: loss(planned(batch)).backward(), tensors_in(present))

@@ -15,6 +15,20 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from rotor_profiling.storage import layout_of
+from rotor_profiling.torch_classes import is_fsdp_module
+
+_OF_NO_STEP = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Tables of hooks that no step calls. `fully_shard` puts some there."""
+_OF_HOOKS = {"_forward_pre_hooks_with_kwargs": "_forward_pre_hooks", "_forward_hooks_with_kwargs": "_forward_hooks"}
+"""Tables that say something of the hooks in another table."""
+_SHARDING = "__composable_api_state_key"
+"""How the attributes begin in which `fully_shard` keeps what it knows of a module. A stage of it is measured with whole
+parameters and without hooks, so it costs the same however it is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +79,15 @@ def value_kind(value: Any) -> Hashable:
 def _module_kind(module: nn.Module) -> Hashable:
     if isinstance(module, HasKind):
         return type(module), tuple(map(_plain, module.parameters())), tuple(map(_plain, module.buffers()))
-    own = tuple((key, _attribute(value)) for key, value in sorted(vars(module).items()))
+    own = tuple((key, _attribute(value)) for key, value in sorted(vars(module).items()) if _counts(module, key))
     return type(module), own, tuple((name, _module_kind(child)) for name, child in module.named_children())
+
+
+def _counts(module: nn.Module, key: str) -> bool:
+    """Whether a step may take something else if this attribute of a module is another one."""
+    if key in _OF_HOOKS:
+        return bool(vars(module)[_OF_HOOKS[key]])
+    return key not in _OF_NO_STEP and not (key.startswith(_SHARDING) and is_fsdp_module(module))
 
 
 def _attribute(value: Any) -> Hashable:

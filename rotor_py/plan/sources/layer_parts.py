@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rotor_profiling import isolated, leaves_of, storages, tensors_in
 from rotor_profiling.storage import layout_of
+from rotor_profiling.torch_classes import is_fsdp_module
 from rotor_py.stage.protocol import StageOffers
 from rotor_py.stage.ways.names import parted
 from rotor_py.stage.ways.watched import calls_forward_alone
@@ -33,9 +34,10 @@ _OPERATORS = "torch.nn."
 
 
 class LayerParts:
-    """What the layers of one model offer, each known by its module."""
+    """What the layers of one model offer, each known by its module. `fully_shard` may have `sharded` the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sharded: bool = False) -> None:
+        self._sharded = sharded
         self._found: dict[int, CapturedLayer] = {}
         """by the id of the layer, which what is found keeps alive"""
         self._kinds: dict[Hashable, CapturedLayer | None] = {}
@@ -43,7 +45,7 @@ class LayerParts:
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: what was found is bound to these layers, and a copy finds its own."""
-        return {"_found": {}, "_kinds": {}}
+        return {**self.__dict__, "_found": {}, "_kinds": {}}
 
     def look_at(self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device) -> None:
         """Find out how a layer of this kind can be stored on the input `value`, if no other one of the kind was seen.
@@ -52,7 +54,7 @@ class LayerParts:
         """
         self._found.pop(id(function), None)
         if kind not in self._kinds:
-            self._kinds[kind] = _captured(function, name, value, device)
+            self._kinds[kind] = self._captured(function, name, value, device)
         first = self._kinds[kind]
         if first is not None:
             self._found[id(function)] = first if first.layer is function else first.of_kind(function, name)
@@ -69,18 +71,17 @@ class LayerParts:
         if own and id(function) not in self._found:  # the plan comes from a file, or the model is a copy
             from rotor_py.capture.captured_layer import CapturedLayer
 
-            self._found[id(function)] = CapturedLayer(function, name, tuple(own))
+            self._found[id(function)] = CapturedLayer(function, name, tuple(own), sharded=self._sharded)
         return self.of(function)
 
+    def _captured(self, function: nn.Module, name: str, value: Any, device: torch.device) -> CapturedLayer | None:
+        if not _may_gain(function, value) or _saved_bytes(function, value, device) < _LEAST_BYTES:
+            return None
+        # Not at the top: it imports TorchDynamo, which takes as long as importing the rest of torch.
+        from rotor_py.capture.captured_layer import CapturedLayer
 
-def _captured(function: nn.Module, name: str, value: Any, device: torch.device) -> CapturedLayer | None:
-    if not _may_gain(function, value) or _saved_bytes(function, value, device) < _LEAST_BYTES:
-        return None
-    # Not at the top: it imports TorchDynamo, which takes as long as importing the rest of torch.
-    from rotor_py.capture.captured_layer import CapturedLayer
-
-    found = CapturedLayer(function, name)
-    return found if found.find(value, device) else None
+        found = CapturedLayer(function, name, sharded=self._sharded)
+        return found if found.find(value, device) else None
 
 
 def _may_gain(function: nn.Module, value: Any) -> bool:
@@ -88,7 +89,9 @@ def _may_gain(function: nn.Module, value: Any) -> bool:
     operator = type(function).__module__.startswith(_OPERATORS) and not function._modules
     tensors = [*function.parameters(), *function.buffers(), *tensors_in(value)]
     plain = all(type(each) in _PLAIN and layout_of(each) is None for each in tensors)
-    return not operator and plain and calls_forward_alone(function)
+    # Those of modules inside of the layer are not there all the time. Without hooks, as now, only their class shows it.
+    gathered_inside = any(is_fsdp_module(each) for each in function.modules() if each is not function)
+    return not operator and plain and not gathered_inside and calls_forward_alone(function)
 
 
 def _saved_bytes(function: nn.Module, value: Any, device: torch.device) -> int:
@@ -101,7 +104,7 @@ def _saved_bytes(function: nn.Module, value: Any, device: torch.device) -> int:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
             saved.update(storages([tensor]))
-        return tensor
+        return tensor.detach()  # a result that is saved with its history would hold its own node, for good
 
     leaf = leaves_of(value)
     with isolated(function, device) as parameters, torch.enable_grad():

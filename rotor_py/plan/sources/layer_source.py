@@ -9,6 +9,7 @@ from torch import nn
 
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.instruments import operators
+from rotor_py.distributed.whole_parameters import is_sharded
 from rotor_py.measure.cut import Cut, cut
 from rotor_py.measure.stages import MeasuredCut, measure
 from rotor_py.plan.inputs.input_spec import covers
@@ -28,7 +29,7 @@ class LayerSource:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._replay = Replay(model)
-        self._parts = LayerParts()
+        self._parts = LayerParts(sharded=is_sharded(model))
 
     def renewed(self) -> LayerSource:
         return LayerSource(self._model)
@@ -46,7 +47,7 @@ class LayerSource:
         return covers(planned, value)
 
     def measure(self, value: Any, how: Measuring) -> Measured:
-        enough, parts = how.enough, LayerParts()
+        enough, parts = how.enough, LayerParts(sharded=is_sharded(self._model))
         with operators(), attributes_kept(self._model, caches=False):
             found = cut(self._model, value, how.device)
             measurement = measure(

@@ -109,7 +109,7 @@ class _Memories:
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         # By memory, not by tensor: what is saved is often a view of what a node returned.
         self._saved.add(self._number(tensor))
-        return tensor
+        return tensor.detach()  # a result that is saved with its history would hold its own node, for good
 
     def _number(self, tensor: torch.Tensor) -> int:
         """What the memory of a tensor is known by."""

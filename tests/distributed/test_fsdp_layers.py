@@ -1,0 +1,60 @@
+"""Layers of an `nn.Sequential` of `fully_shard` are captured one by one, and stored in part in regions as well."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import fsdp_layers
+from tests.distributed.processes import Processes
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "share", "in_region"),
+    [
+        ("alone", {}, 0.6, True),
+        ("alone", {"reshard_after_forward": False}, 0.7, False),
+        ("together", {}, 0.2, True),
+    ],
+)
+def test_layers_are_stored_in_part_inside_the_limit(
+    processes: Processes, how: str, options: dict[str, Any], share: float, in_region: bool
+) -> None:
+    found = processes.run(fsdp_layers.same_in_part, how, options, share)
+    assert len({sequence for sequence, *_ in found}) == 1
+    for sequence, different, limit, predicted, measured in found:
+        assert different == []
+        assert "^" in sequence
+        assert bool(re.search(r"CF_(\d+).* Fe_\1\^|Fn_(\d+).* Fe_\2\^", sequence)) == in_region
+        assert measured <= predicted <= limit
+
+
+@pytest.mark.slow
+def test_four_processes(four_processes: Processes) -> None:
+    found = four_processes.run(fsdp_layers.same_in_part, "alone", {}, 0.4)
+    assert len({sequence for sequence, *_ in found}) == 1
+    assert [(different, measured <= limit) for _, different, limit, _, measured in found] == [([], True)] * 4
+
+
+@pytest.mark.parametrize("kind", ["odd", "otherwise", "inside"])
+def test_a_layer_that_is_not_captured_as_it_stands_keeps_its_other_ways(processes: Processes, kind: str) -> None:
+    for captured in processes.run(fsdp_layers.which_are_captured, kind):
+        assert captured == [False, *[True] * 5, False]
+
+
+def test_blocks_that_are_sharded_alike_are_measured_once(processes: Processes) -> None:
+    assert processes.run(fsdp_layers.kinds) == [[0, 0, 0, 0, 0, 0, 6]] * 2
+
+
+def test_no_layer_holds_whole_parameters_when_all_have_been_measured(processes: Processes) -> None:
+    assert processes.run(fsdp_layers.held_after_measuring) == [0, 0]
+
+
+def test_plans_serve_smaller_batches_and_other_models_and_hooks_that_come_later(
+    processes: Processes, tmp_path: Path
+) -> None:
+    for warnings in processes.run(fsdp_layers.around_a_step, str(tmp_path)):
+        assert [each for each in warnings if "layer 4 is stored whole and not in part" in each]
