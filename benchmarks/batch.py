@@ -2,6 +2,7 @@
 
     python benchmarks/batch.py                       # on the CPU; prints the table
     python benchmarks/batch.py --write               # also into docs/batch.md and benchmarks/results/
+    python benchmarks/batch.py --only llama --write  # rows of other networks stay
 
 For each network there is one limit: what storing everything takes with a small batch. `best_batch` chooses inside it,
 with the optimizer's step counted. Then whole steps are trained, of all three batches in turns: forward, loss, backward,
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from report import ROOT, write
+from report import ROOT, merged, write
 from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
@@ -61,7 +62,7 @@ def llama() -> nn.Module:
 
 CASES = {
     "ResNet-50, 32×32 images": Case(
-        lambda: models.resnet50(num_classes=10), images, lambda output: output.square().mean(), 12
+        lambda: models.resnet50(num_classes=10), images, lambda output: output.square().mean(), 24
     ),
     "Llama, 6 blocks of width 384, 16 words": Case(llama, texts, lambda output: output.loss, 8),
 }
@@ -190,7 +191,8 @@ def main() -> None:
             rows += run(name, case, device, options.turns)
     print(table(rows))
     if options.write:
-        write("batch", table(rows), rows, device, ROOT / "docs" / "batch.md")
+        everything = merged("batch", rows, device, CASES, key="network")
+        write("batch", table(everything), everything, device, ROOT / "docs" / "batch.md")
     if not all(each["inside_limit"] for each in rows):
         raise SystemExit("a measured peak is over its limit")
 

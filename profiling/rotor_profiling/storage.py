@@ -22,6 +22,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     if type(value) in (tuple, list):  # most are, and this is many times as fast
         return [tensor for each in value for tensor in tensors_in(each)]
+    if type(value) is dict:  # in the order of pytrees: as its keys came in
+        return [tensor for each in value.values() for tensor in tensors_in(each)]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 

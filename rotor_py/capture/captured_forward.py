@@ -16,11 +16,11 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 from rotor_profiling import tensors_in
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.compiled_models import CompiledForward, TracedGraph, compile_forward, handing_graphs_to
+from rotor_py.capture.compiled_models import CompiledForward, HandingGraphsTo, TracedGraph, compile_forward
 from rotor_py.capture.data_questions import NOW, Answers, Asking, OtherAnswerError
 from rotor_py.capture.graph.run_graph import raise_own_error
 from rotor_py.capture.marks.fsdp_marks import FSDPMarks
-from rotor_py.capture.replaced.cumulative_batch_norm import batch_norms_in_graphs
+from rotor_py.capture.replaced.cumulative_batch_norm import batch_norms_in_graphs, has_batch_norms
 from rotor_py.capture.replaced.grouped_products import experts_at_once
 from rotor_py.capture.replaced.library_masks import masks_asked_about
 from rotor_py.capture.tracing.open_numbers import OpenNumbers
@@ -29,6 +29,7 @@ from rotor_py.distributed.shard_groups import groups_of
 from rotor_py.errors import UnsupportedModelError
 
 _log = logging.getLogger("rotor_py")
+_NOTHING = nullcontext()
 
 RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 """Called with a graph and its inputs; returns its outputs."""
@@ -39,6 +40,8 @@ class _Compiled:
     """What calls the model: each of `forwards` is made at its first call, under the marks of a sharded model."""
 
     marks: FSDPMarks | None
+    batch_norms: bool
+    """whether there are any: to replace the forward of a class has Python forget what it knows of its attributes"""
     forwards: dict[Answers, CompiledForward] = field(default_factory=dict)
 
 
@@ -102,7 +105,7 @@ class CapturedForward:
         asking: Asking,
     ) -> Any:
         if self._compiled is None:  # nothing was measured: the plan came from a file, or this is a copy
-            self._compiled = _Compiled(self._marks())
+            self._compiled = self._looked_at()
         compiled, marks = self._compiled, self._compiled.marks
 
         taken: list[CapturedGraph] = []
@@ -123,9 +126,9 @@ class CapturedForward:
 
         now = Tracing(began, self._numbers)
         with (
-            handing_graphs_to(handle, now),
+            HandingGraphsTo(handle, now),
             masks_asked_about(),
-            batch_norms_in_graphs(),
+            batch_norms_in_graphs() if compiled.batch_norms else _NOTHING,
             experts_at_once(),
             marks.marked() if marks else nullcontext(),
         ):
@@ -157,8 +160,8 @@ class CapturedForward:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Look at the model anew, since it may have changed, and let marks do nothing while it is measured."""
-        marks = self._marks()
-        self._compiled = _Compiled(marks)
+        self._compiled = self._looked_at()
+        marks = self._compiled.marks
         if marks is None:
             yield
             return
@@ -169,8 +172,9 @@ class CapturedForward:
         finally:
             marks.measuring = False
 
-    def _marks(self) -> FSDPMarks | None:
-        return None if self._gathered else FSDPMarks.of(self.model)
+    def _looked_at(self) -> _Compiled:
+        """What the model is like now, and nothing compiled."""
+        return _Compiled(None if self._gathered else FSDPMarks.of(self.model), has_batch_norms(self.model))
 
     def _captured(
         self, traced: TracedGraph, arguments: tuple[Any, ...], taken: list[CapturedGraph], marks: FSDPMarks | None

@@ -7,7 +7,7 @@ graph returns may come out of the last stage, out of the context, or straight fr
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,8 @@ class CapturedGraph:
         """What the context has to make."""
         self._context: fx.GraphModule | None = None
         self._owned: dict[fx.Node, torch.Tensor] = {}
+        self._owned_at: list[int] = []
+        """The positions of these among the graph's inputs."""
 
     def split(
         self, arguments: tuple[Any, ...], like: CapturedGraph | None = None, agree: Agree = lambda weights: weights
@@ -107,6 +109,7 @@ class CapturedGraph:
         _ask(facts, dict(zip(self._placeholders, arguments, strict=True)))
         self._facts = facts  # only now, so that a graph that was refused is refused again
         self._owned = dict(facts.owned)
+        self._owned_at = [self._placeholders.index(node) for node in self._owned]
         if not facts.body:  # all of it is context, so nothing has a gradient
             return
         self._cuts, names = None, None
@@ -124,8 +127,11 @@ class CapturedGraph:
 
     def has(self, arguments: tuple[Any, ...]) -> bool:
         """Whether its stages have the parameters and buffers that are among these arguments."""
-        given = zip(self._placeholders, arguments, strict=True)
-        return self._facts is not None and all(value is self._owned.get(node, value) for node, value in given)
+        return self._facts is not None and all(map(operator.is_, self._owned_among(arguments), self._owned.values()))
+
+    def _owned_among(self, arguments: tuple[Any, ...]) -> Iterable[Any]:
+        """The parameters and buffers among the inputs of a call, in the order of `_owned`."""
+        return map(arguments.__getitem__, self._owned_at)  # every step looks at all of them
 
     @property
     def answers(self) -> Answers:
@@ -166,8 +172,9 @@ class CapturedGraph:
         OtherAnswerError if the data answer a question otherwise than the graph assumes.
         """
         assert self._facts is not None
+        if not self.has(arguments):
+            self._bind(dict(zip(self._owned, self._owned_among(arguments), strict=True)))
         values = dict(zip(self._placeholders, arguments, strict=True))
-        self._bind(values)
         if self._context is not None:
             made = self._run_context([values[node] for node in self._facts.given])
             values.update(zip(self._wanted, made, strict=True))
@@ -225,20 +232,18 @@ class CapturedGraph:
                 self._facts.owned[node] = nn.Parameter(one.expand(tensor.shape), tensor.requires_grad)
         self._bind({**self._owned, **self._facts.owned})
 
-    def _bind(self, values: dict[fx.Node, Any]) -> None:
-        """Replace parameters and buffers in the stages if this call brings other tensors than the last one.
+    def _bind(self, now: dict[fx.Node, Any]) -> None:
+        """Replace parameters and buffers in the stages by those of this call, which brings other tensors than the last.
 
         A model's tensors may be replaced between steps: `module.weight = nn.Parameter(…)`, or `load_state_dict` with
         `assign=True`. Dynamo passes the graph what the model has now.
         """
-        if all(map(operator.is_, map(values.__getitem__, self._owned), self._owned.values())):
-            return
-        other = {id(old): values[node] for node, old in self._owned.items() if values[node] is not old}
+        other = {id(old): now[node] for node, old in self._owned.items() if now[node] is not old}
         roots = [module for _, module in self.layers] + ([self._context] if self._context is not None else [])
         for module in (each for root in roots for each in root.modules()):
             for table in (module._parameters, module._buffers):
                 table.update({name: other[id(old)] for name, old in table.items() if id(old) in other})
-        self._owned = {node: values[node] for node in self._owned}
+        self._owned = now
 
 
 def _ask(facts: GraphFacts, values: dict[fx.Node, Any]) -> None:

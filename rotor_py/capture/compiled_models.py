@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
@@ -92,17 +92,22 @@ def compile_forward(
     return _compiled[key]
 
 
-@contextmanager
-def handing_graphs_to(handler: Handler, tracing: Tracing) -> Iterator[None]:
-    """Have graphs that are called inside this context run by `handler`; those that are new are a part of `tracing`.
+class HandingGraphsTo:
+    """A context: graphs that are called inside it are run by `handler`; those that are new are a part of `tracing`.
 
     Both are a context variable: models built alike share a function, and may train in several threads at once.
     """
-    token = _receiver.set(_Receiver(handler, tracing))
-    try:
-        yield
-    finally:
-        _receiver.reset(token)
+
+    __slots__ = ("_receiver", "_token")
+
+    def __init__(self, handler: Handler, tracing: Tracing) -> None:
+        self._receiver = _Receiver(handler, tracing)
+
+    def __enter__(self) -> None:
+        self._token = _receiver.set(self._receiver)
+
+    def __exit__(self, *_: object) -> None:
+        _receiver.reset(self._token)
 
 
 def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedGraph:

@@ -40,6 +40,8 @@ def processes(model: nn.Module) -> dist.ProcessGroup | None:
     Those are the processes of its DistributedDataParallel, and all that have a part of a parameter: of `fully_shard`,
     and of tensor parallelism. The first call joins them, and all processes have to come to it together.
     """
+    if not dist.is_initialized():  # as most steps are, which ask for it several times
+        return None
     ddp = around(model)
     found = [] if ddp is None else [ddp.process_group]
     return joined([*found, *_sharing_parameters(model)])

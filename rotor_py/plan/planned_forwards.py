@@ -15,7 +15,7 @@ from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelE
 from rotor_py.execute.graph_task import in_backward
 from rotor_py.plan.conflicts.several_processes import refuse_several_processes
 from rotor_py.plan.inputs.input_spec import describe
-from rotor_py.plan.noticed.callers_hooks import callers_regions_aside
+from rotor_py.plan.noticed.callers_hooks import anything_around, callers_regions_aside
 from rotor_py.plan.noticed.forwards import Forwards
 from rotor_py.plan.noticed.kept_gradients import KeptGradients
 from rotor_py.plan.noticed.second_runs import SecondRuns
@@ -56,6 +56,8 @@ class PlannedForwards:
                 "no plan can be followed inside of a function that torch.func transforms (grad, vmap, jvp, ...), since "
                 "its tensors have no memory of their own; call the model itself there, the attribute `model`"
             )
+        if not anything_around():  # as in most steps
+            return self._run(args, kwargs, self._run_planned)
         with callers_regions_aside() as second:
             return self._run(args, kwargs, self._run_second if second else self._run_planned)
 
@@ -152,7 +154,7 @@ class PlannedForwards:
         """Run the model forward by this sequence for the stages of `plan`, as so many-th forward in flight."""
         smaller = Replanner(plan, self._model, number) if self._settings.replans else None
         tier = None if sequence.moves is None or self._model.offload is None else self._model.offload.tier
-        rng, ways = self._settings.preserve_rng_state, plan.measurement.way_names
+        rng, ways = self._settings.preserve_rng_state, plan.way_names
         with nullcontext() if smaller is None else smaller.telling_of_the_rest():
             how = Following(sequence, rng, ways, self._settings.keepers, smaller, tier)
             return plan.source.run(plan.cut, value, how)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -51,6 +52,11 @@ def _forward() -> Any:
 
 def _found() -> list[Replaced]:
     return [(_BatchNorm, "forward", _forward())]
+
+
+def has_batch_norms(model: nn.Module) -> bool:
+    """Whether any layer of `model` has the forward that is replaced."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 batch_norms_in_graphs = Replacement(_found).in_place

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 Replaced = tuple[Any, str, Callable[..., Any]]
@@ -23,16 +22,12 @@ class Replacement:
         self._captures = 0
         self._originals: list[Replaced] = []
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> Replacement:
         """A context in which the functions are replaced."""
-        self._begin()
-        try:
-            yield
-        finally:
-            self._end()
+        return self
 
-    def _begin(self) -> None:
+    # Not a generator with `contextmanager`, which costs more: every step comes here.
+    def __enter__(self) -> None:
         with self._lock:
             self._captures += 1
             if self._originals:
@@ -41,7 +36,7 @@ class Replacement:
                 self._originals.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, function)
 
-    def _end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._captures -= 1
             if self._captures:

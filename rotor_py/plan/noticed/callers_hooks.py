@@ -25,6 +25,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 
 _REGIONS = "torch.utils.checkpoint"
 _Hook = Callable[[Any], Any]
+_innermost: Callable[[bool], tuple[_Hook, _Hook] | None]
+_innermost = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+"""The hooks that were put there last, those too that are off. Before torch 2.8, nobody can tell."""
 
 
 @contextmanager
@@ -36,6 +39,11 @@ def callers_hooks_aside() -> Iterator[None]:
     """
     with _hooks_aside(lambda pack: True):
         yield
+
+
+def anything_around() -> bool:
+    """Whether there are saved-tensor hooks or modes of the caller; if not, there is nothing to put aside."""
+    return _innermost(True) is not None or bool(_get_current_dispatch_mode_stack())
 
 
 @contextmanager
@@ -51,10 +59,9 @@ def callers_regions_aside() -> Iterator[bool]:
 @contextmanager
 def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
     """Without the innermost hooks, as far as `which` says so of the function that packs; yields those functions."""
-    innermost = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
     hooks: list[tuple[_Hook, _Hook]] = []
     # Those too that are off while something is traced.
-    while (found := innermost(True)) is not None and which(found[0]):
+    while (found := _innermost(True)) is not None and which(found[0]):
         _autograd._pop_saved_tensors_default_hooks()
         hooks.append(found)
     try:

@@ -83,6 +83,7 @@ class StepPlan:
     guard_bytes: int | None = None
     """bytes of the budget for undoing what runs out of memory; None where nothing is undone"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
+    _way_names: tuple[Measurement, tuple[tuple[str, ...], ...]] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         self._effects = tuple(recall_effects(function) for function in self.functions)
@@ -131,6 +132,13 @@ class StepPlan:
     def functions(self) -> list[nn.Module]:
         """The stages; none where the cut is not known."""
         return [] if self.cut is None else [function for _, function in self.cut.stages]
+
+    @property
+    def way_names(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the ways to store each stage (`Measurement.way_names`), which every step asks for."""
+        if self._way_names is None or self._way_names[0] is not self.measurement:
+            self._way_names = self.measurement, self.measurement.way_names
+        return self._way_names[1]
 
     @property
     def compiled(self) -> list[str]:
