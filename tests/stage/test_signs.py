@@ -1,4 +1,4 @@
-"""Of the result of ReLU, the sign is kept where nobody else needs its numbers, and gradients are the same bits."""
+"""Of what ReLU and its like save, the sign is kept where nobody else needs its numbers: gradients are the same bits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
 from rotor_py.stage.keepers.form_keeper import FormKeeper, SmallerForm
 from rotor_py.stage.keepers.handed_over import HandingOver
 from rotor_py.stage.keepers.packed import Packed
+from rotor_py.stage.keepers.readers import Need
 from rotor_py.stage.keepers.saved import Saved
 
 CHANNELS = 4
@@ -33,9 +34,9 @@ class Noted:
     def keep(self, memory: torch.Tensor) -> Any:
         return Packed().keep(memory)
 
-    def keep_sign(self, memory: torch.Tensor) -> Any:
+    def keep_sign(self, memory: torch.Tensor, need: Need) -> Any:
         self.signs += 1
-        return Packed().keep_sign(memory)
+        return Packed().keep_sign(memory, need)
 
 
 class Steps(nn.Module):
@@ -56,6 +57,20 @@ class Steps(nn.Module):
                     x = F.relu(x)
                 case "R":
                     x = F.relu(x.clone(), inplace=True)
+                case "l":
+                    x = F.leaky_relu(x, 0.2)
+                case "n":
+                    x = F.leaky_relu(x, -0.2)
+                case "L":
+                    x = F.leaky_relu(x.clone(), 0.2, inplace=True)
+                case "t":
+                    x = F.threshold(x, 0.0, -1.0)
+                case "T":
+                    x = F.threshold(x.clone(), 0.0, -1.0, inplace=True)
+                case "k":
+                    x = x.clamp(min=0.0)
+                case "h":
+                    x = F.relu6(x)
                 case "d":
                     x = F.dropout(x, 0.3)
                 case "p":
@@ -70,6 +85,8 @@ class Steps(nn.Module):
                     x = x.flatten(1).view(x.shape)
                 case "+":
                     x = x + earlier
+                case "*":
+                    x = x * earlier
                 case "m":  # remembered, for a "+"
                     earlier = x
         return x
@@ -112,6 +129,21 @@ def kept(model: nn.Module, form: SmallerForm) -> Any:
         ("crdmr+c", 2),
         ("crmd+c", 1),
         ("crmps+c", 1),
+        ("clc", 1),
+        ("cl", 1),
+        ("l", 1),  # the result of the norm
+        ("cnc", 1),
+        ("cllc", 2),
+        ("cldc", 1),
+        ("cml+c", 1),
+        ("cml*c", 0),  # the product needs the numbers as well
+        ("cLdc", 1),
+        ("cLc", 0),  # in place, it saves its result
+        ("crlc", 0),  # they ask two things of one tensor
+        ("ctc", 1),
+        ("cTc", 0),  # autograd saves a copy of what it overwrites, which does not show whose it is
+        ("ckc", 1),
+        ("chc", 0),
     ],
 )
 def test_a_sign_is_kept_where_nobody_else_needs_the_numbers(letters: str, signs: int) -> None:
@@ -122,11 +154,45 @@ def test_a_sign_is_kept_where_nobody_else_needs_the_numbers(letters: str, signs:
 
 
 @settings(deadline=None, max_examples=150)
-@given(letters=st.text("rRdpacsvm+", min_size=1, max_size=9), seed=st.integers(0, 9))
+@given(letters=st.text("rRlLntTkhdpacsvm+*", min_size=1, max_size=9), seed=st.integers(0, 9))
 def test_gradients_are_those_of_plain_training_bit_for_bit(letters: str, seed: int) -> None:
     model = Steps(letters)
     plain = copy.deepcopy(model)
     assert same(results(plain, plain, seed), results(model, kept(model, Packed()), seed))
+
+
+BACKWARDS = [
+    (Need.POSITIVE_OR_NAN, lambda gradient, x: torch.ops.aten.threshold_backward(gradient, x, 0)),
+    (Need.POSITIVE, lambda gradient, x: torch.ops.aten.leaky_relu_backward(gradient, x, 0.2, False)),
+    (Need.POSITIVE, lambda gradient, x: torch.ops.aten.leaky_relu_backward(gradient, x, -0.2, False)),
+    (Need.POSITIVE, lambda gradient, x: torch.ops.aten.leaky_relu_backward(gradient, x, 0.2, True)),
+    (Need.NOT_NEGATIVE, lambda gradient, x: torch.where(x >= 0, gradient, 0)),
+]
+"""What is needed of a number `x`, and what the backward makes of it."""
+INTEGERS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(dtype=st.sampled_from(list(INTEGERS)), count=st.integers(1, 300), seed=st.integers(0, 2**30))
+def test_a_sign_says_all_that_is_needed_of_any_bits(dtype: torch.dtype, count: int, seed: int) -> None:
+    integer, generator = INTEGERS[dtype], torch.Generator().manual_seed(seed)
+    limits = torch.iinfo(integer)
+    bits = torch.randint(limits.min, limits.max, (count,), dtype=integer, generator=generator)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 1.0, -1.0], dtype=dtype)
+    tiny = torch.tensor([1, limits.min + 1], dtype=integer).view(dtype)  # next to zero
+    numbers = torch.cat([bits.view(dtype), special, tiny])
+    numbers = numbers[torch.randperm(len(numbers), generator=generator)]
+    gradient = torch.randn(len(numbers), generator=generator).to(dtype)
+    for need, backward in BACKWARDS:
+        kept = Packed().keep_sign(numbers, need)
+        assert kept is not None
+        expected, found = backward(gradient, numbers), backward(gradient, kept.tensor())
+        assert torch.equal(found.view(integer), expected.view(integer))
 
 
 class LateReader(nn.Module):
@@ -152,7 +218,7 @@ def test_fewer_bits_keep_a_sign_which_loses_nothing(word: str) -> None:
 
 
 def test_second_derivatives_are_those_of_plain_training() -> None:
-    model = Steps("srds")
+    model = Steps("srdsls")
 
     def second(run: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -162,7 +228,7 @@ def test_second_derivatives_are_those_of_plain_training() -> None:
 
     form = Noted()
     assert same(second(model), second(kept(model, form)))
-    assert form.signs == 1
+    assert form.signs == 2
 
 
 class Waiting:
@@ -176,8 +242,9 @@ class Waiting:
         self.found.append(saved)
 
 
-def test_a_run_that_hands_over_goes_on_until_it_is_known_who_reads() -> None:
-    model, form, count = Steps("crp"), Noted(), [0]
+@pytest.mark.parametrize("letters", ["crp", "cl", "clc"])
+def test_a_run_that_hands_over_goes_on_until_it_is_known_who_reads(letters: str) -> None:
+    model, form, count = Steps(letters), Noted(), [0]
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:
         count[0] += 1

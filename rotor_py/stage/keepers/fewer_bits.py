@@ -19,6 +19,7 @@ import torch
 from rotor_py.stage.keepers.converted import Converted
 from rotor_py.stage.keepers.form_keeper import SmallerKept
 from rotor_py.stage.keepers.packed import Packed
+from rotor_py.stage.keepers.readers import Need
 from rotor_py.stage.ways.names import parted
 
 BLOCK = 128
@@ -47,9 +48,9 @@ class FewerBits:
             return packed
         return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
 
-    def keep_sign(self, memory: torch.Tensor) -> SmallerKept:
-        """Where `memory` is positive: that takes fewer bits than any number, and loses nothing."""
-        return Packed().keep_sign(memory)
+    def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
+        """Which numbers of `memory` are positive: that takes fewer bits than any number, and loses nothing."""
+        return Packed().keep_sign(memory, need)
 
 
 FEWER_BITS = {

@@ -11,6 +11,7 @@ from torch import nn
 
 from rotor_profiling.storage import tensors_in
 from rotor_py.stage.keepers.keeper import LEAST_BYTES, Form, Keeping
+from rotor_py.stage.keepers.readers import Need
 from rotor_py.stage.keepers.saved import Kept
 from rotor_py.stage.protocol import Run, offers_of
 
@@ -39,8 +40,8 @@ class SmallerForm(Form, Protocol):
         """Keep `memory`, as `Form` does; None if it would not get smaller."""
         ...
 
-    def keep_sign(self, memory: torch.Tensor) -> SmallerKept:
-        """Keep where `memory` is positive, as `FormOfSigns` does."""
+    def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
+        """Keep which numbers of `memory` are positive, as `FormOfSigns` does."""
         ...
 
 
@@ -110,9 +111,9 @@ class _Tried:
         self._note(memory, self._form.keep(memory))
         return None
 
-    def keep_sign(self, memory: torch.Tensor) -> Kept | None:
+    def keep_sign(self, memory: torch.Tensor, need: Need) -> Kept | None:
         """Keep nothing."""
-        self._note(memory, self._form.keep_sign(memory))
+        self._note(memory, self._form.keep_sign(memory, need))
         return None
 
     def _note(self, memory: torch.Tensor, kept: SmallerKept | None) -> None:

@@ -22,10 +22,11 @@
 #  9. Of saved-tensor hooks that are inside each other, autograd calls the innermost alone. A stage that is stored in
 #     part has hooks of its own, so these ask for what is around them (`saving_now`).
 # 10. Autograd attaches the history to what comes back. So `create_graph=True` works, as precisely as the form does.
-# 11. ReLU needs of its result only where it is positive, and a form may keep that alone, if no other node needs the
-#     numbers. Who else saves the result may read its shape alone, as pooling does; which node that is, is known
-#     when something is saved that comes from it, or when the run is over. So long, the result stays as it is, and if
-#     it is not known then, too. A run that is to end with the last tensor that is waited for goes on until it is known.
+# 11. ReLU needs of its result only where it is positive, leaky ReLU the same of its input, and a form may keep that
+#     alone, if no other node needs the numbers. Pooling reads the shape alone. Which node it is that saves a tensor, is
+#     known at once if it saves its own result, or else when something is saved that comes from it, or when the run is
+#     over. So long, the tensor stays as it is; if it is not known then, its numbers are needed. A run that is to end
+#     with the last tensor that is waited for goes on until it is known.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_profiling.torch_classes import is_fake
 from rotor_py.stage.keepers.handed_over import Complete, handing_over_now, tensor_of
-from rotor_py.stage.keepers.readers import is_own_relu, last_node
+from rotor_py.stage.keepers.readers import Need, last_node, nodes_behind, own_need
 from rotor_py.stage.keepers.saved import AsItIs, Kept, Saved, SavedAsItIs, Saving, memory_of
 from rotor_py.stage.keepers.storage import KeptStorage, SavedView
 
@@ -71,10 +72,13 @@ class Form(Protocol):
 
 @runtime_checkable
 class FormOfSigns(Form, Protocol):
-    """A form that takes less where the sign of numbers is all that is needed."""
+    """A form that takes less where it is all that is needed which of the numbers are positive."""
 
-    def keep_sign(self, memory: torch.Tensor) -> Kept | None:
-        """Keep where `memory` is positive, or not a number: what comes back is positive there, and 0 elsewhere."""
+    def keep_sign(self, memory: torch.Tensor, need: Need) -> Kept | None:
+        """Keep of floating `memory` what is needed, neither numbers nor their shape alone.
+
+        What comes back is 1 where the answer is yes, and 0 or -1 elsewhere. None if it is better saved as it is.
+        """
         ...
 
 
@@ -143,15 +147,14 @@ class Keeping:
         """What autograd is to save in the place of `tensor`; or whoever computes with it, `for_numbers`."""
         concerned = self._concerns(tensor) and not _is_parameter(tensor)
         node, kept = last_node(), self._known(tensor) if concerned else None
-        if kept is not None and kept.sign_alone and kept.dtype == tensor.dtype:
+        if kept is not None and kept.need is not Need.NUMBERS and kept.dtype == tensor.dtype:
             self._read_also(kept, tensor, None if for_numbers else node)
         if node != self._node:
             self.settle([tensor])
             self._give_fresh()
             self._node = node
         if concerned and kept is None:
-            sign_alone = self._signs is not None and not for_numbers and is_own_relu(tensor, node)
-            kept = self._storage_of(tensor, sign_alone)
+            kept = self._storage_of(tensor, None if for_numbers else node)
         if kept is None or kept.dtype != tensor.dtype:
             return SavedAsItIs(tensor)
         return SavedView(kept, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -164,10 +167,11 @@ class Keeping:
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
         """Find out who reads what was saved, of the nodes behind `tensors`: at the end, the output of the run."""
-        if any(kept.undecided for kept in self._waiting()):
-            made = list(tensors)
+        undecided = {number for kept in self._waiting() for number in kept.undecided}
+        if undecided:
+            found = nodes_behind(tensors, undecided)
             for kept in self._waiting():
-                kept.settle(made)
+                kept.settle(found)
 
     def _waiting(self) -> Iterator[KeptStorage]:
         """What has not gone to its form yet."""
@@ -187,13 +191,21 @@ class Keeping:
         """Whether a tensor is memory that the form can keep: with values, if it reads them."""
         return _is_plain(tensor) or (not self._reads_values and is_fake(tensor) and _is_strided(tensor))
 
-    def _storage_of(self, tensor: torch.Tensor, sign_alone: bool) -> KeptStorage | None:
-        """What is kept of the storage behind `tensor`, from now on; None if it is saved as it is."""
+    def _storage_of(self, tensor: torch.Tensor, node: int | None) -> KeptStorage | None:
+        """What is kept of the storage behind `tensor`, from now on; None if it is saved as it is.
+
+        A `node` saves it; None if its numbers are needed for sure.
+        """
         storage = tensor.untyped_storage()
         if storage._cdata in self._untouched or storage.nbytes() < self._least_bytes:
             return None
         self._references.setdefault(storage._cdata, StorageWeakRef(storage))
-        found = KeptStorage(tensor, sign_alone=sign_alone)
+        found = KeptStorage(tensor)
+        if self._signs is not None and node is not None and tensor.is_floating_point():
+            own = own_need(tensor, node)
+            found.need = own or Need.SHAPE
+            if own is None:
+                found.read_by(node)
         self._storages.setdefault((storage._cdata, tensor._version), WeakSet()).add(found)
         self._fresh.append(ref(found))
         return found
@@ -211,8 +223,9 @@ class Keeping:
             if found.undecided and at_the_end:
                 found.read_by(None)
             if not found.undecided and isinstance(saved, SavedAsItIs) and not saved.overwritten:
-                keep = self._signs.keep_sign if self._signs is not None and found.sign_alone else self.form.keep
-                found.kept = keep(memory_of(saved.tensor())) or saved
+                memory = memory_of(saved.tensor())
+                sign = self._signs if found.need not in (Need.NUMBERS, Need.SHAPE) else None
+                found.kept = (self.form.keep(memory) if sign is None else sign.keep_sign(memory, found.need)) or saved
 
 
 _innermost: ContextVar[Keeping | None] = ContextVar("innermost", default=None)

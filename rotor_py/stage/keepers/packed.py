@@ -5,9 +5,10 @@ step: booleans, which are bits; indices of places, such as those of max pooling,
 32; and the masks of dropout, which on a CPU are floating tensors of 0 and 1/(1 - p). Other tensors may happen to be
 packable in one step, such as the zeros that a layer makes before its first step, and are left alone.
 
-Of the result of ReLU, the sign is kept, as bits, where nobody else needs its numbers: before dropout and pooling. A
-convolution or a product that follows saves the same tensor and needs them. To keep those that are not 0, as Gist does,
-takes as many bytes as the batch has of them, which no plan can promise.
+Of the result of ReLU and of the input of leaky ReLU, the sign is kept, as bits, where nobody else needs its numbers:
+before dropout and pooling, or between a norm and a leaky ReLU. A convolution or a product that follows saves the same
+tensor and needs them. To keep those that are not 0, as Gist does, takes as many bytes as the batch has of them, which
+no plan can promise.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from rotor_py.stage.keepers.bits import packed_bits, unpacked_bits
 from rotor_py.stage.keepers.converted import Converted
 from rotor_py.stage.keepers.form_keeper import SmallerKept
+from rotor_py.stage.keepers.readers import Need
 
 _INTEGERS = (torch.uint8, torch.int16, torch.uint16, torch.int32)
 """From the narrowest; of two that are as wide, the one that is converted faster."""
@@ -31,6 +33,14 @@ _SAMPLE = 1024
 """Elements that are looked at before a whole tensor is: nearly all of those that are no masks are known by them."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes, for tensors to be compared bit by bit: -0.0 equals 0.0, and NaN does not equal itself."""
+_INFINITY = {
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float32: 0x7F800000,
+    torch.float64: 0x7FF0000000000000,
+}
+"""The integer with the bits of infinity. Those of positive numbers are smaller, and those of NaN are greater; with the
+highest bit set, all of them are negative."""
 _FORMATS = {torch.float16: ("e", "h"), torch.float32: ("f", "i"), torch.float64: ("d", "q")}
 """Of a dtype and of its integer, what `struct` calls them."""
 
@@ -50,13 +60,20 @@ class Packed:
             return _mask(memory)
         return _narrow(memory)
 
-    def keep_sign(self, memory: torch.Tensor) -> SmallerKept:
-        """Where `memory`, the result of a ReLU, is positive or no number: there, its backward lets gradients pass."""
+    def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
+        """Which numbers of `memory` are positive, as it is needed; None for numbers of a kind of their own."""
+        if memory.dtype not in _INFINITY:
+            return None
         # As integers: to compare numbers would be a decision, which a stage that runs again has to find as it was.
-        integer = _BITS[memory.element_size()]
-        bits = memory.view(integer)
-        positive = bits.ne(0).logical_and_(bits.ne(torch.iinfo(integer).min))  # neither 0.0 nor -0.0
-        return _Sign(packed_bits(positive), memory.numel(), memory.dtype)
+        integer, infinity = _BITS[memory.element_size()], _INFINITY[memory.dtype]
+        bits, minus_zero = memory.view(integer), torch.iinfo(integer).min
+        if need is Need.POSITIVE_OR_NAN:
+            where = bits.ne(0).logical_and_(bits.gt(minus_zero + infinity))
+        elif need is Need.POSITIVE:
+            where = bits.gt(0).logical_and_(bits.le(infinity))
+        else:
+            where = bits.ge(0).logical_and_(bits.le(infinity)).logical_or_(bits.eq(minus_zero))
+        return _Sign(packed_bits(where), memory.numel(), memory.dtype, -1 if need is Need.NOT_NEGATIVE else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +111,20 @@ class _Mask:
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """Numbers of which is known where they are positive: these come back as 1, and all others as 0."""
+    """Numbers of which is known where they are positive: these come back as 1, and all others as `other`."""
 
     bits: torch.Tensor
     count: int
     dtype: torch.dtype
+    other: int
 
     @property
     def nbytes(self) -> int:
         return self.bits.nbytes
 
     def tensor(self) -> torch.Tensor:
-        return unpacked_bits(self.bits, self.count).to(self.dtype)
+        found = unpacked_bits(self.bits, self.count).to(self.dtype)
+        return found if self.other == 0 else found.mul_(1 - self.other).add_(self.other)
 
 
 def _narrow(memory: torch.Tensor) -> Converted | None:

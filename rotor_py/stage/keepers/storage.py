@@ -5,24 +5,25 @@ Rules are those of the Note in `keeper`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rotor_py.stage.keepers.readers import node_behind, reads_shape_alone
+from rotor_py.stage.keepers.readers import Need, need_of
 from rotor_py.stage.keepers.saved import Kept, SavedAsItIs, memory_of
 
 
 class KeptStorage:
     """What is kept of one storage. All that autograd saves of it shares this object; with the last of them it goes."""
 
-    __slots__ = ("__weakref__", "_given", "_writes", "dtype", "kept", "sign_alone", "undecided")
+    __slots__ = ("__weakref__", "_given", "_writes", "dtype", "kept", "need", "undecided")
 
-    def __init__(self, tensor: torch.Tensor, *, sign_alone: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor, need: Need = Need.NUMBERS) -> None:
         self.kept: Kept = SavedAsItIs(tensor)
-        self.sign_alone = sign_alone
-        """whether nobody is known to need its numbers, but a ReLU needs where they are positive"""
+        self.need = need
+        """what those need of it who are known to read it"""
         self.undecided: set[int] = set()
         """the nodes that have saved it as well, by their numbers, and may need its numbers"""
         self.dtype = tensor.dtype
@@ -41,19 +42,22 @@ class KeptStorage:
         self.kept, self._given = SavedAsItIs(tensor), None
 
     def read_by(self, node: int | None) -> None:
-        """A node has saved it, too, and may need its numbers; None if they are needed for sure."""
-        self.undecided = {*self.undecided, node} if node is not None else set()
-        self.sign_alone = self.sign_alone and node is not None
+        """A node has saved it, and may need its numbers; None if they are needed for sure."""
+        if node is not None and self.need is not Need.NUMBERS:
+            self.undecided.add(node)
+        elif node is None:
+            self._needs(Need.NUMBERS)
 
-    def settle(self, made: Iterable[torch.Tensor]) -> None:
-        """Decide of the nodes behind `made` whether they need its numbers."""
-        for number in sorted(self.undecided):
-            node = node_behind(made, number)
-            if node is not None and reads_shape_alone(node, self._writes.device):
-                self.undecided.discard(number)
-            elif node is not None:
-                self.read_by(None)
-                return
+    def settle(self, found: Mapping[int, Node]) -> None:
+        """Decide of the nodes that were found, by their numbers, what they need of it."""
+        for number in self.undecided & found.keys():
+            self.undecided.discard(number)
+            self._needs(need_of(found[number], self._writes.device))
+
+    def _needs(self, need: Need) -> None:
+        self.need = self.need.together_with(need)
+        if self.need is Need.NUMBERS:
+            self.undecided = set()
 
     def counts_writes_to(self, tensor: torch.Tensor) -> bool:
         """Whether a write to `tensor`, a view of the storage, counts as one to what is kept, and the reverse (Rule 5).
