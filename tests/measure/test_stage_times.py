@@ -89,18 +89,21 @@ def test_of_kinds_that_are_not_known_well_those_are_timed_again_that_matter() ->
     assert times.wanted(["small", "large", "tiny", "medium"] * 4) == {5, 7, 13, 15}
 
 
-def test_runs_beyond_the_fewest_end_when_they_have_taken_as_long_as_a_step() -> None:
-    times = StageTimes()
+def test_runs_beyond_the_fewest_end_when_they_have_taken_as_long_as_a_step_or_four_for_curves() -> None:
+    of_plan, of_curve = StageTimes(briefly=True), StageTimes()
 
     def add(*seconds: float) -> None:
         for each in seconds:
-            times.add("a", StageRun(each, ((each, each), (each, each)), each))
+            for times in (of_plan, of_curve):
+                times.add("a", StageRun(each, ((each, each), (each, each)), each))
 
     add(1.0, 3.0)  # 6 s for each second, of a step that takes 12 s
-    assert times.wanted(["a"] * 4)
+    assert of_plan.wanted(["a"] * 4)
     add(1.0, 1.0)
-    assert not times.wanted(["a"] * 4)
-    assert times.wanted(["a"] * 8)
+    assert not of_plan.wanted(["a"] * 4)
+    assert of_plan.wanted(["a"] * 8)
+    assert of_curve.wanted(["a"] * 4)
+    assert not of_curve.wanted(["a"])
 
 
 def test_there_are_few_walks_however_noisy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:

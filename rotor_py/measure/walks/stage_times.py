@@ -23,6 +23,8 @@ MOST_PER_WALK = 2
 """Of stages of one kind, so many are timed in a walk, as far from each other as can be: between them, others run."""
 MOST_STEPS = 1
 """No walk begins once runs beyond the fewest have taken as long as so many steps: a plan is worth no more waiting."""
+MOST_STEPS_OF_CURVES = 4
+"""The same where no limit is known: a limit that is read off the curve of all plans moves with all times."""
 GOOD_ENOUGH = 0.02
 """Times are good enough if the time of a whole step is known as well as this."""
 FIRST_CALL_SECONDS = 0.0005
@@ -123,7 +125,8 @@ class StageTimes:
         wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
         bearable = GOOD_ENOUGH * sum(seconds.values())
         taken = sum(run.all_seconds for kind in seconds for run in self._runs[kind][FEWEST_RUNS:])
-        if hypot(*wrong.values()) <= bearable or taken > MOST_STEPS * sum(seconds.values()):
+        steps = MOST_STEPS if self._briefly else MOST_STEPS_OF_CURVES
+        if hypot(*wrong.values()) <= bearable or taken > steps * sum(seconds.values()):
             return set()
         open_ones = [
             kind
