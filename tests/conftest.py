@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there, and for what tests start
@@ -21,6 +22,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else sums are in 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.quick import time_no_guards, time_stages_once
 
 # How fast examples are drawn says how busy the machine is.
 settings.register_profile(
@@ -84,11 +87,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def stages_timed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tests depend on a time, and say so. For all others a stage is timed once."""
     if request.node.get_closest_marker("timed") is None:
-        monkeypatch.setattr("rotor_profiling.timing.ENOUGH_SECONDS", 0.0)
-        monkeypatch.setattr("rotor_py.measure.walks.stage_times.FEWEST_RUNS", 1)
-        monkeypatch.setattr("rotor_py.measure.walks.stage_times.GOOD_ENOUGH", float("inf"))
+        time_stages_once(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def objects_are_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_freeze` has put them there. To count them takes 40 milliseconds, whenever something is measured."""
+    monkeypatch.setattr("rotor_py.measure.planning_lock.gc", SimpleNamespace(get_freeze_count=lambda: 1))
 
 
 _cache_folders = itertools.count()
@@ -116,6 +122,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    time_no_guards()
     _freeze()
 
 

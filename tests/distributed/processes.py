@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -20,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import measured_peak
 from rotor_py.measure.device import allocated_bytes
+from tests.quick import time_no_guards, time_stages_once
 
 
 class Processes:
@@ -129,6 +132,9 @@ def random_state() -> torch.Tensor:
 def _serve(rank: int, count: int, meeting: str, backend: str, connection: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
+    if "PYTEST_CURRENT_TEST" in os.environ:  # benchmarks have processes as well
+        time_stages_once(pytest.MonkeyPatch())
+        time_no_guards()
     if backend == "nccl":
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
