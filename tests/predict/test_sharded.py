@@ -115,7 +115,7 @@ def test_each_device_has_its_part_and_a_batch_of_its_own() -> None:
     assert alone.budget.fixed.parameters > 7 * fixed.parameters
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.1, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with using(ON_THE_CPU), world_of(4) as mesh, mode:
@@ -173,7 +173,10 @@ def test_a_plan_made_for_too_little_room_promises_what_its_step_takes(monkeypatc
     assert report.peak_bytes == report.mem_limit > 37_000_000
 
 
-@pytest.mark.parametrize("fresh", [True, False], ids=["fresh gradients", "kept gradients"])
+@pytest.mark.parametrize(
+    "fresh",
+    [pytest.param(True, id="fresh gradients"), pytest.param(False, id="kept gradients", marks=pytest.mark.slow)],
+)
 def test_a_second_step_requests_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch, fresh: bool) -> None:
     def reserved() -> Reservation | None:
         batch = torch.empty(ROWS, WIDTH)
