@@ -25,10 +25,10 @@ def measured_by_ranks() -> list[dict[str, Any]]:
             title = f"pipeline of 2 ranks, {name}{', whole backwards' if whole else ''}"
             found.append({"step": title, **_closest(two.run(pipeline, name, whole))})
         for title, kind in TENSOR_PARALLEL.items():
-            ranks = two.run(tensor_parallel.same_as_plain, kind, "tensor", SHARE)
+            ranks = two.run(tensor_parallel.same_as_plain, kind, "tensor", SHARE, True)
             found.append({"step": f"TP = 2, {title}", **_closest(list(map(_of_tensor_parallel, ranks)))})
     with tempfile.TemporaryDirectory() as folder, Processes(4, Path(folder) / "four") as four:
-        ranks = four.run(tensor_parallel.same_as_plain, "llama", "both", SHARE)
+        ranks = four.run(tensor_parallel.same_as_plain, "llama", "both", SHARE, True)
         found.append({"step": "TP = 2 × FSDP = 2, Llama", **_closest(list(map(_of_tensor_parallel, ranks)))})
     return found
 

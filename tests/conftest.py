@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there, and for what tests start
@@ -22,6 +23,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.quick import time_no_guards, time_stages_once
+
 # How fast examples are drawn says how busy the machine is.
 settings.register_profile(
     "repeatable", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -30,32 +33,43 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile("repeatable")
 
 LONGEST = (
-    "distributed/test_pipelining.py",
-    "distributed/test_fsdp_captured.py",
-    "distributed/test_ddp.py",
     "predict/test_sharded.py",
-    "execute/test_guarded_tape.py",
-    "distributed/test_fsdp.py",
-    "partition/test_memory_budget.py",
-    "capture/test_ecosystem.py",
-    "predict/test_chain.py",
-    "trainers/test_transformers_callback.py",
-    "capture/test_recurrent.py",
-    "plan/test_backward_order.py",
+    "distributed/test_fsdp_captured.py",
+    "distributed/test_pipelining.py",
+    "distributed/test_ddp.py",
     "docs/test_pages.py",
-    "training/test_soak.py",
+    "partition/test_convolution_scratch.py",
+    "capture/test_partial_saving.py",
+    "execute/test_guarded_tape.py",
+    "capture/test_recurrent.py",
+    "capture/test_ecosystem.py",
+    "trainers/test_transformers_callback.py",
+    "distributed/test_moved.py",
+    "capture/test_session.py",
+    "distributed/test_fsdp.py",
     "capture/test_masks.py",
+    "predict/test_chain.py",
+    "plan/test_backward_order.py",
+    "predict/test_estimate.py",
+    "capture/test_shapes.py",
+    "predict/test_offload.py",
     "solver/floating/test_floating.py",
     "checkpointable/test_memory.py",
     "execute/test_bit_for_bit.py",
+    "capture/test_moving_buffers.py",
+    "capture/test_graph_facts.py",
+    "partition/test_memory_budget.py",
+    "partition/test_registers.py",
+    "plan/test_forwards.py",
+    "predict/test_reserving.py",
+    "trainers/test_trainer.py",
     "training/test_faults.py",
     "cli/test_script.py",
     "cli/test_progress.py",
     "distributed/test_batches.py",
-    "capture/test_graph_facts.py",
     "cli/test_process.py",
     "networks/test_training.py",
-    "training/test_step_in_backward.py",
+    "plan/test_watched_steps.py",
     "cli/test_compare.py",
 )
 """Files of a dozen seconds and more, the longest first."""
@@ -84,11 +98,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def stages_timed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tests depend on a time, and say so. For all others a stage is timed once."""
     if request.node.get_closest_marker("timed") is None:
-        monkeypatch.setattr("rotor_profiling.timing.ENOUGH_SECONDS", 0.0)
-        monkeypatch.setattr("rotor_py.measure.walks.stage_times.FEWEST_RUNS", 1)
-        monkeypatch.setattr("rotor_py.measure.walks.stage_times.GOOD_ENOUGH", float("inf"))
+        time_stages_once(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def objects_are_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_freeze` has put them there. To count them takes 40 milliseconds, whenever something is measured."""
+    monkeypatch.setattr("rotor_py.measure.planning_lock.gc", SimpleNamespace(get_freeze_count=lambda: 1))
 
 
 _cache_folders = itertools.count()
@@ -116,6 +133,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    time_no_guards()
     _freeze()
 
 

@@ -85,7 +85,7 @@ def same_as_plain(
     found = trained(kind, rank, planned, optimizer, accumulated)
     different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
     predicted = planned.budget.peak_bytes(sequence)
-    measured = measured_peak_of(kind, rank, planned, optimizer, accumulated)
+    measured = measured_peak_of(kind, rank, planned, optimizer, accumulated, predicted)
     assert measured_stages == []  # it is not planned again
     return str(sequence), different, limit, predicted, measured
 
@@ -134,8 +134,10 @@ def rounded(rank: int) -> tuple[list[str], list[str], float]:
     return names, [] if torch.equal(*losses) else ["loss"], apart
 
 
-def measured_peak_of(kind: str, rank: int, planned: Checkpointable, optimizer: Optimizer, accumulated: int) -> int:
-    """The peak of a step."""
+def measured_peak_of(
+    kind: str, rank: int, planned: Checkpointable, optimizer: Optimizer, accumulated: int, enough: int
+) -> int:
+    """The peak of a step; see `least_peak`."""
     batch = here(batches(kind, rank, 1)[0])
     state = [list(entry.values()) for entry in optimizer.state.values()]
     parameters = list(planned.parameters())
@@ -147,7 +149,7 @@ def measured_peak_of(kind: str, rank: int, planned: Checkpointable, optimizer: O
             loss(planned(**batch)).backward()
 
     present = [*map(local, sharded), *planned.buffers(), *tensors_in(batch)]
-    return least_peak(step, present)
+    return least_peak(step, present, enough)
 
 
 def around_a_step(rank: int, folder: str) -> None:

@@ -66,4 +66,4 @@ def peak(rank: int, schedule: str, share: float) -> tuple[int, int, int, str]:
     # The target belongs to the loss, which the caller hands in.
     present = [*parameters, *(p.grad for p in parameters), *buffers, *([batch] if first else [])]
     dist.barrier()
-    return least_peak(step, present), predicted, limit, text
+    return least_peak(step, present, min(predicted, limit)), predicted, limit, text

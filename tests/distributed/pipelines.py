@@ -251,8 +251,8 @@ def planned_for_flight(rank: int, name: str, kind: str, share: float, whole: boo
     return pipeline, allowed, predicted
 
 
-def peak_in_flight(pipeline: Pipeline) -> int:
-    """The measured peak of a rank in the third step, its part of the batch included."""
+def peak_in_flight(pipeline: Pipeline, enough: int = 0) -> int:
+    """The measured peak of a rank in the third step, its part of the batch included; see `least_peak`."""
     given = pipeline.batch(0)
     for _ in range(2):
         pipeline.step(given)
@@ -261,7 +261,7 @@ def peak_in_flight(pipeline: Pipeline) -> int:
     mine = given[:1] * pipeline.first + given[1:] * pipeline.last
     present = [*parameters, *(p.grad for p in parameters if p.grad is not None), *buffers, *mine]
     dist.barrier()
-    return least_peak(lambda: pipeline.step(given), present)
+    return least_peak(lambda: pipeline.step(given), present, enough)
 
 
 def inside(rank: int, name: str, kind: str, share: float, whole: bool = False) -> tuple[int, int, list[str]]:
@@ -271,7 +271,7 @@ def inside(rank: int, name: str, kind: str, share: float, whole: bool = False) -
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     pipeline, allowed, _ = planned_for_flight(rank, name, kind, share, whole)
     logging.getLogger("rotor_py").addHandler(handler)
-    measured = peak_in_flight(pipeline)
+    measured = peak_in_flight(pipeline, allowed)
     logging.getLogger("rotor_py").removeHandler(handler)
     return measured, allowed, said
 
@@ -309,8 +309,10 @@ def buffers(rank: int, name: str) -> tuple[list[int], list[int]]:
         for _ in range(2):
             pipeline.step(given)
         there = [buffer for stage in pipeline.stages for buffer in received(stage)]
-        found.append(least_peak(partial(pipeline.step, given), there))
         said.append(sum(buffer_bytes(pipeline.schedule, stage, sample, sample) for stage in pipeline.stages))
+        # The first is measured as closely as can be: from that follows what is enough for the second.
+        enough = found[0] + said[1] - said[0] if found else 0
+        found.append(least_peak(partial(pipeline.step, given), there, enough))
     return found, said
 
 

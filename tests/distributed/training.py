@@ -188,8 +188,9 @@ def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int
     held = planned.budget.fixed.optimizer
     if device().type == "cpu":
         held += planned.budget.fixed.communication
-    measured = least_peak(step, present) + held
-    return str(planned.sequence), planned.budget.peak_bytes(planned.sequence) - before, measured - before
+    predicted = planned.budget.peak_bytes(planned.sequence)
+    measured = least_peak(step, present, limits[rank] - held) + held
+    return str(planned.sequence), predicted - before, measured - before
 
 
 def in_turn(rank: int, kind: str) -> tuple[list[str], list[str], list[int]]:

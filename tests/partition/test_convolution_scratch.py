@@ -18,7 +18,7 @@ def deep(*before: nn.Module) -> nn.Module:
     return nn.Sequential(*before, *(nn.Conv2d(128, 128, 3, padding=1, bias=False) for _ in range(2)))
 
 
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_peak_of_convolutions_under_inductor_is_known_from_the_graph(before: bool) -> None:
     torch._dynamo.reset()
     model = Loss(deep(nn.Conv2d(8, 128, 1)) if before else deep())
@@ -41,7 +41,7 @@ class Depthwise(nn.Module):
         return value + inside
 
 
-@pytest.mark.parametrize("budget", ["1GB", "9MB"])
+@pytest.mark.parametrize("budget", [pytest.param("1GB", marks=pytest.mark.slow), "9MB"])
 def test_so_it_is_where_channels_are_convolved_apart(budget: str) -> None:
     # Within 9 MB, no convolution may run again: the library would then take 5 MB to convolve channels apart.
     torch._dynamo.reset()

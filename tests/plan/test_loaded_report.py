@@ -59,8 +59,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
-@pytest.mark.parametrize("make", [chain, frozen_first, Mixer, Skipping])
-@pytest.mark.parametrize("fresh_grads", [False, True])
+CASES = [(chain, False), (frozen_first, True), (Mixer, True), (Skipping, False)]
+"""Chains and other models, each with fresh gradients and without."""
+OTHERS = [(make, not fresh_grads) for make, fresh_grads in CASES]
+
+
+@pytest.mark.parametrize(
+    ("make", "fresh_grads"), [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
+)
 def test_the_report_of_a_loaded_plan_is_that_of_the_model_that_saved_it(make, path: Path, fresh_grads: bool) -> None:
     torch.manual_seed(0)
     model = make()

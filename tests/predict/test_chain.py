@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -94,16 +96,24 @@ TRIFLES = {"GPT-2": 200, "Swin": 64, "T5": 16, "Whisper": 16}
 SLOW = ("GPT-2", "T5", "Swin", "Mixtral", "Whisper", "BERT", "ResNet", "ViT", "ConvNeXt")
 
 
+@cache
+def both_of(name: str) -> tuple[Checkpointable, Checkpointable]:
+    """A model of the ecosystem, for all tests that look at it.
+
+    Ways are numbered as they are left: by clocks, the real stage might be left with others than the predicted one.
+    """
+    import ecosystem
+
+    _, inputs, loss = ecosystem.MODELS[name]()
+    with patch("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways)):
+        return both(lambda: ecosystem.MODELS[name]()[0], lambda: unpadded(inputs), loss)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("U-Net", *SLOW))])
 def test_captured_models_hold_what_is_measured(name: str) -> None:
     pytest.importorskip("transformers")
-    import ecosystem
-
-    real, predicted = both(
-        lambda: ecosystem.MODELS[name]()[0], lambda: unpadded(ecosystem.MODELS[name]()[1]), ecosystem.MODELS[name]()[2]
-    )
-    assert_alike(real, predicted, TRIFLES.get(name, 0))
+    assert_alike(*both_of(name), TRIFLES.get(name, 0))
 
 
 def peaks(real: Checkpointable, predicted: Checkpointable, inputs: dict[str, Any], loss: Any) -> list[tuple[int, int]]:
@@ -124,16 +134,10 @@ def peaks(real: Checkpointable, predicted: Checkpointable, inputs: dict[str, Any
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "within"), [("Llama", 0.01), pytest.param("U-Net", 0.10, marks=pytest.mark.slow)])
-def test_steps_by_plans_made_without_memory_take_what_was_predicted(
-    name: str, within: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_by_plans_made_without_memory_take_what_was_predicted(name: str, within: float) -> None:
     pytest.importorskip("transformers")
-    # Ways are numbered as they are left: by clocks, the real stage might be left with others than the predicted one.
-    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
     import ecosystem
 
-    real, predicted = both(
-        lambda: ecosystem.MODELS[name]()[0], lambda: unpadded(ecosystem.MODELS[name]()[1]), ecosystem.MODELS[name]()[2]
-    )
-    for expected, found in peaks(real, predicted, unpadded(ecosystem.MODELS[name]()[1]), ecosystem.MODELS[name]()[2]):
+    _, inputs, loss = ecosystem.MODELS[name]()
+    for expected, found in peaks(*both_of(name), unpadded(inputs), loss):
         assert found == pytest.approx(expected, rel=within)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +36,26 @@ repeated = FollowedStep.repeated
 BLOCK = 512
 
 
+@pytest.fixture(scope="module")
+def processes_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Processes]]:
+    """So many processes, which live as long as the tests of this file."""
+    with ExitStack() as alive:
+
+        @cache
+        def started(count: int) -> Processes:
+            return alive.enter_context(Processes(count, tmp_path_factory.mktemp("processes") / "meeting"))
+
+        yield started
+
+
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_peaks_are_those_of_real_processes(count: int, tmp_path: Path) -> None:
-    precisions = (None, torch.bfloat16)
-    with Processes(count, tmp_path / "meeting") as processes:
-        measured = [processes.run(sharded_steps.real_peaks, "blocks", precision) for precision in precisions]
-    for precision, real in zip(precisions, measured, strict=True):
+def test_peaks_are_those_of_real_processes(count: int, processes_of: Callable[[int], Processes]) -> None:
+    for precision in (None, torch.bfloat16):
         mode = FakeTensorMode()
         with using(ON_THE_CPU), world_of(count) as mesh, mode:
             model = sharded_steps.sharded(WithoutMemory(mode).model(Blocks()), mesh, precision)
             predicted = sharded_steps.peaks(sharded_steps.plain_step(model, {"value": torch.randn(ROWS, WIDTH)}))
+        real = processes_of(count).run(sharded_steps.real_peaks, "blocks", precision, None, predicted)
         for phase in ("forward", "backward"):
             assert predicted[phase] == pytest.approx(max(each[phase] for each in real), rel=0.005), (precision, phase)
 
@@ -55,30 +67,31 @@ def test_peaks_are_those_of_real_processes(count: int, tmp_path: Path) -> None:
         *(pytest.param(*each, marks=pytest.mark.slow) for each in [("blocks", 4), ("llama", 2), ("llama", 4)]),
     ],
 )
-def test_peaks_of_planned_steps_are_those_of_real_processes(kind: str, count: int, tmp_path: Path) -> None:
+def test_peaks_of_planned_steps_are_those_of_real_processes(
+    kind: str, count: int, tmp_path: Path, processes_of: Callable[[int], Processes]
+) -> None:
     """Half way down, where layers are run again that gather their parameters anew, and the least plan."""
-    with Processes(count, tmp_path / "meeting") as processes:
-        for precision, share in ((None, 0.0), (torch.bfloat16, 0.5)):
-            plan = sharded_steps.planned_step(kind, count, precision, share, tmp_path / "plan.json")
-            real = processes.run(sharded_steps.real_peaks, kind, precision, tmp_path / "plan.json")
-            assert re.search(NOT_WHOLE, plan.sequence)
-            for phase in ("forward", "backward"):
-                measured = max(each[phase] for each in real)
-                assert plan.peaks[phase] == pytest.approx(measured, rel=0.005), (precision, phase)
-                assert plan.present + measured <= plan.promised
+    path = tmp_path / "plan.json"
+    for precision, share in ((None, 0.0), (torch.bfloat16, 0.5)):
+        plan = sharded_steps.planned_step(kind, count, precision, share, path)
+        real = processes_of(count).run(sharded_steps.real_peaks, kind, precision, path, plan.peaks)
+        assert re.search(NOT_WHOLE, plan.sequence)
+        for phase in ("forward", "backward"):
+            measured = max(each[phase] for each in real)
+            assert plan.peaks[phase] == pytest.approx(measured, rel=0.005), (precision, phase)
+            assert plan.present + measured <= plan.promised
 
 
 def test_a_predicted_plan_is_measured_by_all_processes_where_its_first_step_takes_something_else(
-    tmp_path: Path,
+    tmp_path: Path, processes_of: Callable[[int], Processes]
 ) -> None:
     """Once any has seen it, and all have a batch as large as the plan's: none is refused for it later."""
     whole, path = [ROWS, ROWS], tmp_path / "plan.json"
     promised = sharded_steps.planned_step("blocks", 2, None, 0.5, path).promised
     assert Plan.load(path).predicted_for == ON_THE_CPU.name
-    with Processes(2, tmp_path / "meeting") as processes:
-        follow = partial(processes.run, sharded_steps.followed_prediction, "blocks", path)
-        assert follow([whole] * 3, [promised, promised]) == [([], [], True)] * 2
-        ranks = follow([whole, [ROWS, ROWS // 2], whole, whole], [promised, 2 * promised])
+    follow = partial(processes_of(2).run, sharded_steps.followed_prediction, "blocks", path)
+    assert follow([whole] * 3, [promised, promised]) == [([], [], True)] * 2
+    ranks = follow([whole, [ROWS, ROWS // 2], whole, whole], [promised, 2 * promised])
     assert [measured for measured, _, _ in ranks] == [[2], [2]]
     told = [sum("the plan was predicted for" in each for each in found) for _, found, _ in ranks]
     assert told == [0, 1]
@@ -102,7 +115,7 @@ def test_each_device_has_its_part_and_a_batch_of_its_own() -> None:
     assert alone.budget.fixed.parameters > 7 * fixed.parameters
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.1, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with using(ON_THE_CPU), world_of(4) as mesh, mode:
@@ -160,7 +173,10 @@ def test_a_plan_made_for_too_little_room_promises_what_its_step_takes(monkeypatc
     assert report.peak_bytes == report.mem_limit > 37_000_000
 
 
-@pytest.mark.parametrize("fresh", [True, False], ids=["fresh gradients", "kept gradients"])
+@pytest.mark.parametrize(
+    "fresh",
+    [pytest.param(True, id="fresh gradients"), pytest.param(False, id="kept gradients", marks=pytest.mark.slow)],
+)
 def test_a_second_step_requests_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch, fresh: bool) -> None:
     def reserved() -> Reservation | None:
         batch = torch.empty(ROWS, WIDTH)

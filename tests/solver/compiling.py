@@ -11,10 +11,13 @@ import random
 import sys
 from types import ModuleType
 
+import numpy as np
 from numba.core.dispatcher import Dispatcher
 
 import rotor_solver
 from rotor_solver import Chain, Option, Stage, frontier, min_bytes, plan_pipeline, simulate, solve, store_all
+from rotor_solver.persistent import table
+from rotor_solver.persistent.problem import Problem
 
 
 def kernel_modules() -> list[ModuleType]:
@@ -48,7 +51,19 @@ def persistent() -> None:
     frontier(chain_of(3))
 
 
+def large_table() -> None:
+    """What fills a table on all cores, and takes as long to compile as all else that `persistent` calls.
+
+    Beside a process with `persistent`, it is there by the time that process gets to its largest chain.
+    """
+    table._DOUBLE = table._SERIAL = 0  # nothing else is solved in this process that has tables
+    chain = chain_of(90)
+    room = simulate(chain, store_all(chain)).peak // 2
+    table.Table.of(Problem.of(chain), room, room // 500, 1.0, np.zeros(91)).fill()
+
+
 def others() -> None:
+    large_table()
     solve_at(chain_of(3, 12), 0.5, "floating")
     solve_at(chain_of(3, 12), 0.5, "griewank-heterogeneous")
     chain = chain_of(3, 12)

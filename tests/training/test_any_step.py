@@ -274,8 +274,8 @@ class CapturedSteps(Steps):
 @pytest.mark.parametrize(
     ("machine", "examples"),
     [
-        (Steps, 6),
-        (CapturedSteps, 4),
+        (Steps, 3),
+        (CapturedSteps, 2),
         *(pytest.param(each, 100, marks=pytest.mark.slow) for each in (Steps, CapturedSteps)),
     ],
 )
