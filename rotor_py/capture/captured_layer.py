@@ -77,7 +77,8 @@ class CapturedLayer(StageOffers):
         """Look for ways to store the layer on the input `value`; whether there are any that keep every bit.
 
         Nothing of the layer is changed. It is run forward and backward, as it stands and in each way. Where tensors
-        have no values, there are no bits to compare: that is left to the device on which a plan is followed.
+        have no values, there are no bits to compare: that is left to the device on which a plan is followed. What a
+        `sharded` layer saves is compared by its shapes.
         """
         for open_sizes in (True, False):
             self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes, gathered=self._sharded)
@@ -85,7 +86,8 @@ class CapturedLayer(StageOffers):
             try:
                 stage = self._only_stage(value, device)
                 self._named = stage.ways() if stage is not None else ()
-                if self._named and (prediction() is not None or self._same_bits(value, device)):
+                unseen = prediction() is not None and not self._sharded
+                if self._named and (unseen or self._same_bits(value, device)):
                     return True
             except Exception as error:  # of any operator or library: the layer itself has run before, and runs again
                 _log.debug("layer %s is stored whole or not at all, since it is not captured: %s", self._name, error)
@@ -132,7 +134,8 @@ class CapturedLayer(StageOffers):
             if len(self._stages) > known:
                 _log.debug("layer %s is stored whole or not at all: every run takes another graph", self._name)
                 return False
-            if state != after or len(found) != len(expected) or not all(map(_same, found, expected)):
+            same = state == after and len(found) == len(expected)
+            if not same or not (prediction() is not None or all(map(_same, found, expected))):
                 _log.debug("layer %s is stored whole or not at all: captured, it makes other numbers", self._name)
                 return False
             if saved != saved_then:

@@ -28,6 +28,7 @@ from rotor_py.predict.training_step import TrainingStep
 from rotor_py.predict.without_memory import WithoutMemory
 from rotor_py.predict.world import world_of
 from rotor_solver import store_all
+from tests.distributed import fsdp_layers
 from tests.distributed.processes import NOT_WHOLE, Processes
 from tests.predict import sharded_steps
 from tests.predict.sharded_steps import ON_THE_CPU, ROWS, WIDTH, Blocks
@@ -235,6 +236,14 @@ def test_a_chain_of_layers_takes_its_input_in_the_dtype_in_which_it_runs() -> No
         for dtype in (None, torch.bfloat16)
     )
     assert narrow.budget.chain.activation[1] == wide.budget.chain.activation[1] // 2
+
+
+def test_layers_of_a_chain_have_parts_unless_they_save_something_else_when_they_are_captured() -> None:
+    report = estimate(
+        lambda: fsdp_layers.chain(fsdp_layers.Otherwise), torch.randn(512, fsdp_layers.WIDTH), "h100:2", loss=torch.mean
+    )
+    in_part = [any("in part" in option.name for option in stage.options) for stage in report.budget.chain.stages]
+    assert in_part == [False, *[True] * 5, False]
 
 
 def test_a_limit_that_no_plan_fits_says_what_is_least() -> None:
