@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
 }
 """How to make a model, and the class of its blocks, for models that do not checkpoint them by themselves.
 
-A step takes a tenth of a second or more. What a planned step takes in Python, a millisecond, is a column of its own in
+A step takes a tenth of a second or more. What a planned step takes in Python, a millisecond, is measured by
 `compile_python.py`, and would be most of the differences here if steps were as short as the tests'.
 """
 
