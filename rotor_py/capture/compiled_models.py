@@ -18,11 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo
 from torch import fx, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from rotor_profiling.instruments import prediction
 from rotor_profiling.storage import layout_of
 from rotor_py.capture.data_questions import NOW, Answers, Asking
 from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.capture.tracing.tracing import Tracing
+from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.restored.autocast import Autocast
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
@@ -125,10 +128,31 @@ def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(callback)
     def trace(*args: Any, **kwargs: Any) -> Any:
         receiver = _receiver.get()
+        if receiver is not None and prediction() is None:
+            _refuse_modes()
         with nullcontext() if receiver is None else receiver.tracing.as_the_note_says():
             return callback(*args, **kwargs)
 
     return trace
+
+
+def _refuse_modes() -> None:
+    """UnsupportedModelError in a mode of the caller's under which TorchDynamo traces nothing.
+
+    It would run the function as it is, and not look at it again, in this step and all that follow.
+    """
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if not _is_torchs_own(mode)]
+    if modes:
+        names = " and ".join(type(mode).__name__.lstrip("_") for mode in modes)
+        raise UnsupportedModelError(
+            f"inside of {names}, TorchDynamo captures nothing, and for this step it would have to capture the model "
+            "anew; leave that out of training steps, or use it around the model itself, the attribute `model`"
+        )
+
+
+def _is_torchs_own(mode: Any) -> bool:
+    """Whether TorchDynamo traces under a mode: what the mode says of itself, as far as this release of torch asks."""
+    return any(getattr(mode, word, bool)() for word in ("is_infra_mode", "ignore_compile_internals"))
 
 
 def _traced_when_called(*, fullgraph: bool, dynamic: bool) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, PlanMismatchError, UnsupportedModelError
@@ -40,6 +41,19 @@ def test_smaller_inputs_use_the_plan_and_larger_ones_are_planned_with_a_notice(c
         assert "planning again" not in caplog.text
         train(planned, torch.randint(20, (20, 40)))
         assert "planning again: the input is [20, 40] int64 on cpu" in caplog.text
+
+
+def test_a_mode_under_which_nothing_is_captured_is_named_and_the_next_step_follows_the_plan() -> None:
+    planned, plain, _ = planned_tower(mem_limit="1GB")
+    ids = torch.randint(20, (16, 40))
+    refusal = "inside of FlopCounterMode, TorchDynamo captures nothing"
+    with FlopCounterMode(display=False), pytest.raises(UnsupportedModelError, match=refusal):
+        planned(ids=ids)
+    with FlopCounterMode(display=False) as counter:
+        planned.model(ids=ids)
+    assert counter.get_total_flops() > 0
+    for found, expected in zip(train(planned, ids), train(plain.train(), ids), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_inputs_that_keep_growing_are_refused_at_last() -> None:
