@@ -119,6 +119,11 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         """The bytes that its partition was chosen for; None if AOTAutograd chose it."""
         return getattr(self._partitioner, "limit", None)
 
+    @property
+    def by_torch(self) -> bool | None:
+        """Whether its partition was chosen among those of PyTorch's partitioner alone, or of ours; None if of both."""
+        return getattr(self._partitioner, "by_torch", None)
+
     def like(self, other: nn.Module) -> CompiledStage:
         """This stage for other shapes: `other` is the same piece of the model, plain."""
         return CompiledStage(

@@ -30,6 +30,10 @@ _OURS_LONGER = 1.04
 """How much longer Inductor's code for one of our programs takes than for one of PyTorch's whose operators take as long.
 Of a ConvNeXt, three of each were timed: ours took 2 to 6 % more.
 """
+_CLOSE = 0.03
+"""How much longer a program may take by its graph than one of the other maker and still be the faster one: about as far
+as `_OURS_LONGER` is from what was seen.
+"""
 _FEWEST = 32
 """Programs that are weighed of each kind, at least, however large the graph is. A guess."""
 
@@ -40,10 +44,12 @@ class Candidate:
 
     program: Program
     weight: Weight
+    by_torch: bool = False
+    """Whether PyTorch's partitioner made it."""
 
 
 def candidates(joint: JointGraph, costs: GraphCosts, *, fused: bool = False) -> list[Candidate]:
-    """Programs that no other beats in both memory and time, the one of least memory first.
+    """Programs that no other of the same maker beats in both memory and time, the one of least memory first.
 
     Operators run one by one, or `fused` by Inductor; PyTorch's own partitions for its budgets are then among them.
     """
@@ -56,8 +62,8 @@ def candidates(joint: JointGraph, costs: GraphCosts, *, fused: bool = False) -> 
     ours = [Candidate(program, costs.weigh(program)) for program in programs]
     if not fused:
         return undominated(ours)
-    theirs = [Candidate(program, costs.weigh(program)) for program in programs_by_budgets(joint, _THEIRS)]
-    return undominated([*map(_as_compiled, ours), *theirs])
+    both = [*undominated([*map(_as_compiled, ours)]), *undominated(_weighed(joint, costs, _THEIRS))]
+    return sorted(both, key=lambda each: each.weight.peak)
 
 
 def _as_compiled(ours: Candidate) -> Candidate:
@@ -80,16 +86,27 @@ def fastest_within(found: list[Candidate], limit: int) -> Candidate | None:
     return next((each for each in reversed(found) if each.weight.peak <= limit), None)
 
 
+def rival_within(found: list[Candidate], limit: int, best: Candidate) -> Candidate | None:
+    """The fastest of the other maker within `limit` bytes, if it may well be faster than the `best` of `found`."""
+    other = fastest_within(undominated([each for each in found if each.by_torch != best.by_torch]), limit)
+    if other is None or other.program.does_as(best.program):
+        return None
+    return other if other.weight.seconds <= (1 + _CLOSE) * best.weight.seconds else None
+
+
 def usual(joint: JointGraph, costs: GraphCosts) -> Candidate:
     """What PyTorch's partitioner makes of a graph for Inductor without a budget: nothing is known to be faster."""
-    (program,) = programs_by_budgets(joint, [1])
-    return Candidate(program, costs.weigh(program))
+    (found,) = _weighed(joint, costs, [1])
+    return found
 
 
 def by_budgets(joint: JointGraph, budgets: Sequence[float]) -> list[Candidate]:
     """What PyTorch's partitioner makes of a graph for Inductor with each of its own budgets, parts of what 1 saves."""
-    costs = GraphCosts.of(joint, fused=True)
-    return [Candidate(each, costs.weigh(each)) for each in programs_by_budgets(joint, budgets)]
+    return _weighed(joint, GraphCosts.of(joint, fused=True), budgets)
+
+
+def _weighed(joint: JointGraph, costs: GraphCosts, budgets: Sequence[float]) -> list[Candidate]:
+    return [Candidate(each, costs.weigh(each), by_torch=True) for each in programs_by_budgets(joint, budgets)]
 
 
 def programs_by_budgets(joint: JointGraph, budgets: Sequence[float]) -> list[Program]:

@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from rotor_profiling.storage import tensors_in
 from rotor_py.errors import InfeasibleError
 from rotor_py.measure.device import limit_bytes
-from rotor_py.partition.choice import Candidate, candidates, fastest_within, undominated, usual
+from rotor_py.partition.choice import Candidate, candidates, fastest_within, rival_within, undominated, usual
 from rotor_py.partition.costs.graph_costs import GraphCosts
 from rotor_py.partition.dropout import add_stand_ins
 from rotor_py.partition.extract import extract
@@ -48,6 +48,8 @@ class BudgetPartitioner(CustomPartitionerFn):
     """What was chosen last for every frame of the model. Breaks of the graph begin new frames."""
     reserve: int = 0
     """Bytes of the limit that the partition leaves to the compiler's own buffers."""
+    by_torch: bool | None = None
+    """Of whom the programs are that are chosen among: of PyTorch's partitioner, ours, or both."""
     _for_graph: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def for_one_graph(self, reserve: int) -> BudgetPartitioner:
@@ -65,6 +67,12 @@ class BudgetPartitioner(CustomPartitionerFn):
         return fitting[-1] if fitting else None
 
     @property
+    def rival(self) -> BudgetPartitioner | None:
+        """The same partitioner with a program of the other maker, if that may well be as fast as what was chosen."""
+        other = self._for_graph.get("rival")
+        return None if other is None else replace(self, by_torch=other.by_torch, _for_graph={})
+
+    @property
     def found_least(self) -> bool:
         """Whether nothing that takes less could have been chosen."""
         return bool(self._for_graph.get("least"))
@@ -73,7 +81,7 @@ class BudgetPartitioner(CustomPartitionerFn):
         return self  # torch copies its settings before every compilation
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BudgetPartitioner, (self.limit, self.fused, self.estimated, self.loss, {}, self.reserve)
+        return BudgetPartitioner, (self.limit, self.fused, self.estimated, self.loss, {}, self.reserve, self.by_torch)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -96,13 +104,14 @@ class BudgetPartitioner(CustomPartitionerFn):
 
     def _best(self, joint: JointGraph, limit: int) -> Candidate:
         room = limit - self.reserve
-        self._for_graph["least"] = False
+        self._for_graph.update(least=False, rival=None)
         costs = GraphCosts.of(joint, fused=self.fused, estimated=self.estimated, loss=self.loss)
-        usually = [usual(joint, costs)] if self.fused else []
+        usually = [usual(joint, costs)] if self.fused and self.by_torch is not False else []
         self._for_graph["choices"] = [each.weight for each in usually]
         if usually and usually[0].weight.peak <= room and not costs.faster_again:
             return usually[0]
-        others = undominated([*candidates(joint, costs, fused=self.fused), *usually])
+        found = [*candidates(joint, costs, fused=self.fused), *usually]
+        others = undominated([each for each in found if self.by_torch in (None, each.by_torch)])
         self._for_graph["choices"] = [each.weight for each in others]
         best = fastest_within(others, room)
         if best is None and self.reserve:
@@ -117,6 +126,8 @@ class BudgetPartitioner(CustomPartitionerFn):
                 mem_limit=limit,
             )
         self._for_graph["least"] = best is others[0]
+        if self.fused and self.by_torch is None:
+            self._for_graph["rival"] = rival_within(found, room, best)
         return best
 
     def _note(self, weight: Weight, limit: int) -> None:
@@ -145,13 +156,13 @@ class BudgetPartitioner(CustomPartitionerFn):
         limit: object = self.limit
         if isinstance(limit, str) and limit.rstrip().endswith("%"):  # other bytes on another machine
             limit = [limit_bytes(self.limit, device) for device in (torch.device("cpu"), *_accelerators())]
-        how = f"{self.fused} {self.estimated} {self.loss} {self.reserve}"
+        how = f"{self.fused} {self.estimated} {self.loss} {self.reserve} {self.by_torch}"
         return f"rotor_py.memory_budget {limit} {how} {code_digest()}"
 
 
-def whole_partitioner(limit: int, step: Chain) -> BudgetPartitioner:
+def whole_partitioner(limit: int, step: Chain, by_torch: bool | None = None) -> BudgetPartitioner:
     """For a graph that is compiled whole, in a step that costs `step`. What Inductor makes of it is measured."""
-    return BudgetPartitioner(limit, fused=True, estimated=True, loss=step.loss_temp)
+    return BudgetPartitioner(limit, fused=True, estimated=True, loss=step.loss_temp, by_torch=by_torch)
 
 
 def prepare(module: fx.GraphModule) -> None:

@@ -37,6 +37,11 @@ class Program:
         own = set(self.forward)
         return [run.node for run in self.backward if run.node in own]
 
+    def does_as(self, other: Program) -> bool:
+        """Whether it runs the same nodes in the same order as another one of its graph, and keeps the same."""
+        mine, theirs = ([run.node for run in each.backward] for each in (self, other))
+        return self.saved == other.saved and self.forward == other.forward and mine == theirs
+
 
 @dataclass
 class BackwardWriter:

@@ -50,3 +50,7 @@ class _Partitioner:
     def gain(self, limit: int) -> float:
         now, then = self.function.weight, self.function.weight_within(limit)
         return 0.0 if now is None or then is None else 1 - then.seconds / max(now.seconds, 1e-12)
+
+    def rival(self) -> Partitioner | None:
+        found = self.function.rival
+        return None if found is None else _Partitioner(found)

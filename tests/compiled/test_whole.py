@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import fx
 from rotor_profiling import measured_peak, storage_bytes
 from rotor_py import Checkpointable, verify
 from rotor_py.capture.whole_graph import Tried, next_shown
+from rotor_py.compiled.compiled_stage import CompiledStage
 from rotor_py.measure.measurement import Measurement
 from rotor_py.partition.costs.operator_costs import Cost
 from rotor_py.partition.joint_graph import JointGraph
@@ -32,6 +34,7 @@ def whatever_was_measured() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rotor_py.capture.whole_graph.slower", lambda *_: False)
         patch.setattr("rotor_py.partition.costs.graph_costs.fused_costs", alike)
+        patch.setattr("rotor_py.partition.choice._CLOSE", -1.0)
         yield
 
 
@@ -267,6 +270,29 @@ def test_a_limit_between_the_peaks_of_two_partitions_has_a_third_compiled(
     assert compilations.count == 3
     assert saved[0] < saved[2] < saved[1]
     assert found._planner.in_use.ways[0].measurement.stages[0].saved_bytes == saved[2]
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_of_two_makers_whose_partitions_seem_as_fast_both_are_compiled_and_timed(
+    monkeypatch: pytest.MonkeyPatch, free: Checkpointable, tmp_path: Path, wins: bool
+) -> None:
+    monkeypatch.setattr("rotor_py.partition.choice._CLOSE", 100.0)
+    monkeypatch.setattr("rotor_py.capture.whole_graph.slower", lambda *given: len(given) == 3 and wins)
+    compilations = Compilations(monkeypatch)
+    assert free.budget is not None
+    limit = free.budget.fixed.total + (peak(free) - free.budget.fixed.total) * 19 // 20
+    found = whole(limit)
+    assert compilations.count == 2
+    assert peak(found) <= limit < peak(free)
+    assert same(stepped(found), stepped(free))
+    found.save_plan(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert ("by_torch" in data["compiled"]) == wins
+    again = Checkpointable(Net(2), plan=tmp_path / "plan.json", granularity=2)
+    assert measured(again) <= limit
+    (stage,) = again.functions
+    assert isinstance(stage, CompiledStage)
+    assert stage.by_torch is (True if wins else None)  # ours was the first
 
 
 @pytest.mark.slow

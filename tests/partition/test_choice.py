@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._inductor.utils import fresh_cache
 
 from rotor_py.partition import choice, partitioner
-from rotor_py.partition.choice import Candidate
+from rotor_py.partition.choice import Candidate, rival_within
 from rotor_py.partition.partitioner import BudgetPartitioner
+from rotor_py.partition.peak import Weight
+from rotor_py.partition.program import Program
 from tests.partition.compiled_steps import Loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -28,7 +30,7 @@ def test_of_two_programs_that_take_as_long_that_of_pytorch_is_taken(monkeypatch:
             patch.setattr(choice, "programs_by_budgets", lambda *_: [])
             ours[:] = honest(*given, **options)
             patch.setattr(choice, "programs_by_budgets", lambda *_: [each.program for each in ours])
-            both[:] = honest(*given, **options)
+            both[:] = choice.undominated(honest(*given, **options))
         return both
 
     monkeypatch.setattr(partitioner, "candidates", seen)
@@ -41,6 +43,24 @@ def test_of_two_programs_that_take_as_long_that_of_pytorch_is_taken(monkeypatch:
         run(torch.randn(64, 32))
     assert len(ours) > 1
     assert {id(each.program) for each in both} == {id(each.program) for each in ours}
+    assert all(each.by_torch for each in both)
     for mine, theirs in zip(ours, both, strict=True):
         assert theirs.weight.peak == mine.weight.peak
         assert theirs.weight.seconds == pytest.approx(mine.weight.seconds / choice._OURS_LONGER)
+
+
+def candidate(seconds: float, peak: int, *, by_torch: bool, saved: str = "") -> Candidate:
+    nodes = {name: fx.Graph().placeholder(name) for name in saved}
+    return Candidate(Program((), frozenset(nodes.values()), ()), Weight(peak, peak, peak, 0, seconds, 0.0), by_torch)
+
+
+def test_a_program_of_the_other_maker_is_a_rival_if_it_fits_and_is_about_as_fast() -> None:
+    best = candidate(1.0, 10, by_torch=True, saved="a")
+    close = candidate(1.02, 9, by_torch=False, saved="b")
+    slow, large = candidate(1.1, 8, by_torch=False, saved="c"), candidate(1.0, 11, by_torch=False, saved="d")
+    brother = candidate(1.01, 8, by_torch=True, saved="e")
+    assert rival_within([best, close, slow, large, brother], 10, best) is close
+    assert rival_within([best, slow, large, brother], 10, best) is None
+    assert rival_within([best, close], 8, best) is None
+    twin = candidate(1.04, 9, by_torch=False)
+    assert rival_within([twin], 10, candidate(1.0, 10, by_torch=True)) is None  # it is the same code

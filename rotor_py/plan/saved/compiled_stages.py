@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rotor_py.compiled.budgets import is_budget
@@ -27,12 +27,14 @@ _PLAIN = (bool, int, float, str, type(None))
 class CompiledStages:
     """The names of the compiled stages, and Inductor's options. There may be none of both: defaults, and no gain.
 
-    If the graph is one stage, compiled as a whole, `room` is the bytes that its partition was chosen for.
+    If the graph is one stage, compiled as a whole, `room` is the bytes that its partition was chosen for. It was chosen
+    among those of PyTorch's partitioner if `by_torch`, among ours if not, and among all if that is None.
     """
 
     stages: list[str]
     options: dict[str, Any]
     room: int | None = None
+    by_torch: bool | None = None
 
     @classmethod
     def of(cls, cut: Cut, config: Config) -> CompiledStages:
@@ -45,8 +47,16 @@ class CompiledStages:
                 )
         pairs = zip(cut.groups(), cut.stages, strict=True)
         compiled = [(JOINT.join(group), stage) for group, (_, stage) in pairs if isinstance(stage, CompiledStage)]
-        rooms = [stage.room for _, stage in compiled if stage.room is not None]
-        return cls([name for name, _ in compiled], dict(config), min(rooms, default=None))
+        names = [name for name, _ in compiled]
+        whole = next((stage for _, stage in compiled if stage.room is not None), None)
+        return cls(names, dict(config)) if whole is None else cls(names, dict(config), whole.room, whole.by_torch)
+
+    def as_data(self) -> dict[str, Any]:
+        """What a file says of them."""
+        found = asdict(self)
+        if self.by_torch is None:  # as files said before there was a choice
+            del found["by_torch"]
+        return found
 
     @classmethod
     def from_data(cls, data: Any, stages: Sequence[list[str]]) -> CompiledStages | None:
@@ -54,12 +64,14 @@ class CompiledStages:
         match data:
             case None:
                 return None
-            case {"stages": [*names], "options": dict(options), "room": room} if len(data) == 3:
+            case {"stages": [*names], "options": dict(options), "room": room, **rest} if not rest.keys() - {"by_torch"}:
                 known = [JOINT.join(group) for group in stages]
                 right = room is None or (type(room) is int and room > 0 and len(names) == len(known) == 1)
+                by_torch: Any = rest.get("by_torch")
+                right &= by_torch is None or (type(by_torch) is bool and room is not None)
                 named = all(name in known for name in names)
                 if right and named and all(type(each) in _PLAIN for each in options.values()):
-                    return cls(names, options, room)
+                    return cls(names, options, room, by_torch)
         raise ValueError(f"what is compiled of it is {reprlib.repr(data)}")
 
     @property
@@ -74,7 +86,7 @@ class CompiledStages:
         """
         from rotor_py.partition.partitioner import whole_partitioner
 
-        partitioner = None if self.room is None else whole_partitioner(self.room, chain)
+        partitioner = None if self.room is None else whole_partitioner(self.room, chain, self.by_torch)
         stages: list[Layer] = []
         for (name, function), names in zip(cut.stages, ways, strict=True):
             if name in self.stages:

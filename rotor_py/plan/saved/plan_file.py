@@ -13,7 +13,8 @@ What a field means:
     mem_limit, limited     the limit in bytes, and whether somebody has set it; a strategy by hand may have none
     peak_bytes             the predicted peak of the whole step
     fresh_grads            whether gradients are freed between steps
-    compiled               the compiled stages and Inductor's options, where `compile=` was given (since schema 7)
+    compiled               the compiled stages and Inductor's options, where `compile=` was given (since schema 7); of a
+                           graph compiled as a whole, the room, and whose partition it is (since schema 10)
     predicted_for          the device that costs were predicted for, where nothing was measured (since schema 8)
     step_in_backward       the optimizer that steps parameters in the backward, their bytes, and what its largest step
                            needs, where there is one (since schema 8)
@@ -41,8 +42,8 @@ from rotor_py.plan.saved.checked_fields import FIELDS, checked_fields
 from rotor_py.plan.saved.moves_data import moves_data
 from rotor_solver import Sequence
 
-SCHEMA = 9
-_READABLE = 5, 6, 7, 8, 9
+SCHEMA = 10
+_READABLE = 5, 6, 7, 8, 9, 10
 """A file is of the least of them that has what it says: who knows earlier ones alone would take the rest for something
 else."""
 _LARGEST_FILE = 16 * 2**20
@@ -58,6 +59,7 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     measured = costs.as_data()
     compiled, steps, predicted_for = (fields.pop(name) for name in ("compiled", "step_in_backward", "predicted_for"))
     needed = {
+        10: compiled is not None and compiled.by_torch is not None,
         9: "ways" in measured or costs.budget.link is not None,
         8: steps is not None or predicted_for is not None,
         7: compiled is not None,
@@ -70,7 +72,7 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     if sequence.beside:
         data["beside"] = [str(each) for each in sequence.beside]
     if compiled is not None:
-        data["compiled"] = asdict(compiled)
+        data["compiled"] = compiled.as_data()
     if predicted_for is not None:
         data["predicted_for"] = predicted_for
     if steps is not None:
