@@ -48,7 +48,7 @@ def test_fewer_bits_need_less_and_are_told_of_wherever_they_are_chosen(plan, mod
     assert result.exit_code == 0, result.output
     assert "kept in bf16 for the backward: the forward is exact, and gradients differ from those of plain" in said
     assert "stored in bf16" in said
-    assert "with stages kept in bf16, gradients differ by " in said
+    assert "with what is kept in bf16, gradients differ by " in said
     assert 'keep="bf16"' in said
     report = found(plan(file, "--mem-limit", limit, "--keep", "bf16", "--verify", "--json", "-"))
     assert set(report["plan"]["fewer_bits"].values()) == {"bf16"}

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from rotor_profiling.instruments import operators, prediction
+from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import is_sharded
 from rotor_py.execute import regions
@@ -46,7 +47,7 @@ class Replay:
                 return regions.run(runners, regions.regions(sequence), value, read[1].options)
             if how.smaller is not None:
                 return GuardedTape(runners, read[1], how.smaller).forward(value)
-            return replay(runners, read[1], value, tier=how.tier)
+            return replay(runners, read[1], value, tier=how.tier, rounding=how.rounding)
 
 
 def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
@@ -62,6 +63,8 @@ def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
         "cache": settings.cache,
         "keepers": tuple(keeper for keeper in settings.keepers if keeper is not ELSEWHERE),
         "elsewhere": ELSEWHERE in settings.keepers,
+        # What is rounded on a predicted device is not timed; of several processes, each would find another plan.
+        "rounding": None if prediction() is not None or several_processes() else settings.rounding,
         "stepped": stepped_parameters(model, settings.step_in_backward),
         # Elsewhere the device works meanwhile, also where it is predicted.
         "own": own_seconds() if how.device.type == "cpu" and prediction() is None else None,

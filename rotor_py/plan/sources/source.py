@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from rotor_py.execute.guarded_tape import SmallerPlans
+from rotor_py.execute.rounding import Rounding
 from rotor_py.measure.certified.possible_times import PossibleTimes
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
@@ -62,7 +63,7 @@ class Measuring:
 class Following:
     """How stages are run: by `sequence`, in which the options of each stage are the `ways` of these names, those of
     `keepers` among them. With `smaller` plans, what runs out of memory runs again by one of these. What the sequence
-    moves goes to `tier`.
+    moves goes to `tier`, and what it keeps in fewer bits is rounded by `rounding`.
     """
 
     sequence: Sequence
@@ -71,6 +72,7 @@ class Following:
     keepers: tuple[Keeper, ...] = ()
     smaller: SmallerPlans | None = None
     tier: Tier | None = None
+    rounding: Rounding | None = None
 
 
 class Source(Protocol):

@@ -23,18 +23,19 @@ _TRIES = 5
 """Relaxed plans that are tried at most; a guess. The first ones need little more than they are solved for."""
 
 
-def solve_rounded(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
+def solve_rounded(chain: Chain, mem_limit: int, program: Persistent | None = None) -> Sequence:
     """A sequence within `mem_limit` bytes, a_0 counted, whose checkpoints may be rounded where `chain` has them so.
 
-    It is the exact plan of `Persistent` unless rounding saves more than half a percent of its time. Its lower bound is
-    for all memory-persistent sequences, those with rounded checkpoints included. Raises InfeasibleError if nothing
-    fits; its `min_bytes` is the peak of a sequence that is known, as from `least_rounded_sequence`.
+    Exact plans are those of `program`, and so are the relaxed ones from which the others are made. The exact plan is
+    taken unless rounding saves more than half a percent of its time. The lower bound is for all memory-persistent
+    sequences, those with rounded checkpoints included. Raises InfeasibleError if nothing fits; its `min_bytes` is the
+    peak of a sequence that is known, as from `least_rounded_sequence`.
     """
-    exact, program = None, Persistent(slots)
+    exact, program = None, program or Persistent()
+    if not may_round(chain):
+        return program.solve(chain, mem_limit)
     with suppress(InfeasibleError):
         exact = program.solve(chain, mem_limit)
-    if not may_round(chain):
-        return program.solve(chain, mem_limit) if exact is None else exact
     seconds = math.inf if exact is None else _seconds(chain, exact)
     if exact is not None and seconds <= _seconds(chain, store_all(chain)):
         return exact
