@@ -50,6 +50,14 @@ class Replay:
             return replay(runners, read[1], value, tier=how.tier, rounding=how.rounding)
 
 
+def _stays_exact(model: nn.Module) -> bool:
+    """Whether checkpoints are kept as they are, whatever is asked for.
+
+    On a predicted device nobody times the rounding; of several processes, each would round others; regions do not.
+    """
+    return prediction() is not None or several_processes() or is_sharded(model)
+
+
 def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
     """What is asked for when the stages of `model` are measured, as arguments."""
     settings = how.settings
@@ -63,8 +71,7 @@ def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
         "cache": settings.cache,
         "keepers": tuple(keeper for keeper in settings.keepers if keeper is not ELSEWHERE),
         "elsewhere": ELSEWHERE in settings.keepers,
-        # What is rounded on a predicted device is not timed; of several processes, each would find another plan.
-        "rounding": None if prediction() is not None or several_processes() else settings.rounding,
+        "rounding": None if _stays_exact(model) else settings.rounding,
         "stepped": stepped_parameters(model, settings.step_in_backward),
         # Elsewhere the device works meanwhile, also where it is predicted.
         "own": own_seconds() if how.device.type == "cpu" and prediction() is None else None,
