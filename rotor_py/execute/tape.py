@@ -54,11 +54,11 @@ from rotor_py.execute.in_flight import Held, Pass, Passes
 from rotor_py.execute.moving import Moving
 from rotor_py.execute.node import Frame, StageNode
 from rotor_py.execute.program import Program, Step, program
-from rotor_py.execute.rounding import Rounding
 from rotor_py.execute.runners import Runners
 from rotor_py.execute.store import ActivationStore
 from rotor_py.execute.whole_runs import run_through
 from rotor_py.offload.tier import Tier
+from rotor_py.stage.keepers.rounded_value import Rounding
 from rotor_py.stage.restored.other_streams import draws
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings

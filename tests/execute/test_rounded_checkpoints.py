@@ -18,12 +18,11 @@ from rotor_profiling import measured_peak, tensors_in
 from rotor_py import CheckpointOptim
 from rotor_py.execute.program import program
 from rotor_py.execute.regions import regions
-from rotor_py.execute.rounding import Rounding
 from rotor_py.execute.store import ActivationStore
 from rotor_py.execute.tape import replay
 from rotor_py.stage.keepers import rounded_value
 from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
-from rotor_py.stage.keepers.rounded_value import RoundedValue, roundable
+from rotor_py.stage.keepers.rounded_value import RoundedValue, Rounding, roundable
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, Operation, Sequence
 from tests.execute.sequences import any_sequence, persistent_sequence

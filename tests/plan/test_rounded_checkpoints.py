@@ -204,6 +204,28 @@ def test_a_plan_that_was_saved_rounds_only_if_that_is_asked_for_again(tightly: A
     assert torch.equal(step(again, batch)[1], step(planned, batch)[1])
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("word", "fp4", "it has to have a word for fewer bits"),
+        ("of_inputs", [], "rounded inputs of 0 stages, and 14 stages"),
+        ("of_inputs", [None] * 14, "rounds a_"),
+        ("of_inputs", [{"positions": [0]}] * 14, "it has to have positions, spared_bytes"),
+    ],
+)
+def test_a_file_that_says_something_else_of_them_is_refused(
+    tightly: Any, tmp_path: Path, part: str, value: Any, words: str
+) -> None:
+    planned, plain, _ = tightly
+    path = tmp_path / "plan.json"
+    planned.save_plan(path)
+    data = json.loads(path.read_text())
+    data["costs"]["rounded"][part] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=words):
+        Checkpointable(plain, plan=path, keep="bf16")
+
+
 def test_verifying_says_how_far_gradients_are(tightly: Any) -> None:
     planned, _, batch = tightly
     (found,) = verify(planned, batch, loss=loss_of)

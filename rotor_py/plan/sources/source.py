@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from rotor_py.execute.guarded_tape import SmallerPlans
-from rotor_py.execute.rounding import Rounding
 from rotor_py.measure.certified.possible_times import PossibleTimes
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
@@ -17,6 +16,7 @@ from rotor_py.measure.stages import MeasuredCut
 from rotor_py.offload.tier import Tier
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
+from rotor_py.stage.keepers.rounded_value import Rounding
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver import Sequence
 from rotor_solver.progress import Progress

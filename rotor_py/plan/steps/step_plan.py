@@ -12,7 +12,6 @@ from torch import nn
 
 from rotor_profiling import OptimizerCost
 from rotor_py.compiled.compiled_stage import is_compiled, partitioned_freely
-from rotor_py.execute.rounding import Rounding
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement, RoundedBorders
@@ -25,6 +24,7 @@ from rotor_py.plan.sources.source import Source
 from rotor_py.plan.steps.step_spec import StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.graph_effects import GraphEffects, recall_effects, remember_effects
+from rotor_py.stage.keepers.rounded_value import Rounding
 from rotor_py.stage.undo import undo_bytes
 from rotor_solver import Sequence
 

@@ -5,7 +5,8 @@ Storages are rounded, not tensors: two tensors may be views of the same memory, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rotor_profiling.storage import local, tensors_in
-from rotor_py.stage.keepers.fewer_bits import FewerBits, RoundedTensor
+from rotor_py.stage.keepers.fewer_bits import FEWER_BITS, FewerBits, RoundedTensor
 from rotor_py.stage.keepers.keeper import LEAST_BYTES, is_plain
 from rotor_py.stage.keepers.saved import memory_of
+
+_log = logging.getLogger("rotor_py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,34 @@ class RoundedValue:
         """What is in memory."""
         rest = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         return [*(part for kept in self._storages.values() for part in kept.parts), *rest]
+
+
+class Rounding:
+    """How inputs of stages are kept in the fewer bits of `word` (`keep=`), where a sequence says so (`CF_3~`).
+
+    Of the input of each stage, the tensors at its `positions` are rounded.
+    """
+
+    def __init__(self, word: str, positions: Mapping[int, tuple[int, ...]]) -> None:
+        self.word = word
+        self.positions = positions
+        self._told = False
+
+    def rounded(self, stage: int, name: str, value: Any) -> RoundedValue:
+        """`value`, the input of a stage, in fewer bits.
+
+        A tensor with numbers that are not finite stays as it is, which takes memory that no plan counts on: the first
+        time, a warning is logged.
+        """
+        found = RoundedValue(value, self.positions[stage], FEWER_BITS[self.word])
+        if not found.complete and not self._told:
+            self._told = True
+            _log.warning(
+                "the input of stage %r has numbers that are not finite, or would not be in %s, so that it is kept "
+                "whole: this step may take more memory than planned",
+                name, self.word,
+            )  # fmt: skip
+        return found
 
 
 def roundable(value: Any, form: FewerBits, held: Iterable[torch.Tensor]) -> tuple[int, ...]:
