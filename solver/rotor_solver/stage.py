@@ -75,8 +75,8 @@ class Stage:
 
     `rounded` is what the output takes as a checkpoint in fewer bits; None if it is always kept as it is.
 
-    `input_grown` bytes more are taken by the input once the stage has run with a graph, where it stands alone
-    (`rotor_solver.rounded`).
+    `input_grown` bytes more are taken by the input once the stage has run with a graph, where it stands alone; below
+    zero, fewer (`rotor_solver.rounded`).
     """
 
     activation: int
@@ -141,7 +141,7 @@ def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
         ),
         skipped_output_time=skipped_output_time,
         rounded=None if stage.rounded is None else _checked_rounded(stage.rounded, stage.activation, where),
-        input_grown=checked_size(stage.input_grown, f"input_grown of {where}"),
+        input_grown=checked_size(stage.input_grown, f"input_grown of {where}", least=-incoming),
     )
 
 

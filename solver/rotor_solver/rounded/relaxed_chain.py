@@ -16,7 +16,7 @@ each real plan has a twin here that is no slower, and never takes more memory: t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rotor_solver.chain import Chain
 from rotor_solver.stage import Option, Stage
@@ -24,53 +24,86 @@ from rotor_solver.stage import Option, Stage
 
 def may_round(chain: Chain) -> bool:
     """Whether any checkpoint can be kept in fewer bits."""
-    return any(_less(chain))
+    return any(border.less for border in _borders(chain))
 
 
 def relaxed_chain(chain: Chain) -> Chain:
     """The chain of this module. Its sequences are sequences of `chain`, with checkpoints that may be rounded."""
-    less = _less(chain)
-    stages = tuple(_relaxed(chain, number, less[number], less[number + 1]) for number in range(len(chain)))
+    borders = _borders(chain)
+    stages = tuple(_relaxed(chain, number, *borders[number : number + 2]) for number in range(len(chain)))
     return replace(chain, stages=stages)
 
 
-def _less(chain: Chain) -> list[int]:
-    """d_0 … d_L: by how many bytes each a_i gets smaller. Only inputs of stages that others make are checkpoints."""
-    inner = [0 if each.rounded is None else each.activation - each.rounded.nbytes for each in chain.stages[:-1]]
-    return [0, *inner, 0] if len(chain) else [0]
+@dataclass(frozen=True, slots=True)
+class _Border:
+    """An a_i that takes `less` bytes. What is freed of it once stage i has run with a graph is what it is in `chain`.
+
+    Alone it is `alone`, which is below zero where a_i grows. Inside of ā_i, it is what both stages do without, of which
+    `input_released` and `output_released` are as much as a relaxed a_i has; the rest, `lost`, ā_i lacks from the start.
+    """
+
+    less: int
+    input_released: int
+    output_released: int
+    alone: int
+    lost: int = 0
 
 
-def _relaxed(chain: Chain, number: int, incoming: int, outgoing: int) -> Stage:
-    """The stage, where its input takes `incoming` bytes less, and its output `outgoing`."""
+def _borders(chain: Chain) -> list[_Border]:
+    """Of a_0 … a_L. Only inputs of stages that others make are checkpoints."""
+    found = []
+    for index, whole in enumerate(chain.activation):
+        before = chain.stages[index - 1] if index else None
+        after = chain.stages[index] if index < len(chain) else None
+        given = 0 if before is None else before.output_released
+        taken = 0 if after is None else after.input_released
+        form = None if before is None or after is None else before.rounded
+        left = whole if form is None else form.nbytes
+        if left == whole:
+            found.append(_Border(0, taken, given, taken))
+            continue
+        inside = max(0, taken + given - whole)
+        released = min(given, left)
+        together = min(inside, left)
+        found.append(
+            _Border(
+                whole - left,
+                left - released + together if together else 0,
+                released,
+                taken - (whole - left),
+                inside - together,
+            )
+        )
+    return found
+
+
+def _relaxed(chain: Chain, number: int, incoming: _Border, outgoing: _Border) -> Stage:
+    """The stage between two values."""
     stage = chain.stages[number]
-    inputs, outputs = chain.activation[number] - incoming, stage.activation - outgoing
-    released = min(stage.output_released, outputs)
-    # What is freed of the output together with ā: no more than the output has, so the rest is missing from the start.
-    lost = stage.output_released - released
-    input_released = min(stage.input_released, inputs)
-    grown = incoming - (stage.input_released - input_released)
+    alone = incoming.alone if _most_is_during_backward(chain, number) else max(0, incoming.alone)
     return replace(
         stage,
-        activation=outputs,
-        options=tuple(_relaxed_option(each, incoming, lost) for each in stage.options),
+        activation=stage.activation - outgoing.less,
+        options=tuple(_relaxed_option(each, incoming.less, outgoing.lost) for each in stage.options),
         nograd_time=stage.seconds_without_graph,
-        nograd_temp=stage.temp_without_graph + outgoing,
-        gradient=stage.gradient + incoming - outgoing,
-        input_released=input_released,
-        output_released=released,
+        nograd_temp=stage.temp_without_graph + outgoing.less,
+        gradient=stage.gradient + incoming.less - outgoing.less,
+        input_released=incoming.input_released,
+        output_released=outgoing.output_released,
         rounded=None,
-        input_grown=grown if _most_is_during_backward(chain, number) else 0,
+        input_grown=incoming.input_released - alone,
     )
 
 
-def _relaxed_option(option: Option, incoming: int, lost: int) -> Option:
+def _relaxed_option(option: Option, less: int, lost: int) -> Option:
+    """An option whose input takes so much `less`, and whose ā lacks what is `lost`, which is there while it runs."""
     replay = option.replay_temp
     return replace(
         option,
         saved=option.saved - lost,
         forward_temp=option.forward_temp + lost,
-        backward_temp=option.backward_temp + incoming + lost,
-        replay_temp=None if replay is None else replay + incoming + lost,
+        backward_temp=option.backward_temp + less + lost,
+        replay_temp=None if replay is None else replay + less + lost,
     )
 
 

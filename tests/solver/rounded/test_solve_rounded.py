@@ -121,7 +121,7 @@ def test_where_memory_is_tight_it_is_nearly_the_best_of_all(seed: int) -> None:
     assert result.peak <= limit
     assert sequence.lower_bound is not None
     assert sequence.lower_bound <= optimum + 1e-9
-    assert optimum - 1e-9 <= result.makespan <= 1.15 * optimum
+    assert optimum - 1e-9 <= result.makespan <= 1.02 * optimum
 
 
 def test_rounding_is_faster_than_any_exact_plan_where_memory_is_tight() -> None:
