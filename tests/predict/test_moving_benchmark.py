@@ -48,7 +48,8 @@ def test_plans_choose_among_what_estimate_offers() -> None:
     assert rows[0]["both"] is not None
 
 
-def test_half_of_what_goes_from_stage_to_stage_is_never_slower() -> None:
+def test_half_of_what_goes_from_stage_to_stage_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounded_checkpoints, "TIMES_LESS", (2, 3))  # of few blocks, less is no plan
     chain, _ = moving.predicted_chain(case())
     half = rounded_checkpoints.with_half(chain)
     for sequence in (store_all(chain), recompute_all(chain)):
