@@ -190,7 +190,7 @@ def test_it_is_told_of(tightly: Any, tmp_path: Path) -> None:
 def test_a_plan_that_was_saved_rounds_only_if_that_is_asked_for_again(tightly: Any, tmp_path: Path) -> None:
     planned, plain, batch = tightly
     planned.save_plan(tmp_path / "plan.json")
-    assert json.loads((tmp_path / "plan.json").read_text())["schema"] == 10
+    assert json.loads((tmp_path / "plan.json").read_text())["schema"] == 11
 
     def loaded(**options: Any) -> Checkpointable:
         return Checkpointable(copy.deepcopy(plain), plan=tmp_path / "plan.json", **options)
