@@ -1,92 +1,78 @@
-"""What checkpoints in bfloat16 could save at best: plans for chains whose inputs of stages take half of their bytes.
+"""What checkpoints in half of their bytes gain on an H100: simulated, on chains with predicted costs.
 
     python benchmarks/rounded_checkpoints.py                 # prints the table; needs transformers
     python benchmarks/rounded_checkpoints.py --write         # also into docs/ways.md and benchmarks/results/
     python benchmarks/rounded_checkpoints.py "Llama-3 8B"    # only models whose names begin so
 
-Chains and limits are those of `moving.py`; nothing moves. Every value between two stages is halved, wherever it is: as
-a checkpoint, while it is read, and as a gradient. Real plans would have it whole while it is read, so none of them
-takes less time than any plan for this chain, of which the solver's lower bound is given.
+Chains and limits are those of `moving.py`; nothing moves. Every value between two stages may be kept as a checkpoint in
+half of its bytes. To round it, and to bring it back, it is read and written at so many bytes in a second as planning
+counts with on this device. The bound is the solver's: no plan with rounded checkpoints takes less time.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from moving import Case, predicted_chain, run_chosen
 
-from rotor_solver import Chain, InfeasibleError, Option, simulate, solve, store_all
+from rotor_solver import Chain, InfeasibleError, Persistent, RoundedOutput, simulate, store_all
+from rotor_solver.operations import ForwardCheck
+from rotor_solver.rounded import solve_rounded
 
 TIMES_LESS = (4, 6, 8, 12)
-SLOTS = 2000
+PROGRAM = Persistent(slots=2000)
 """Finer than usual: less may be gained than 500 slots lose."""
+BYTES_PER_SECOND = 0.8 * 3.35e12
+"""Of an H100's memory: what elementwise operators reach."""
 Row = dict[str, Any]
 
 
 def with_half(chain: Chain) -> Chain:
-    """The chain, with half of the bytes of all that goes from stage to stage."""
-    stages, incoming = [], chain.input_bytes
-    for number, stage in enumerate(chain):
-        activation = stage.activation if number == len(chain) - 1 else stage.activation // 2
-        released = min(stage.output_released, activation)
-        lost = stage.output_released - released
-        stages.append(
-            replace(
-                stage,
-                activation=activation,
-                options=tuple(_with_input(each, incoming, lost) for each in stage.options),
-                input_released=min(stage.input_released, incoming),
-                output_released=released,
-            )
-        )
-        incoming = activation
+    """The chain, in which all that goes from stage to stage may be kept in half of its bytes."""
+    stages = []
+    for stage in chain:
+        # Read once for the largest number and once to round it; scratch is a page.
+        rounding, restoring = (passes * stage.activation / BYTES_PER_SECOND for passes in (2.5, 1.5))
+        stages.append(replace(stage, rounded=RoundedOutput(stage.activation // 2, rounding, restoring, 4096, 4096)))
     return replace(chain, stages=tuple(stages))
-
-
-def _with_input(option: Option, incoming: int, lost: int) -> Option:
-    """An option whose input has `incoming` bytes; `lost` bytes of its output are freed with its own."""
-    replay = option.replay_temp
-    return replace(
-        option,
-        saved=option.saved - lost,
-        backward_temp=max(option.backward_temp, -incoming),
-        replay_temp=None if replay is None else max(replay, -incoming),
-    )
-
-
-def seconds(chain: Chain, limit: int) -> tuple[float, float] | None:
-    """Those of the plan, and the least of any plan; None if nothing fits."""
-    try:
-        sequence = solve(chain, limit, slots=SLOTS)
-    except InfeasibleError:
-        return None
-    assert sequence.lower_bound is not None
-    return simulate(chain, sequence).makespan, sequence.lower_bound
 
 
 def run(case: Case) -> list[Row]:
     chain, _ = predicted_chain(case)
-    everything = simulate(chain, store_all(chain))
+    half, everything = with_half(chain), simulate(chain, store_all(chain))
     rows = []
     for times in TIMES_LESS:
         limit = everything.peak // times
-        exact, half = seconds(chain, limit), seconds(with_half(chain), limit)
         row: Row = {"model": case.name, "times_less": times, "limit_bytes": limit}
-        row["exact"] = None if exact is None else exact[0] / everything.makespan - 1
-        row["least"] = None if half is None else half[1] / everything.makespan - 1
+        row |= dict.fromkeys(("exact", "rounded", "least", "checkpoints"))
+        with suppress(InfeasibleError):
+            row["exact"] = simulate(chain, PROGRAM.solve(chain, limit)).makespan / everything.makespan - 1
+        with suppress(InfeasibleError):
+            found = solve_rounded(half, limit, PROGRAM)
+            assert found.lower_bound is not None
+            result = simulate(half, found)
+            assert result.peak <= limit
+            row["rounded"], row["least"] = (
+                seconds / everything.makespan - 1 for seconds in (result.makespan, found.lower_bound)
+            )
+            row["checkpoints"] = sum(isinstance(each, ForwardCheck) and each.rounded for each in found)
         rows.append(row)
     return rows
 
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| model | times less | exact checkpoints | in half of their bytes, at best |",
-        "| --- | --- | --- | --- |",
+        "| model | times less | exact checkpoints | in half of their bytes, as planned | rounded | at best |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        cells = " | ".join("–" if row[each] is None else f"{row[each]:+.1%}" for each in ("exact", "least"))
-        lines.append(f"| {row['model']} | {row['times_less']} | {cells} |")
+        exact, found, least = (
+            "–" if row[each] is None else f"{row[each]:+.1%}" for each in ("exact", "rounded", "least")
+        )
+        count = "–" if row["checkpoints"] is None else row["checkpoints"]
+        lines.append(f"| {row['model']} | {row['times_less']} | {exact} | {found} | {count} | {least} |")
     return "\n".join(lines)
 
 

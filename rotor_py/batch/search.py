@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 from rotor_py.batch.cost_law import CostLaw
 from rotor_py.batch.relaxed import relaxed
-from rotor_solver import InfeasibleError, Persistent
+from rotor_py.batch.step_costs import StepCosts
+from rotor_solver import Chain, InfeasibleError, Persistent
 from rotor_solver.moving.priced import priced
+from rotor_solver.rounded import may_round, relaxed_chain
 
 TOLERANCE = 0.005
 """The share of time that another batch would have to save to be looked for: as much as the solver's gap may be."""
@@ -100,9 +102,7 @@ class Search:
         costs = [each for batch in knots if (each := self.law.of(batch)) is not None]
         if len(costs) < len(knots):
             return math.inf if least == most else 0.0
-        # Where something may move: as if the link took no time. What is away takes no memory but in its own operations.
-        moving = costs[0].budget.link is not None
-        chain = relaxed([priced(each.chain, 0.0) if moving else each.chain for each in costs], knots)
+        chain = relaxed([_with_least(each) for each in costs], knots)
         if chain is None:
             return 0.0
         # A plan that computes nothing twice needs no snapshots, so none are taken off.
@@ -114,3 +114,11 @@ class Search:
         assert found.lower_bound is not None
         before = min(each.before_chain_seconds * most / batch for each, batch in zip(costs, knots, strict=True))
         return self.rate.per_sample(costs[0].budget.forwards * (found.lower_bound + before), most)
+
+
+def _with_least(costs: StepCosts) -> Chain:
+    """A chain whose plans cost no more than those of a batch that may move something, or round checkpoints."""
+    if costs.budget.link is not None:
+        # As if the link took no time. What is away takes no memory but in its own operations.
+        return priced(costs.chain, 0.0)
+    return relaxed_chain(costs.chain) if may_round(costs.chain) else costs.chain

@@ -36,7 +36,8 @@ class Region:
 def regions(sequence: Sequence) -> tuple[int | Region, ...]:
     """The stages of a sequence in order, and the regions in which they are run again.
 
-    ValueError if the sequence is not memory-persistent: if it drops a checkpoint before the backward that uses it.
+    ValueError if the sequence is not memory-persistent: if it drops a checkpoint before the backward that uses it; or
+    if it keeps one in fewer bits.
     """
     items, rest = _items(list(sequence))
     if rest:
@@ -52,7 +53,9 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
         match operations[at]:
             case ForwardEnable(stage):
                 found.append((stage, stage + 1, True))
-            case ForwardCheck(stage):
+            case ForwardCheck(stage, rounded):
+                if rounded:
+                    raise ValueError(f"{operations[at]} keeps a checkpoint in fewer bits, which regions do not")
                 found.append((stage, stage + 1, False))
             case ForwardNograd(stage) if found and not found[-1][2] and found[-1][1] == stage:
                 found[-1] = (found[-1][0], stage + 1, False)

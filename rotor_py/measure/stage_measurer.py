@@ -46,6 +46,7 @@ from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement, Way
 from rotor_py.measure.prefix import run_prefix
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
+from rotor_py.measure.walks.border_rounding import BorderRounding
 from rotor_py.measure.walks.carried_tensors import CarriedTensors
 from rotor_py.measure.walks.found import Weighed
 from rotor_py.measure.walks.layer_offers import LayerOffers
@@ -70,7 +71,8 @@ class StageMeasurer:
 
     `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `own` is what
     the executor takes for a stage beside its operators. The backward steps the parameters in `stepped`. Stages may be
-    stored by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group`
+    stored by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory, and their inputs kept as
+    checkpoints in the fewer bits of the word `rounding`. The processes of `group`
     measure the same stages together. With `cache`, kinds of stages that an earlier run has measured are not measured
     again. What layers offer beside what they say themselves is found by `layer_offers`.
     Measured `briefly`, stages are timed no more often than they have to be, until somebody calls `time_further`.
@@ -91,6 +93,7 @@ class StageMeasurer:
         stepped: SteppedParameters = NONE_STEPPED,
         keepers: Sequence[Keeper] = (),
         elsewhere: bool = False,
+        rounding: str | None = None,
         briefly: bool = False,
         layer_offers: LayerOffers | None = None,
     ) -> None:
@@ -106,6 +109,7 @@ class StageMeasurer:
         self._owned = list(storages(tensors_in(value)))
         self._known: dict[Hashable, _Found] = {}
         self._movable = MovableBytes(device) if elsewhere else None
+        self._rounding = None if rounding is None else BorderRounding(rounding, device)
         self._times = StageTimes(own, briefly=briefly)
         self._briefly = briefly
         self._kept = KeptKinds(
@@ -133,6 +137,7 @@ class StageMeasurer:
         """Begin anew, with `cut` as the cut of the same chain."""
         self._cut, self._stages, self._chain = cut, cut.stages, replace(self._chain, cut=cut)
         self._survey = self._survey.of(self._chain)
+        self._rounding = None if self._rounding is None else self._rounding.anew()
         self._walks = 0
         self._begin()
 
@@ -214,6 +219,7 @@ class StageMeasurer:
             carried=self._carried.found,
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),
+            rounded=None if self._rounding is None else self._rounding.found(),
             spread=self._times.spread(self._kinds),
             intervals=tuple(ends[kind] for kind in self._kinds),
         )
@@ -222,6 +228,8 @@ class StageMeasurer:
         self._kinds: list[Hashable] = []
         self._carried = CarriedTensors()
         self._held_bytes = 0
+        if self._rounding is not None:
+            self._rounding.begin()
         self._steps = self.stepped.by_stage(self._cut)
         self._decided_bytes = 0  # of what the stages decide, if all of them have to be run again
         self.activation_bytes = self._input_bytes
@@ -235,6 +243,7 @@ class StageMeasurer:
             found, output = self._find(number, value, beside, carried)
             cost = found.weighed.bytes[0]
             self._decided_bytes += found.weighed.decided_bytes
+            given, given_bytes = value, self.activation_bytes
             self.activation_bytes = cost.activation_bytes
             if self._movable is not None:
                 self._movable.measure(self._kinds[-1], self._chain.runner(number), value)
@@ -244,9 +253,18 @@ class StageMeasurer:
             else:
                 value = self._chain.run(self._chain.runner(number), value)
             del output
+            if self._rounding is not None:
+                self._rounding.pass_by(given, value, given_bytes, self._held_throughout(given))
+            del given
             self._carried.count_gradients(cost.gradient_storage_bytes)
             self._carried.pass_on(carried, value, number + 1, [*self._owned, *beside])
         return value
+
+    def _held_throughout(self, value: Any) -> list[torch.Tensor]:
+        """What is in memory whatever becomes of `value`: parameters, the chain's input, and what is carried in it."""
+        modules = [function for _, function in self._stages]
+        parameters = [each for module in modules for each in (*module.parameters(), *module.buffers())]
+        return [*parameters, *tensors_in(self._input), *self._carried.tensors(value)]
 
     def _wanted(self, *, only_fewest: bool) -> set[int]:
         """The stages to time in the next walk; where some wait for other processes, those that any of these wants."""

@@ -16,8 +16,7 @@ from rotor_py.report.basis import Basis
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.numbers import PlanNumbers
 from rotor_py.report.sweep import Sweep
-from rotor_py.stage.keepers.fewer_bits import word_of
-from rotor_py.stage.keepers.rounded_stages import rounded_stages
+from rotor_py.stage.keepers.rounded_stages import rounded_checkpoints, rounded_stages
 from rotor_py.units import format_bytes, format_seconds
 
 
@@ -80,16 +79,21 @@ class ReportFacts(PlanNumbers):
 
     def rounded(self) -> str | None:
         """What of the plan is inexact, in one sentence; None if nothing may be."""
-        asked = word_of(name for names in self.measurement.way_names for name in names)
+        asked = self.measurement.fewer_bits
         if asked is None:
             return None
-        count = len(rounded_stages(self.chain, self.sequence))
-        if not count:
+        stages, checkpoints = len(rounded_stages(self.chain, self.sequence)), len(rounded_checkpoints(self.sequence))
+        inputs = f"the input{'s' if checkpoints > 1 else ''} of {checkpoints}"
+        found = [
+            *([f"{stages} of {len(self.chain)} stages {'is' if stages == 1 else 'are'}"] if stages else []),
+            *([f"{inputs}, from which stages run again, {'is' if checkpoints == 1 else 'are'}"] if checkpoints else []),
+        ]
+        if not found:
             return f"No stage is kept in {asked}: the plan is exact."
-        stages = f"{count} of {len(self.chain)} stages {'is' if count == 1 else 'are'}"
+        said = " and ".join(found)
         return (
-            f"{stages} kept in {asked} for the backward: the forward is exact, and gradients differ from those of "
-            "plain training."
+            f"{said[0].upper()}{said[1:]} kept in {asked} for the backward: the forward is exact, and gradients differ "
+            "from those of plain training."
         )
 
     @property

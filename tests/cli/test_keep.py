@@ -48,12 +48,49 @@ def test_fewer_bits_need_less_and_are_told_of_wherever_they_are_chosen(plan, mod
     assert result.exit_code == 0, result.output
     assert "kept in bf16 for the backward: the forward is exact, and gradients differ from those of plain" in said
     assert "stored in bf16" in said
-    assert "with stages kept in bf16, gradients differ by " in said
+    assert "with what is kept in bf16, gradients differ by " in said
     assert 'keep="bf16"' in said
     report = found(plan(file, "--mem-limit", limit, "--keep", "bf16", "--verify", "--json", "-"))
     assert set(report["plan"]["fewer_bits"].values()) == {"bf16"}
     assert 0 < report["verify"]["gradient_error"] < 0.01
     assert report["verify"]["measured_peak_bytes"] <= limit
+
+
+DEEP = """
+import time
+
+import torch
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 192), nn.Linear(192, 64)
+
+    def forward(self, x):
+        time.sleep(0.002)
+        return x + self.down(self.up(x).tanh())
+
+model = nn.Sequential(*(Layer() for _ in range(14)))
+sample = torch.randn(256, 64)
+
+def loss(output):
+    return output.square().mean()
+"""
+
+
+def test_checkpoints_in_fewer_bits_are_told_of(plan, model_file):
+    file = model_file(DEEP)
+    exact = found(plan(file, "--mem-limit", "1GB", "--json", "-"))
+    limit = (9 * exact["min_bytes"] + exact["store_all"]["peak_bytes"]) // 10
+    report = found(plan(file, "--mem-limit", limit, "--keep", "bf16", "--verify", "--json", "-"))
+    rounded = report["plan"]["rounded_checkpoints"]
+    assert set(rounded.values()) == {"bf16"}
+    assert all(f"CF_{stage}~" in report["plan"]["sequence"] for stage in rounded)
+    assert report["plan"]["algorithm"] == "rounded"
+    assert 0 < report["verify"]["gradient_error"] < 0.01
+    assert report["verify"]["measured_peak_bytes"] <= limit
+    assert any("checkpointed in bf16" in stage["action"] for stage in report["stages"])
 
 
 def test_what_is_said_of_a_saved_plan_loads_it(plan, model_file, tmp_path, monkeypatch):

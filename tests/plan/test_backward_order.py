@@ -221,8 +221,8 @@ def test_a_file_has_all_sequences_and_the_order(tmp_path: Path, caplog: pytest.L
     assert loaded.sequence == planned.sequence
     text = path.read_text()
     assert '"schema": 6' in text
-    path.write_text(text.replace('"schema": 6', '"schema": 10'))
-    with pytest.raises(ValueError, match="not a plan of schema 9 but of 10"):
+    path.write_text(text.replace('"schema": 6', '"schema": 12'))
+    with pytest.raises(ValueError, match="not a plan of schema 11 but of 12"):
         Checkpointable(chain(), plan=path)
     planned_with("any").save_plan(path)
     assert '"schema": 5' in path.read_text()  # which earlier versions read

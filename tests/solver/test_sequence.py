@@ -11,7 +11,7 @@ from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, L
 NUMBERS = st.integers(0, 10**6)
 OPERATIONS = st.one_of(
     st.builds(ForwardEnable, NUMBERS, st.integers(0, 9)),
-    st.builds(ForwardCheck, NUMBERS),
+    st.builds(ForwardCheck, NUMBERS, st.booleans()),
     st.builds(ForwardNograd, NUMBERS),
     st.builds(Backward, NUMBERS),
     st.just(Loss()),
@@ -32,6 +32,11 @@ def test_the_notation_of_the_field() -> None:
     assert str(Sequence(operations)) == "Fe_0, CF_1, Fn_2, Fe_3^1, L, B_3"
 
 
+def test_a_rounded_checkpoint_has_a_tilde() -> None:
+    assert str(ForwardCheck(3, rounded=True)) == "CF_3~"
+    assert Sequence.parse("CF_3~, CF_3") == Sequence([ForwardCheck(3, rounded=True), ForwardCheck(3)])
+
+
 def test_it_is_a_sequence() -> None:
     sequence = Sequence.parse("Fe_0, L, B_0")
     assert len(sequence) == 3
@@ -48,7 +53,7 @@ def test_what_found_it_does_not_matter_for_equality() -> None:
 
 
 @pytest.mark.parametrize(
-    "token", ["Fe_", "Fe", "fe_0", "F_0", "B_0^1", "CF_-1", "Fe_0^", "L_0", "Fe_0 L", "Fe_٣", "Fe_1.0"]
+    "token", ["Fe_", "Fe", "fe_0", "F_0", "B_0^1", "CF_-1", "Fe_0^", "L_0", "Fe_0 L", "Fe_٣", "Fe_1.0", "Fe_1~"]
 )
 def test_tokens_that_are_none_are_named(token: str) -> None:
     with pytest.raises(ValueError, match="operation 1 is"):

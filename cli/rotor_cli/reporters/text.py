@@ -45,7 +45,7 @@ def verified(facts: Facts) -> Text:
         differ = f"{compared} and buffers differ by at most {found.max_grad_difference:g}{beside}"
         if (rounded := found.rounded) is not None:
             error = f"{rounded.gradient_error:.2g} of their length"
-            differ = f"with stages kept in {rounded.word}, {compared} differ by {error}{beside}"
+            differ = f"with what is kept in {rounded.word}, {compared} differ by {error}{beside}"
         said += (
             f", {overhead:+.1%} over {other} ({facts.overhead - 1:+.1%} predicted); {step} "
             f"{format_bytes(found.plain_peak_bytes)}, {format_seconds(found.plain_step_seconds)}; {differ}"

@@ -15,7 +15,6 @@ from rotor_py.plan.saved.compiled_stages import CompiledStages
 from rotor_py.plan.saved.fingerprint import refuse_difference, refuse_other_input
 from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.stage.graph_effects import GraphEffects, remember_effects
-from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_solver import Sequence
 
 
@@ -83,8 +82,8 @@ class Plan:
             raise PlanMismatchError(field, self.step_in_backward or "none", found or "none")
 
     def refuse_fewer_bits(self, keep: str | None) -> None:
-        """PlanMismatchError if stages may be kept in fewer bits, and not in those that `keep` asks for."""
-        asked = word_of(name for names in self.costs.measurement.way_names for name in names)
+        """PlanMismatchError if something may be kept in fewer bits, and not in those that `keep` asks for."""
+        asked = self.costs.measurement.fewer_bits
         if asked not in (None, keep):
             raise PlanMismatchError("keep=", repr(asked), repr(keep))
 

@@ -21,7 +21,8 @@ What a field means:
     moves                  what is moved to another tier of memory, and when (`moves_data`), where `offload=` was given
                            (since schema 9)
     costs                  all that was measured, in seconds and bytes (`plan_costs`); with the names of the ways to
-                           store a stage, where it has other ways than in part (since schema 9)
+                           store a stage, where it has other ways than in part (since schema 9); with what inputs
+                           of stages take as checkpoints in fewer bits, where `keep=` was given (since schema 11)
     digest                 SHA-256 of everything else, which shows damage; it is no protection against forgery
 """
 
@@ -42,8 +43,8 @@ from rotor_py.plan.saved.checked_fields import FIELDS, checked_fields
 from rotor_py.plan.saved.moves_data import moves_data
 from rotor_solver import Sequence
 
-SCHEMA = 10
-_READABLE = 5, 6, 7, 8, 9, 10
+SCHEMA = 11
+_READABLE = 5, 6, 7, 8, 9, 10, 11
 """A file is of the least of them that has what it says: who knows earlier ones alone would take the rest for something
 else."""
 _LARGEST_FILE = 16 * 2**20
@@ -59,6 +60,7 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     measured = costs.as_data()
     compiled, steps, predicted_for = (fields.pop(name) for name in ("compiled", "step_in_backward", "predicted_for"))
     needed = {
+        11: "rounded" in measured,
         10: compiled is not None and compiled.by_torch is not None,
         9: "ways" in measured or costs.budget.link is not None,
         8: steps is not None or predicted_for is not None,

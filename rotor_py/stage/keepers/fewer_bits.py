@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -26,6 +27,15 @@ BLOCK = 128
 """Numbers that share a scale: the rows of activations are multiples of it, and a scale adds 3 % to what it scales."""
 _CHUNK = 2**20
 """Numbers that are rounded at once, so that what that needs beside the tensor stays small."""
+
+
+class RoundedTensor(SmallerKept, Protocol):
+    """A tensor that was rounded."""
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """What is in memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +54,12 @@ class FewerBits:
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
         """What is kept of `memory`; None if it does not get smaller, or would not be finite."""
         packed = Packed().keep(memory)
-        if packed is not None or not memory.is_floating_point() or memory.element_size() <= self.dtype.itemsize:
-            return packed
+        return self.rounded(memory) if packed is None else packed
+
+    def rounded(self, memory: torch.Tensor) -> RoundedTensor | None:
+        """`memory` rounded, in bytes that follow from its size alone; None if `keep` would not round it."""
+        if not memory.is_floating_point() or memory.element_size() <= self.dtype.itemsize:
+            return None
         return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
@@ -74,8 +88,12 @@ class _Scaled:
     rest: torch.Tensor
 
     @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        return self.values, self.scales, self.rest
+
+    @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes + self.rest.nbytes
+        return sum(part.nbytes for part in self.parts)
 
     def tensor(self) -> torch.Tensor:
         blocked = self.values.numel()

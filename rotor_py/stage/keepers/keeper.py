@@ -189,7 +189,7 @@ class Keeping:
 
     def _concerns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is memory that the form can keep: with values, if it reads them."""
-        return _is_plain(tensor) or (not self._reads_values and is_fake(tensor) and _is_strided(tensor))
+        return is_plain(tensor) or (not self._reads_values and is_fake(tensor) and _is_strided(tensor))
 
     def _storage_of(self, tensor: torch.Tensor, node: int | None) -> KeptStorage | None:
         """What is kept of the storage behind `tensor`, from now on; None if it is saved as it is.
@@ -245,7 +245,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is strided memory, and its elements are those of its storage."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and _is_strided(tensor)
 
