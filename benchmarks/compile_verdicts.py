@@ -1,8 +1,9 @@
 """Whether planned and compiled is no slower than other ways to train, at their peaks.
 
     stored       everything stored, beside torch.compile without a budget: within 3 %, whatever its peak
-    at a peak    beside each budget of torch.compile, and each plan that runs uncompiled: no slower. Its row is the one
-                 of the highest peak that is not above the budget's, or not above the limit of the other plan
+    at a peak    beside each budget of torch.compile, and each plan that runs uncompiled: no slower. Its row is that of
+                 the plan that was made for the budget's peak, or for the limit of the other plan; without such a plan,
+                 the one of the highest peak that is not above
 
 Ratios are medians over turns, each with one step of all ways. How well they are known shows a copy of the model that
 runs the same code: its ratio would be 1.
@@ -75,6 +76,7 @@ def verdicts(found: Sequence[Timed]) -> list[Verdict]:
     for other in others:
         most = other.peak if other.limit is None else other.limit
         inside = [each for each in ours if each.peak <= most]
+        inside = [each for each in inside if each.limit == most] or inside
         pairs.append((other, inside[-1] if inside else None, 1.0))
     return [*copies, *(_verdict(*pair, noise) for pair in pairs)]
 

@@ -38,6 +38,13 @@ def test_two_plans_for_one_limit_are_compared_though_one_takes_a_little_more() -
     assert verdicts([WHOLE, plain, timed("ours", "ours", 81)])[1].ours is None
 
 
+def test_the_plan_that_was_made_for_a_peak_is_compared_though_another_takes_more_of_it() -> None:
+    budget = timed("budget 0.7", "budget", 80)
+    made, other = Timed("made", "ours", 75, (1.0,) * 4, limit=80), Timed("other", "ours", 76, (1.1,) * 4, limit=77)
+    assert verdicts([WHOLE, budget, made, other])[1].ours is made
+    assert verdicts([WHOLE, budget, other])[1].ours is other
+
+
 def test_plans_that_run_uncompiled_are_compared_and_nothing_else() -> None:
     others = [timed("planned", "planned", 90), timed("every block", "checkpointed", 90), timed("plain", "eager", 90)]
     found = verdicts([WHOLE, *others, timed("ours", "ours", 90, *[0.9] * 4)])
