@@ -112,7 +112,7 @@ def convnext(batch: int = 8) -> Case:
     return ConvNextForImageClassification(config), images(batch, 64), its_own
 
 
-def resnet() -> Case:
+def resnet(batch: int = 8) -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
@@ -123,7 +123,7 @@ def resnet() -> Case:
         num_labels=10,
         problem_type=CLASSES,
     )
-    return ResNetForImageClassification(config), images(8, 64), its_own
+    return ResNetForImageClassification(config), images(batch, 64), its_own
 
 
 def mixtral() -> Case:
