@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, PlanMismatchError, store_all
 from rotor_py.measure.costliest import exact
+from rotor_py.report.sweeping import sweep_of
 from rotor_py.trials.verification import verify
 from rotor_solver import Chain, ForwardCheck, Persistent, Sequence
 from rotor_solver.rounded.rounding import with_rounding
@@ -318,3 +319,15 @@ def test_what_stages_hand_on_stays_as_it_is() -> None:
 class Added(nn.Module):
     def forward(self, value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return value[0] + value[1]
+
+
+def test_the_limit_for_an_overhead_is_that_of_a_plan_with_rounded_checkpoints(tightly: Any) -> None:
+    planned, _, _ = tightly
+    facts = planned.report()
+    overhead = facts.seconds_of(planned.sequence) / facts.store_all_seconds - 1 + 1e-6
+    without = replace(planned.budget, chain=exact(planned.budget.chain))
+    best = without.solve(tight(planned), Persistent())
+    fresh = replace(facts, sequence=best)  # a sweep that knows of no rounded plan yet
+    point = sweep_of(fresh, overhead=overhead).least_for(overhead)
+    assert point.mem_limit <= 1.01 * planned.budget.peak_bytes(planned.sequence)
+    assert rounded_in(point.sequence)

@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from rotor_profiling import storage_bytes
 from rotor_py.stage.keepers import fewer_bits
 from rotor_py.stage.keepers.fewer_bits import BLOCK, FEWER_BITS
+from rotor_py.stage.restored.decisions import decisions_recorded, decisions_repeated
 
 STEPS = {"bf16": 2**-8, "fp8": 2**-4, "int8": 1 / 254}
 """The largest error: of a number itself, or, with a scale, of the largest number of its block."""
@@ -69,3 +71,23 @@ def test_chunks_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(whole.tensor(), parts.tensor())
     tensors = [each for each in (getattr(parts, name) for name in parts.__slots__) if isinstance(each, torch.Tensor)]  # type: ignore[attr-defined]  # a dataclass with slots
     assert storage_bytes(tensors) <= BYTES[name] * len(memory) + 4 * 3
+
+
+@pytest.mark.parametrize("name", FEWER_BITS)
+def test_to_round_is_no_decision_of_the_stage_that_saves(name: str) -> None:
+    """A stage that decides may be kept in fewer bits, too: what it decides is repeated, and nothing else is."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 32)
+
+    def stage(value: torch.Tensor) -> torch.Tensor:
+        made = layer(value)
+        FEWER_BITS[name].keep(made)  # as autograd's hooks do
+        return torch.where(made > 0, made, -made)
+
+    batch = torch.randn(64, 32)
+    with decisions_recorded(stage) as recorded:
+        expected = stage(batch)
+    assert len(recorded[0]) == 1
+    with decisions_repeated(recorded[0]):
+        again = stage(batch)
+    assert torch.equal(again, expected)

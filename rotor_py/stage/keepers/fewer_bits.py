@@ -21,6 +21,7 @@ from rotor_py.stage.keepers.converted import Converted
 from rotor_py.stage.keepers.form_keeper import SmallerKept
 from rotor_py.stage.keepers.packed import Packed
 from rotor_py.stage.keepers.readers import Need
+from rotor_py.stage.restored.decisions import not_deciding
 from rotor_py.stage.ways.names import parted
 
 BLOCK = 128
@@ -60,7 +61,8 @@ class FewerBits:
         """`memory` rounded, in bytes that follow from its size alone; None if `keep` would not round it."""
         if not memory.is_floating_point() or memory.element_size() <= self.dtype.itemsize:
             return None
-        return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
+        with not_deciding():  # whether numbers can be rounded, and to which integers
+            return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
         """Which numbers of `memory` are positive: that takes fewer bits than any number, and loses nothing."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -49,6 +50,8 @@ _NO_DECISIONS = {
 }
 """Operators that read no number of the tensor that they are given."""
 
+_not_the_stage: ContextVar[bool] = ContextVar("not_the_stage", default=False)
+"""Whether operators run here and now that are none of the stage, although it runs."""
 _undecided: WeakSet[nn.Module] = WeakSet()
 """The stages whose first run decided nothing."""
 _bytes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -85,6 +88,16 @@ def decisions_repeated(decisions: Decisions) -> Any:
     RuntimeError, from within, if it comes to other decisions: it did something else the first time.
     """
     return _Repeating(decisions) if decisions else nullcontext()
+
+
+@contextmanager
+def not_deciding() -> Iterator[None]:
+    """What runs in this context is no decision of the stage inside of which it runs."""
+    outside = _not_the_stage.set(True)
+    try:
+        yield
+    finally:
+        _not_the_stage.reset(outside)
 
 
 def decided_bytes(function: Callable[..., Any]) -> int:
@@ -153,7 +166,9 @@ class _Repeating(_Watching):
 
 def _decides(func: Any, given: Any, made: Any) -> bool:
     """Whether an operator went from numbers, which may differ in their last digits, to what is either this or that."""
-    if func.overloadpacket in _NO_DECISIONS or made is None or not any(map(_is_number, tree_leaves(given))):
+    if _not_the_stage.get() or func.overloadpacket in _NO_DECISIONS or made is None:
+        return False
+    if not any(map(_is_number, tree_leaves(given))):
         return False
     if func.overloadpacket in _SELECTIONS:
         return True
