@@ -54,7 +54,7 @@ class Budget(StepMemory):
         return replace(
             self,
             fixed=replace(self.fixed, gradients=self.fixed.gradients + (gradient_bytes if self.forwards == 1 else 0)),
-            chain=self._chain(measurement, fresh_gradients=False),
+            chain=self._chain(measurement, fresh_gradients=False, forwards=forwards),
             stepping_bytes=forwards * (measurement.input_bytes + returned),
             forwards=forwards,
             held_beside=self._held_beside(measurement),
@@ -64,8 +64,8 @@ class Budget(StepMemory):
         """The budget for backwards that come in this order, one of `rotor_solver.in_flight.ORDERS`."""
         return self if order == self.backward_order else replace(self, backward_order=order)
 
-    def _chain(self, measurement: Measurement, *, fresh_gradients: bool) -> Chain:
-        chain = measurement.chain(fresh_gradients=fresh_gradients)
+    def _chain(self, measurement: Measurement, *, fresh_gradients: bool, forwards: int = 1) -> Chain:
+        chain = measurement.chain(fresh_gradients=fresh_gradients, forwards=forwards)
         return in_nodes(chain) if self.in_nodes else chain
 
     def _held_beside(self, measurement: Measurement) -> int:
@@ -187,8 +187,9 @@ class Budget(StepMemory):
         """The same budget, now that `measurement` says more of the chain, and `more_bytes` are held all the time."""
         found = replace(self, fixed=replace(self.fixed, other=self.fixed.other + more_bytes))
         if self.forwards > 1:
-            fresh_gradients, found = False, replace(found, held_beside=self._held_beside(measurement))
-        return replace(found, chain=self._chain(measurement, fresh_gradients=fresh_gradients))
+            found = replace(found, held_beside=self._held_beside(measurement))
+        chain = self._chain(measurement, fresh_gradients=fresh_gradients, forwards=self.forwards)
+        return replace(found, chain=chain)
 
 
 def in_nodes(chain: Chain) -> Chain:

@@ -96,6 +96,9 @@ class Measurement:
     waiting_gradients: tuple[int, ...] = ()
     """Where parameters are stepped in the backward: bytes of gradients that each stage's backward leaves for earlier
     stages, which use the same parameters, less those that it ends. They are not in `gradient_bytes`, which stay."""
+    summed_gradients: tuple[int, ...] = ()
+    """The same of the other parameters, where their gradients are there from before the step; empty if no stages share
+    any."""
     ways: tuple[tuple[Way, ...], ...] = ()
     """The other ways to store each stage (`stage.ways`), as the chain has them: option n of a stage is its n-th."""
     rounded: RoundedBorders | None = None
@@ -126,9 +129,12 @@ class Measurement:
         in_ways = word_of(name for names in self.way_names for name in names)
         return in_ways if self.rounded is None else self.rounded.word
 
-    def chain(self, *, fresh_gradients: bool) -> Chain:
-        """The chain for the solver; parameter gradients appear in it if they are freed between steps."""
-        beside = _Beside.of_chain(self, fresh_gradients)
+    def chain(self, *, fresh_gradients: bool, forwards: int = 1) -> Chain:
+        """The chain for the solver; parameter gradients appear in it if they are freed between steps.
+
+        With several `forwards` in flight, all gradients are there from the first backward on, and none is in the chain.
+        """
+        beside = _Beside.of_chain(self, fresh_gradients, forwards)
         stages = tuple(self._stage(number, beside) for number in range(len(self.stages)))
         # The caller of a model holds what it returned, at least as a local variable, until the step is over.
         return Chain(stages, self.input_bytes, self.loss.seconds, beside.loss, output_held=True)
@@ -183,9 +189,11 @@ class _Beside:
     loss: int
 
     @classmethod
-    def of_chain(cls, measurement: Measurement, fresh_gradients: bool) -> _Beside:
+    def of_chain(cls, measurement: Measurement, fresh_gradients: bool, forwards: int) -> _Beside:
         length = len(measurement.stages)
-        gradient = list(measurement.gradient_bytes) if fresh_gradients else [0] * length
+        gradient = [0] * length
+        if forwards == 1:
+            gradient = list(measurement.gradient_bytes if fresh_gradients else measurement.summed_gradients or gradient)
         if measurement.waiting_gradients:
             gradient = [kept + waiting for kept, waiting in zip(gradient, measurement.waiting_gradients, strict=True)]
         found = cls([0] * length, [0] * length, [0] * length, gradient, measurement.loss.temp_bytes)

@@ -70,7 +70,8 @@ def pipeline_costs(
 
 def _with_prefix(measurement: Measurement) -> Chain:
     """The chain, in which the first stage runs what comes before it as well."""
-    chain = measurement.chain(fresh_gradients=False)
+    # The parts of a pipeline share no parameters.
+    chain = replace(measurement, summed_gradients=()).chain(fresh_gradients=False)
     prefix = measurement.prefix
     if prefix is None:
         return chain

@@ -212,6 +212,7 @@ class StageMeasurer:
             stages=tuple(of_kind[kind][0] for kind in self._kinds),
             gradient_bytes=_gradient_bytes(self._cut, self.stepped),
             waiting_gradients=self.stepped.waiting(self._cut) if self.stepped else (),
+            summed_gradients=summed if any(summed := self.stepped.summed_up(self._cut)) else (),
             input_bytes=self._input_bytes,
             loss=loss,
             prefix=self._prefix,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from rotor_profiling import bytes_like
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.stage.stepping import Stepped
 from rotor_profiling.step.alone import scratch_alone
+from rotor_py.distributed.whole_parameters import is_sharded
 from rotor_py.measure.cut import Cut
 
 
@@ -25,6 +26,8 @@ class SteppedParameters:
 
     scratch: Mapping[int, int] = field(default_factory=dict)
     parameters: tuple[torch.Tensor, ...] = ()
+    sharded: bool = False
+    """Whether `fully_shard` was applied to the model."""
 
     def __bool__(self) -> bool:
         return bool(self.scratch)
@@ -51,18 +54,33 @@ class SteppedParameters:
 
     def waiting(self, cut: Cut) -> tuple[int, ...]:
         """Bytes of gradients that each stage's backward leaves for earlier stages, less those that it ends."""
-        uses: dict[int, list[int]] = {}
-        parameters: dict[int, torch.Tensor] = {}
-        for number, (_, function) in enumerate(cut.stages):
-            for each in self.among(trained_parameters(function)):
-                uses.setdefault(id(each), []).append(number)
-                parameters[id(each)] = each
-        found = [0] * len(cut.stages)
-        for key, stages in uses.items():
-            nbytes = bytes_like([parameters[key]])
-            found[stages[-1]] += nbytes
-            found[stages[0]] -= nbytes
-        return tuple(found)
+        return _waiting([self.among(trained_parameters(function)) for _, function in cut.stages])
+
+    def summed_up(self, cut: Cut) -> tuple[int, ...]:
+        """The same of the parameters that are not stepped, where their gradients are there from before the step.
+
+        The engine sums up what the stages that share a parameter give it, before it adds that to what is there. (Where
+        nothing is there, the sum becomes the gradient.)
+        """
+        if self.sharded:
+            return ()  # whole gradients are of the groups that gather parameters
+        return _waiting([self.others(trained_parameters(function)) for _, function in cut.stages])
+
+
+def _waiting(parameters: Sequence[Sequence[torch.Tensor]]) -> tuple[int, ...]:
+    """Bytes of gradients that the backward of each stage leaves for earlier ones, less those that it ends, by the
+    parameters that each of them uses.
+    """
+    uses: dict[int, list[int]] = {}
+    for number, mine in enumerate(parameters):
+        for each in mine:
+            uses.setdefault(id(each), []).append(number)
+    nbytes = {id(each): bytes_like([each]) for mine in parameters for each in mine}
+    found = [0] * len(parameters)
+    for key, stages in uses.items():
+        found[stages[-1]] += nbytes[key]
+        found[stages[0]] -= nbytes[key]
+    return tuple(found)
 
 
 NONE_STEPPED = SteppedParameters()
@@ -75,7 +93,7 @@ def stepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None
     UnknownOptimizerError if what a step takes cannot be found.
     """
     if optimizer is None:
-        return NONE_STEPPED
+        return SteppedParameters(sharded=is_sharded(model))
     scratch = scratch_alone(optimizer)
     found = tuple(each for each in model.parameters() if id(each) in scratch)
     return SteppedParameters({id(each): scratch[id(each)] for each in found}, found)

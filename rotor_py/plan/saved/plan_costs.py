@@ -22,7 +22,7 @@ _IN_PART = "in part"
 _AROUND = ("before_bytes", "stepping_bytes", "step_bytes")
 _IN_FLIGHT = {"forwards": 1, "held_beside": 0, "backward_order": "any"}
 """What is in a file only where several forwards are in flight, and what it is else."""
-_STEPPED = {"waiting_gradients": [], "freed_gradients": 0}
+_STEPPED = {"waiting_gradients": [], "summed_gradients": [], "freed_gradients": 0}
 """The same where parameters are stepped in the backward."""
 _MOST_FORWARDS = 10**4
 """A guess, far above the microbatches of any pipeline."""
@@ -69,7 +69,7 @@ class PlanCosts:
         for part in ("stages", "gradient_bytes"):
             if len(found[part]) != len(names):
                 raise ValueError(f"there are {part} of {len(found[part])} stages, and {len(names)} stages")
-        for part in ("ways", "waiting_gradients"):
+        for part in ("ways", "waiting_gradients", "summed_gradients"):
             if len(found[part]) not in (0, len(names)):
                 raise ValueError(f"there are {part} of {len(found[part])} stages, and {len(names)} stages")
         if (rounded := found["rounded"]) is not None and len(rounded.of_inputs) != len(names):
@@ -82,7 +82,7 @@ class PlanCosts:
         if not 1 <= around["forwards"] <= _MOST_FORWARDS:
             raise ValueError(f"forwards is {around['forwards']}; it has to be from one to {_MOST_FORWARDS}")
         measurement = Measurement(names=tuple(names), **found)
-        chain = measurement.chain(fresh_gradients=fresh_gradients and around["forwards"] == 1)
+        chain = measurement.chain(fresh_gradients=fresh_gradients, forwards=around["forwards"])
         return cls(measurement, Budget(fixed, chain, snapshot_bytes=measurement.snapshot_bytes, **around))
 
 
@@ -153,6 +153,7 @@ _PARTS: dict[str, Reader[Any]] = {
     "spread": share,
     "rounded": or_none(_rounded),
     "waiting_gradients": sizes,
+    "summed_gradients": sizes,
     "freed_gradients": size,
     "fixed": record(FixedMemory),
     "before_bytes": size,

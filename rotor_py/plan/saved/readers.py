@@ -19,7 +19,7 @@ Reader = Callable[[str, Any], T]
 
 _LONGEST = 1e9
 """Seconds of anything; about thirty years."""
-_BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes", "waiting_gradients"})
+_BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes", "waiting_gradients", "summed_gradients"})
 """A backward may free more of its input than it needs, or gradients that later stages have left."""
 IN_FILES = {"skipped_output_seconds": "output_seconds"}
 """Names of parts that files know by an older name, so that saved plans go on loading."""
