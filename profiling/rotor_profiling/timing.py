@@ -6,9 +6,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from math import sqrt
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,6 +18,8 @@ import torch.distributed as dist
 FEWEST_RUNS = 3
 MOST_RUNS = 7
 ENOUGH_SECONDS = 0.02
+_OTHERS = 2**21
+"""Numbers, 8 MB: some times what a core has for itself. To write them takes about a millisecond."""
 
 
 class Stopwatch(Protocol):
@@ -28,6 +32,12 @@ class Stopwatch(Protocol):
     def start(self) -> None: ...
 
     def lap(self) -> None: ...
+
+    def cool(self) -> None:
+        """Leave nothing of what has run in the caches that a core has for itself, as far as a device has such caches.
+
+        In a step, other stages run between the forward of a stage and its backward, or its next run.
+        """
 
     def stop(self) -> list[float]:
         """The seconds of all laps since the start."""
@@ -109,6 +119,12 @@ def _waiting_for_a_core() -> Iterator[Callable[[], float]]:
         os.close(file)
 
 
+@cache
+def _others() -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Memory that is written so that caches hold nothing else; none of torch's, whose memory is counted."""
+    return np.zeros(_OTHERS, np.float32)
+
+
 class _CpuStopwatch:
     """Seconds in which this thread runs, or waits for something else than a core."""
 
@@ -124,6 +140,10 @@ class _CpuStopwatch:
 
     def lap(self) -> None:
         self._times.append(time.perf_counter() - self._waited())
+
+    def cool(self) -> None:
+        others = _others()
+        np.add(others, 1, out=others)
 
     def stop(self) -> list[float]:
         # The two clocks are not read at the same moment, so a lap without work may come out negative.
@@ -143,6 +163,9 @@ class _CudaStopwatch:
         torch.cuda.synchronize(self._device)  # else the first lap would wait for earlier work
         self._events = []
         self.lap()
+
+    def cool(self) -> None:
+        """Its caches are small beside what a stage writes."""
 
     def lap(self) -> None:
         event = torch.cuda.Event(enable_timing=True)

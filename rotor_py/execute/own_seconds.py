@@ -28,9 +28,6 @@ from rotor_solver import Sequence
 _CPU = torch.device("cpu")
 _RUNS = 7
 """A guess. They take some ten milliseconds together."""
-_OTHERS = 2**21
-"""Numbers that are written between the runs, 8 MB: in a step, stages that run in between leave nothing of a node's code
-and objects in the caches of a core, without which a node takes twice as long."""
 _TOGETHER = 16
 """Operators in a row, for the time of one that is not alone. A guess."""
 
@@ -38,29 +35,32 @@ _TOGETHER = 16
 @cache
 def own_seconds() -> OwnSeconds:
     """Seconds of the processor: of a node, and of a forward and a backward that are alone, beside their operators."""
-    others = torch.zeros(_OTHERS, device=_CPU)
     with stopwatch(_CPU) as watch, torch.enable_grad():
-        node = _node_seconds(watch, others)
+        node = _node_seconds(watch)
         runner = StageRunner(_Trivial(), "trivial")
-        call, engine = _forward_and_backward(runner.forward, watch, others)
-        together = _forward_and_backward(_in_a_row, watch, others)
+        call, engine = _forward_and_backward(runner.forward, watch)
+        together = _forward_and_backward(_in_a_row, watch)
     forward, backward = (each / _TOGETHER for each in together)
     return OwnSeconds(node, max(0.0, call - forward), max(0.0, engine - backward))
 
 
-def _node_seconds(watch: Stopwatch, others: torch.Tensor) -> float:
-    """For a stage without a graph at first, beside its runs and its backward."""
+def _node_seconds(watch: Stopwatch) -> float:
+    """For a stage without a graph at first, beside its runs and its backward.
+
+    In a step, stages that run in between leave nothing of a node's code and objects in the caches, without which it
+    takes twice as long.
+    """
     instructions = program(1, Sequence.parse("CF_0, L, Fe_0, B_0"))
     found = []
     runner = _Timed(watch)
     for _ in range(_RUNS):
         value, gradient = torch.ones(1, device=_CPU, requires_grad=True), torch.ones(1, device=_CPU)
         runner.laps.clear()
-        others.add_(1)
+        watch.cool()
         watch.start()
         output = replay([runner], instructions, value)
         runner.lap("node")
-        others.add_(1)
+        watch.cool()
         runner.lap("others")
         torch.autograd.backward(output, gradient)
         runner.lap("node")
@@ -69,17 +69,15 @@ def _node_seconds(watch: Stopwatch, others: torch.Tensor) -> float:
     return lower_quartile(found)
 
 
-def _forward_and_backward(
-    run: Callable[[torch.Tensor], torch.Tensor], watch: Stopwatch, others: torch.Tensor
-) -> tuple[float, float]:
+def _forward_and_backward(run: Callable[[torch.Tensor], torch.Tensor], watch: Stopwatch) -> tuple[float, float]:
     forward, backward = [], []
     for _ in range(_RUNS):
         value, gradient = torch.ones(1, device=_CPU, requires_grad=True), torch.ones(1, device=_CPU)
-        others.add_(1)
+        watch.cool()
         watch.start()
         output = run(value)
         watch.lap()
-        others.add_(1)
+        watch.cool()
         watch.lap()
         torch.autograd.backward([output], [gradient])
         watch.lap()

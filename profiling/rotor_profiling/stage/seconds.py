@@ -118,12 +118,14 @@ def time_stage(
         arrived = gradients_for(made, silent, arriving)
         given = [(tensor, gradient) for tensor, gradient in zip(tensors, arrived, strict=True) if gradient is not None]
         del made, tensors, arrived
+        watch.cool()
         lap()
         if given:
             torch.autograd.backward([tensor for tensor, _ in given], [gradient for _, gradient in given])
             wait_for(gradients_at(leaf))
         lap("backward")
         del given, leaf  # else they would be freed inside the next lap
+    watch.cool()
     lap()
     # The output is let go of with the run: its size is another one if it is skipped.
     attached, made = runners[0].attach(value, surroundings, skip_output=runners[0].can_skip_output)
