@@ -272,7 +272,8 @@ def test_a_limit_between_the_peaks_of_two_partitions_has_a_third_compiled(
     assert found._planner.in_use.ways[0].measurement.stages[0].saved_bytes == saved[2]
 
 
-@pytest.mark.parametrize("wins", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wins", [True, False])
 def test_of_two_makers_whose_partitions_seem_as_fast_both_are_compiled_and_timed(
     monkeypatch: pytest.MonkeyPatch, free: Checkpointable, tmp_path: Path, wins: bool
 ) -> None:
