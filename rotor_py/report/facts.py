@@ -83,16 +83,15 @@ class ReportFacts(PlanNumbers):
         if asked is None:
             return None
         stages, checkpoints = len(rounded_stages(self.chain, self.sequence)), len(rounded_checkpoints(self.sequence))
-        inputs = f"the input{'s' if checkpoints > 1 else ''} of {checkpoints}"
         found = [
-            *([f"{stages} of {len(self.chain)} stages {'is' if stages == 1 else 'are'}"] if stages else []),
-            *([f"{inputs}, from which stages run again, {'is' if checkpoints == 1 else 'are'}"] if checkpoints else []),
+            *([f"{stages} of {len(self.chain)} stages"] if stages else []),
+            *([f"{checkpoints} checkpoint{'' if checkpoints == 1 else 's'}"] if checkpoints else []),
         ]
         if not found:
             return f"No stage is kept in {asked}: the plan is exact."
-        said = " and ".join(found)
+        said = f"{' and '.join(found)} {'is' if stages + checkpoints == 1 else 'are'}"
         return (
-            f"{said[0].upper()}{said[1:]} kept in {asked} for the backward: the forward is exact, and gradients differ "
+            f"{said} kept in {asked} for the backward: the forward is exact, and gradients differ "
             "from those of plain training."
         )
 

@@ -181,8 +181,8 @@ def test_the_measured_peak_is_inside_the_limit(tightly: Any) -> None:
 def test_it_is_told_of(tightly: Any, tmp_path: Path) -> None:
     planned, _, _ = tightly
     said = " ".join(str(planned.report()).split())
-    inputs = len(set(rounded_in(planned.sequence)))
-    assert f"inputs of {inputs}, from which stages run again, are kept in bf16" in said
+    checkpoints = len(set(rounded_in(planned.sequence)))
+    assert f"{checkpoints} checkpoints are kept in bf16" in said
     assert "checkpointed in bf16" in said
     planned.report().to_html(tmp_path / "page.html")
     assert "checkpointed in bf16" in (tmp_path / "page.html").read_text()
