@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from rotor_profiling.instruments import memory_meter
 from rotor_profiling.storage import storage_bytes
-from rotor_py import memory_budget
 from rotor_py.partition.costs.operator_costs import operator_costs
 from rotor_py.partition.joint_graph import JointGraph
+from rotor_py.partition.partitioner import BudgetPartitioner
 
 RATIOS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 SHOWN = 10_000
@@ -135,7 +135,7 @@ def measured(made: Callable[[], tuple[nn.Module, torch.Tensor]], ratio: float, b
     body, value = made()
     model = Loss(body)
     spent: list[float] = []
-    own = None if budget is None else memory_budget(budget).options["custom_partitioner_fn"]
+    own = None if budget is None else BudgetPartitioner(budget)  # as `memory_budget` gives it to aot_eager
 
     def partition(gm: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
         if own is not None:
