@@ -18,7 +18,9 @@ from torch.nn import functional as F
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, PlanMismatchError, store_all
 from rotor_py.measure.costliest import exact
+from rotor_py.measure.measurement import Way
 from rotor_py.report.sweeping import sweep_of
+from rotor_py.trials.one_way import one_way_each
 from rotor_py.trials.verification import verify
 from rotor_solver import Chain, ForwardCheck, Persistent, Sequence
 from rotor_solver.rounded.rounding import with_rounding
@@ -147,6 +149,23 @@ def tightly() -> tuple[Checkpointable, nn.Module, torch.Tensor]:
     planned = planned_for((model, batch))
     planned.compute_sequence(tight(planned))
     return planned, plain, batch
+
+
+def test_among_plans_with_one_way_each_only_that_of_fewer_bits_rounds_them(
+    tightly: tuple[Checkpointable, nn.Module, torch.Tensor],
+) -> None:
+    planned, *_ = tightly
+    measured = planned.inspection_values
+    assert measured is not None
+    assert measured.rounded is not None
+    assert planned.budget is not None
+    packed = replace(measured, ways=tuple((Way("packed", cost),) for cost in measured.stages))
+    chain, limit = packed.chain(fresh_gradients=False), planned.budget.chain_limit(tight(planned))
+    found = {name: each.solve(chain, limit) for name, each in one_way_each(packed, 500).items()}
+    assert [*found] == ["optimal, whole", "optimal, packed", "optimal, in bf16"]
+    assert {name for name, sequence in found.items() if rounded_in(sequence)} == {"optimal, in bf16"}
+    # Where no stage has another way, rounded checkpoints are in the best plan already.
+    assert [*one_way_each(replace(measured, ways=()), 500)] == ["optimal, whole"]
 
 
 def test_where_memory_is_tight_checkpoints_are_rounded_and_the_plan_is_faster(tightly: Any) -> None:
