@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import signal
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling import memory_meter
 from rotor_py import Checkpointable, CheckpointOptim
@@ -21,6 +19,7 @@ from rotor_py.capture.graph.run_graph import run_graph
 from rotor_py.stage.activity import add_note
 from tests.checkpointable.steps import square
 from tests.training import tripping
+from tests.training.interrupt import Interrupt
 from tests.training.loop import differences, planned, rows
 from tests.training.tripping import BACKWARD, FORWARD, Caught, chain, left_behind, slots, train_step
 
@@ -164,29 +163,6 @@ def test_an_error_while_planning_names_the_stage_and_the_next_step_is_right(kind
     assert_next_step_is_right(network, start, kept)
 
 
-class Interrupt(TorchDispatchMode):
-    """Ctrl-C while operator number `at` runs."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.at, self.calls = at, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls += 1
-        if self.calls == self.at:
-            signal.raise_signal(signal.SIGINT)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def _ctrl_c_is_heard() -> Iterator[None]:
-    """A shell that starts tests in the background may have them ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_ctrl_c_is_heard")
 def test_ctrl_c_at_any_operator_of_a_step_leaves_a_model_that_trains_on() -> None:
     network, start = pair(chain)
     kept, modes = slots(network), {k: v for k, v in left_behind(network).items() if k.startswith("mode")}
