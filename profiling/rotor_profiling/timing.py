@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from math import sqrt
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +19,10 @@ import torch.distributed as dist
 FEWEST_RUNS = 3
 MOST_RUNS = 7
 ENOUGH_SECONDS = 0.02
-_OTHERS = 2**21
-"""Numbers, 8 MB: some times what a core has for itself. To write them takes about a millisecond."""
+PRIVATE = 2**23
+"""Bytes: some times what a core has in caches for itself."""
+_MOST_CACHED = 2**26
+"""Caches are taken to be no larger, so that writing them over takes two milliseconds."""
 
 
 class Stopwatch(Protocol):
@@ -33,8 +36,11 @@ class Stopwatch(Protocol):
 
     def lap(self) -> None: ...
 
-    def cool(self) -> None:
-        """Leave nothing of what has run in the caches that a core has for itself, as far as a device has such caches.
+    def warm(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have in caches what a stage finds there when it runs for the first time: its input, which was just made."""
+
+    def cool(self, nbytes: int = PRIVATE) -> None:
+        """Write over as much of the caches as other stages do that touch `nbytes`, as far as a device has caches.
 
         In a step, other stages run between the forward of a stage and its backward, or its next run.
         """
@@ -122,7 +128,16 @@ def _waiting_for_a_core() -> Iterator[Callable[[], float]]:
 @cache
 def _others() -> np.ndarray[Any, np.dtype[np.float32]]:
     """Memory that is written so that caches hold nothing else; none of torch's, whose memory is counted."""
-    return np.zeros(_OTHERS, np.float32)
+    return np.zeros(min(_cached_bytes() * 5 // 4, _MOST_CACHED) // 4, np.float32)
+
+
+def _cached_bytes() -> int:
+    """Bytes of the largest cache of a core, shared or not, as Linux tells them; `PRIVATE` at least."""
+    sizes = [PRIVATE]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(file.read_text().strip().removesuffix("K")) * 1024)
+    return max(sizes)
 
 
 class _CpuStopwatch:
@@ -141,8 +156,13 @@ class _CpuStopwatch:
     def lap(self) -> None:
         self._times.append(time.perf_counter() - self._waited())
 
-    def cool(self) -> None:
-        others = _others()
+    def warm(self, tensors: Iterable[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.sum()
+
+    def cool(self, nbytes: int = PRIVATE) -> None:
+        others = _others()[: nbytes // 4]
         np.add(others, 1, out=others)
 
     def stop(self) -> list[float]:
@@ -164,7 +184,9 @@ class _CudaStopwatch:
         self._events = []
         self.lap()
 
-    def cool(self) -> None:
+    def warm(self, tensors: Iterable[torch.Tensor]) -> None: ...
+
+    def cool(self, nbytes: int = PRIVATE) -> None:
         """Its caches are small beside what a stage writes."""
 
     def lap(self) -> None:

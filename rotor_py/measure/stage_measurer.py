@@ -283,12 +283,21 @@ class StageMeasurer:
                         kind = self._kinds[number]
                         found = self._known[kind]
                         ways = self._stored(number, found.weighed.ways if self._times.all_ways_wanted(kind) else ())
-                        run, output = time_ways(ways, value, found.place, watch)
+                        place = replace(found.place, between_bytes=self._between_bytes(number))
+                        run, output = time_ways(ways, value, place, watch)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
                         output = self._chain.run_without_graph(self._chain.runner(number), value)
                     value = self._handed_on(number, output)
                     del output
+
+    def _between_bytes(self, number: int) -> int:
+        """What later stages make, and read again before this one's backward; unknown ones, as much as known ones."""
+        later = len(self._stages) - 1 - number
+        made = [self._known[kind].weighed.bytes[0].saved_bytes for kind in self._kinds]
+        if len(made) == len(self._stages):
+            return sum(made[number + 1 :])
+        return later * sum(made) // len(made) if made else later * self._input_bytes
 
     def _handed_on(self, number: int, output: Any) -> Any:
         """The output of a stage as the input of the next one, with `requires_grad` where training has it."""
@@ -323,7 +332,10 @@ class StageMeasurer:
             parameters = storages(trained_parameters(function))
             owned = (*self._owned, *parameters, *beside)
             fresh = self._fresh_gradients or any(each is not None for each in stepped)
-            place = Place(self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped)
+            between = self._between_bytes(number)
+            place = Place(
+                self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped, between
+            )
             weighed, output = self._weigh(number, value, place, kind)
             # Without the addresses of this stage: it is timed with others of its kind.
             self._known[kind] = _Found(replace(place, owned=()), weighed, offers_of(function).joins)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from rotor_profiling.stage.place import Place
 from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds
 from rotor_py import Checkpointable
 from rotor_py.capture.graph.graph_stage import GraphStage
@@ -154,6 +155,27 @@ def test_stages_are_timed_walk_by_walk_and_not_several_times_in_a_row(monkeypatc
     layers = nn.Sequential(*(nn.Linear(a, b) for a, b in zip([4, *widths], widths, strict=False)))
     Checkpointable(layers, loss=torch.sum).measure(torch.randn(64, 4))
     assert order[: FEWEST_RUNS * len(widths)] == widths * FEWEST_RUNS
+
+
+def test_stages_are_timed_as_far_from_their_backward_as_they_are_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between their forward and their backward, later ones write over as much as they make."""
+    found: dict[int, list[int]] = {}
+
+    def noted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(runners: Any, value: Any, place: Place, *rest: Any) -> Any:
+            found.setdefault(runners[0].function.weight.shape[0], []).append(place.between_bytes)
+            return run(runners, value, place, *rest)
+
+        return noting
+
+    for name in ("measure_ways", "time_ways"):
+        monkeypatch.setattr(stage_measurer, name, noted(getattr(stage_measurer, name)))
+    widths, rows = [8, 16, 24, 32], 64
+    layers = nn.Sequential(*(nn.Linear(a, b) for a, b in zip([4, *widths], widths, strict=False)))
+    Checkpointable(layers, loss=torch.sum, cache=False).measure(torch.randn(rows, 4))
+    made = [4 * rows * width for width in widths]
+    assert [seen[-1] for seen in found.values()] == [sum(made[number + 1 :]) for number in range(len(widths))]
+    assert found[32] == [0] * len(found[32])
 
 
 def test_the_run_that_shows_bytes_is_the_first_of_the_fewest() -> None:

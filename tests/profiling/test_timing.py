@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from rotor_profiling import timing
 from rotor_profiling.instruments import stopwatch
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.stage.clocked_meter import ClockedMeter
-from rotor_profiling.stage.seconds import StageRun, errors_of, estimate, spread_of
+from rotor_profiling.stage.seconds import StageRun, cautious, errors_of, estimate, spread_of, time_stage
 from rotor_profiling.timing import cpu_stopwatch, lower_quartile, seconds_of, spread
+from rotor_py.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
 
@@ -87,6 +90,72 @@ def test_a_graph_of_its_own_that_costs_more_counts_with_the_run_without_one() ->
     (found,) = estimate([run(nograd=0.5, forward=1.0, again=1.2)])
     assert found.skipped_output_seconds == 0.0
     assert found.nograd_seconds == pytest.approx(0.7)
+
+
+def test_a_backward_at_once_finds_in_caches_what_the_run_before_it_has_made() -> None:
+    """What it takes less for that is counted with the run."""
+    watch = Scripted(nograd=1.0, forward=2.0, backward=5.0, again=2.5, at_once=4.0)
+    layer = nn.Linear(4, 4)
+    runner, value = StageRunner(layer, "layer"), torch.randn(2, 4, requires_grad=True)
+    timed, _ = time_stage([runner], value, [*layer.parameters()], watch, between_bytes=1234)
+    assert timed == StageRun(1.0, ((2.0, 5.0),), 1.5)
+    assert watch.cooled == [1234, 1234]
+    assert [tensor.data_ptr() for tensor in watch.warmed] == [value.data_ptr()]
+
+
+class Scripted:
+    """A watch whose laps take the seconds that it is given, in this order; those between them, which count for nothing,
+    take a hundred.
+    """
+
+    exact = False
+
+    def __init__(self, **seconds: float) -> None:
+        nograd, *others = seconds.values()
+        self.seconds = [nograd, *(each for one in others[:3] for each in (100.0, one)), others[3]]
+        self.laps, self.cooled, self.warmed = 0, list[int](), list[torch.Tensor]()
+
+    def start(self) -> None: ...
+
+    def lap(self) -> None:
+        self.laps += 1
+
+    def warm(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.warmed += tensors
+
+    def cool(self, nbytes: int = timing.PRIVATE) -> None:
+        self.cooled.append(nbytes)
+
+    def stop(self) -> list[float]:
+        assert self.laps == len(self.seconds)
+        return self.seconds
+
+
+def test_caches_are_as_large_as_the_system_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "Path", lambda _: tmp_path)
+    assert timing._cached_bytes() == timing.PRIVATE  # nobody says
+    for number, text in enumerate(("512K\n", "32768K\n", "something\n")):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "size").write_text(text)
+    assert timing._cached_bytes() == 2**25
+
+
+def test_what_plans_choose_by_takes_as_long_as_it_may() -> None:
+    runs = [
+        StageRun(1.0, ((1.0, 2.0), (1.1, 2.4)), 0.8),
+        StageRun(1.2, ((1.0, 2.2), (1.3, 2.8)), 0.7),
+        StageRun(1.4, ((1.0, 2.4), (1.2, 3.0)), 0.9),
+    ]
+    (whole, in_part), (first, other), errors = estimate(runs), cautious(runs), errors_of(runs)
+    assert (first.forward_seconds, first.backward_seconds) == (whole.forward_seconds, whole.backward_seconds)
+    assert other.forward_seconds == pytest.approx(in_part.forward_seconds + errors[1].forward_seconds)
+    assert other.backward_seconds == pytest.approx(in_part.backward_seconds + errors[1].backward_seconds)
+    assert first.nograd_seconds == pytest.approx(whole.nograd_seconds + errors[0].nograd_seconds)
+    assert first.skipped_output_seconds == pytest.approx(
+        whole.skipped_output_seconds - errors[0].skipped_output_seconds
+    )
+    assert min(errors[1].forward_seconds, errors[1].backward_seconds, errors[0].skipped_output_seconds) > 0
+    assert cautious(runs[:1]) == estimate(runs[:1])
 
 
 def test_other_ways_are_compared_inside_of_a_run() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
@@ -34,7 +35,9 @@ class PredictedStopwatch(TorchDispatchMode):
         self._laps.append(self._lap)
         self._lap = 0.0
 
-    def cool(self) -> None:
+    def warm(self, tensors: Iterable[torch.Tensor]) -> None: ...
+
+    def cool(self, nbytes: int = 0) -> None:
         """Costs are those of operators whose inputs come from memory."""
 
     def stop(self) -> list[float]:

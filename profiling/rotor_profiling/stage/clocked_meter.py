@@ -7,16 +7,18 @@ from types import TracebackType
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.timing import Stopwatch
 
+_BACKWARDS = ("backward", "replay")
+
 
 class ClockedMeter:
     """`meter`, with the `seconds` of its phases by a `watch`, without those in which it marks them.
 
     Of a phase of which there are several, they are those of the last one. The phase that the end of the context ends
-    has none, and without a watch, none has any.
+    has none, and without a watch, none has any. Before a backward, other stages touch `between_bytes`.
     """
 
-    def __init__(self, meter: MemoryMeter, watch: Stopwatch | None) -> None:
-        self._meter, self._watch = meter, watch
+    def __init__(self, meter: MemoryMeter, watch: Stopwatch | None, between_bytes: int = 0) -> None:
+        self._meter, self._watch, self._between_bytes = meter, watch, between_bytes
         self._names = [""]
         self.seconds: dict[str, float] = {}
 
@@ -31,6 +33,8 @@ class ClockedMeter:
             self._watch.lap()
         self._meter.mark(name)
         if self._watch is not None:
+            if name in _BACKWARDS:
+                self._watch.cool(self._between_bytes)
             self._watch.lap()
             self._names.append(name)
 

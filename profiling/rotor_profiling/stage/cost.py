@@ -106,4 +106,5 @@ def time_ways(runners: Sequence[Runner], value: Any, place: Place, watch: Stopwa
             fresh_gradients=place.fresh_gradients,
             silent=place.silent,
             arriving=place.arriving,
+            between_bytes=place.between_bytes,
         )

@@ -88,7 +88,7 @@ def _measure_once(
         if other and known and clearly_less(other.saved_bytes, _saved_by(runner, value, place, known)):
             continue
         forget_if_fresh(parameters, place)
-        with ClockedMeter(memory_meter(place.device), watch) as meter:
+        with ClockedMeter(memory_meter(place.device), watch, place.between_bytes) as meter:
             known = run_first(runner, value, place, meter) if known is None else known
             if more is None:
                 run_in_graph(runner, value, parameters, place, meter)

@@ -11,8 +11,8 @@ import torch
 
 from rotor_profiling.stage.gradients import Layouts, gradients_at, gradients_for, leaves_of
 from rotor_profiling.stage.runner import Runner
-from rotor_profiling.storage import tensors_in, wait_for
-from rotor_profiling.timing import Stopwatch, error_of, lower_quartile, spread
+from rotor_profiling.storage import local, tensors_in, wait_for
+from rotor_profiling.timing import PRIVATE, Stopwatch, error_of, lower_quartile, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,9 @@ class StageRun:
     """The seconds of one run of a stage in all ways, one right after the other.
 
     Without a graph; forward and backward in each way with one, or in the first of them alone; and, for that one, the
-    forward run again, with a graph of its own, for a backward that follows at once. None where that was not timed: runs
-    that show bytes skip no output.
+    forward run `again`, with a graph of its own, for a backward that follows at once, less what that takes less than
+    another backward: what the stage has made is still in caches. None where that was not timed: runs that show bytes
+    skip no output.
     """
 
     nograd: float
@@ -89,6 +90,7 @@ def time_stage(
     fresh_gradients: bool = False,
     silent: Sequence[int] = (),
     arriving: Layouts = (),
+    between_bytes: int = PRIVATE,
 ) -> tuple[StageRun, Any]:
     """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
 
@@ -104,6 +106,7 @@ def time_stage(
 
     for runner in runners:
         runner.make_ready()
+    watch.warm(map(local, tensors_in(value)))
     watch.start()
     with torch.no_grad():
         output, surroundings = runners[0].first(value)
@@ -117,25 +120,33 @@ def time_stage(
         tensors = tensors_in(made)
         arrived = gradients_for(made, silent, arriving)
         given = [(tensor, gradient) for tensor, gradient in zip(tensors, arrived, strict=True) if gradient is not None]
-        del made, tensors, arrived
-        watch.cool()
+        del made, tensors
+        watch.cool(between_bytes)
         lap()
         if given:
             torch.autograd.backward([tensor for tensor, _ in given], [gradient for _, gradient in given])
             wait_for(gradients_at(leaf))
         lap("backward")
         del given, leaf  # else they would be freed inside the next lap
-    watch.cool()
-    lap()
-    # The output is let go of with the run: its size is another one if it is skipped.
-    attached, made = runners[0].attach(value, surroundings, skip_output=runners[0].can_skip_output)
-    lap("again")
-    del attached, made
+        if runner is runners[0]:
+            _prepare(parameters, fresh_gradients)
+            watch.cool(between_bytes)
+            lap()
+            # The output is let go of with the run: its size is another one if it is skipped.
+            attached, made = runner.attach(value, surroundings, skip_output=runner.can_skip_output)
+            del made
+            lap("again")
+            if any(gradient is not None for gradient in arrived):
+                wait_for([each for each in attached.backward(arrived) if each is not None])
+            lap("at once")
+            del attached
+        del arrived
     seconds: dict[str, list[float]] = {}
     for name, each in zip(laps, watch.stop(), strict=True):
         seconds.setdefault(name, []).append(each)
     ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
-    return StageRun(seconds["nograd"][0], ways, seconds["again"][0]), output
+    sooner = seconds["backward"][0] - seconds["at once"][0]
+    return StageRun(seconds["nograd"][0], ways, seconds["again"][0] - sooner), output
 
 
 def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
@@ -179,6 +190,28 @@ def errors_of(runs: Sequence[StageRun]) -> list[StageSeconds]:
         forward, backward = (max(error_of(each), most) for each, most in zip(longer, least, strict=True))
         found.append(StageSeconds(nograd, forward, backward, skipped))
     return found
+
+
+def cautious(runs: Sequence[StageRun]) -> list[StageSeconds]:
+    """The seconds of a stage in each way, as `estimate` has them, and what `errors_of` them makes slower on top.
+
+    A solver takes what seems cheap. Of several ways that are known equally well, the one that seems cheapest is dearer
+    than it seems, on average: plans would promise less than they take. Forward and backward of the first way are in
+    each plan once, and stay as they are.
+    """
+    found, errors = estimate(runs), errors_of(runs)
+    first, wrong = found[0], errors[0]
+    nograd = first.nograd_seconds + wrong.nograd_seconds
+    skipped = max(0.0, first.skipped_output_seconds - wrong.skipped_output_seconds)
+    return [
+        StageSeconds(
+            nograd,
+            way.forward_seconds + (error.forward_seconds if number else 0.0),
+            way.backward_seconds + (error.backward_seconds if number else 0.0),
+            skipped,
+        )
+        for number, (way, error) in enumerate(zip(found, errors, strict=True))
+    ]
 
 
 def _ways_of(runs: Sequence[StageRun]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from math import hypot, sqrt
 
-from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds, errors_of, estimate, spread_of
+from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds, cautious, errors_of, spread_of
 from rotor_profiling.timing import several_processes
 from rotor_py.measure.certified.possible_times import ends_of
 from rotor_py.measure.measurement import Ends
@@ -67,8 +67,11 @@ class StageTimes:
         return self._runs[kind]
 
     def of(self, kind: Hashable, *, joins: bool = False) -> list[StageSeconds]:
-        """The seconds of stages of a `kind` in a step, in each way; stored whole, it may be that one `joins` others."""
-        found = estimate(self._runs[kind])
+        """The seconds of stages of a `kind` in a step, in each way; stored whole, it may be that one `joins` others.
+
+        What plans choose by takes as long as it may: see `cautious`.
+        """
+        found = cautious(self._runs[kind])
         return [self._own.in_a_step(way, joins=joins and not number) for number, way in enumerate(found)]
 
     def ends(self, kind: Hashable, ways: Sequence[str], *, joins: bool = False) -> Ends:
