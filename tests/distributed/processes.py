@@ -29,7 +29,7 @@ class Processes:
     """`count` processes in one group. `run(function, ...)` calls `function(rank, ...)` in all of them."""
 
     def __init__(self, count: int, meeting: Path, backend: str = "gloo") -> None:
-        context = mp.get_context("spawn")
+        context = _begin_by(backend)
         pairs = [context.Pipe() for _ in range(count)]
         self.connections = [ours for ours, _ in pairs]
         self.processes = [
@@ -127,6 +127,15 @@ def on_all_ranks(true: bool) -> bool:
 def random_state() -> torch.Tensor:
     """The state that the device's random numbers come from, on the CPU."""
     return torch.cuda.get_rng_state() if device().type == "cuda" else torch.get_rng_state()
+
+
+def _begin_by(backend: str) -> Any:
+    """How processes begin. Those of the CPU are forks of one that has imported what takes seconds, and done no more."""
+    if backend == "nccl":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch._dynamo", "rotor_py.checkpointable"])
+    return context
 
 
 def _serve(rank: int, count: int, meeting: str, backend: str, connection: Connection) -> None:
