@@ -154,19 +154,37 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
 
     Other ways than the first are estimated by how much longer they take, run by run. One of the runs has all ways.
     """
-    nograd = lower_quartile([run.nograd for run in runs])
+    return _estimated(runs, 0.0)
+
+
+def cautious(runs: Sequence[StageRun]) -> list[StageSeconds]:
+    """The seconds of a stage in each way, where what plans differ in takes as much longer as `errors_of` says.
+
+    A solver takes what seems cheap. Of several ways that are known equally well, the one that seems cheapest is dearer
+    than it seems, on average: plans would promise less than they take. Forward and backward of the first way are in
+    each plan once, and stay as they are.
+    """
+    return _estimated(runs, 1.0)
+
+
+def _estimated(runs: Sequence[StageRun], errors: float) -> list[StageSeconds]:
+    """`errors`: how many of them are added to what plans differ in."""
     forward = lower_quartile([run.ways[0][0] for run in runs])
     backward = lower_quartile([run.ways[0][1] for run in runs])
+    without = [run.nograd for run in runs]
     # What is run again with a graph of its own may skip its output, and has to make that graph. If making it takes
     # longer than it saves, that is counted with the run without a graph: such a stage has at least one.
-    saved = median(_saved(runs))
-    nograd += max(0.0, -saved)
+    saved = median(_saved(runs)) - errors * _error_of_saved(runs)
+    nograd = lower_quartile(without) + errors * error_of(without) + max(0.0, -saved)
     # Noise can make it larger than a forward, which `Chain` refuses.
     skipped = max(0.0, min(saved, nograd, forward))
     found = []
     for number in range(_ways_of(runs)):
         # Stored in part, a stage does all that it does when stored whole, and more: a difference below zero is noise.
-        longer_forward, longer_backward = (max(0.0, median(each)) for each in _longer(runs, number))
+        longer_forward, longer_backward = (
+            max(0.0, median(each)) + errors * error
+            for each, error in zip(_longer(runs, number), _errors_of_longer(runs, number), strict=True)
+        )
         found.append(StageSeconds(nograd, forward + longer_forward, backward + longer_backward, skipped))
     return found
 
@@ -176,42 +194,26 @@ def errors_of(runs: Sequence[StageRun]) -> list[StageSeconds]:
 
     Of forward and backward, it is how much longer other ways take than the first: theirs is wrong by as much as its.
     """
-    whole = [error_of([run.ways[0][phase] for run in runs]) for phase in (0, 1)]
-    saved = _saved(runs)
-    skipped = error_of(saved)
-    if len(saved) < len(runs):  # it is known no better than the forward that it is compared with
-        skipped = max(skipped, whole[0])
+    skipped = _error_of_saved(runs)
     nograd = error_of([run.nograd for run in runs]) + skipped  # of which it has a part, if a graph takes longer
-    found = []
-    for number in range(_ways_of(runs)):
-        longer = _longer(runs, number)
-        # Where not all runs have a way, how much longer it takes is known no better than that.
-        least = whole if len(longer[0]) < len(runs) else [0.0, 0.0]
-        forward, backward = (max(error_of(each), most) for each, most in zip(longer, least, strict=True))
-        found.append(StageSeconds(nograd, forward, backward, skipped))
-    return found
+    return [StageSeconds(nograd, *_errors_of_longer(runs, number), skipped) for number in range(_ways_of(runs))]
 
 
-def cautious(runs: Sequence[StageRun]) -> list[StageSeconds]:
-    """The seconds of a stage in each way, as `estimate` has them, and what `errors_of` them makes slower on top.
+def _error_of_saved(runs: Sequence[StageRun]) -> float:
+    saved = _saved(runs)
+    error = error_of(saved)
+    # Timed less often than the forward that it is compared with, it is known no better than that.
+    return max(error, error_of([run.ways[0][0] for run in runs])) if len(saved) < len(runs) else error
 
-    A solver takes what seems cheap. Of several ways that are known equally well, the one that seems cheapest is dearer
-    than it seems, on average: plans would promise less than they take. Forward and backward of the first way are in
-    each plan once, and stay as they are.
-    """
-    found, errors = estimate(runs), errors_of(runs)
-    first, wrong = found[0], errors[0]
-    nograd = first.nograd_seconds + wrong.nograd_seconds
-    skipped = max(0.0, first.skipped_output_seconds - wrong.skipped_output_seconds)
-    return [
-        StageSeconds(
-            nograd,
-            way.forward_seconds + (error.forward_seconds if number else 0.0),
-            way.backward_seconds + (error.backward_seconds if number else 0.0),
-            skipped,
-        )
-        for number, (way, error) in enumerate(zip(found, errors, strict=True))
-    ]
+
+def _errors_of_longer(runs: Sequence[StageRun], number: int) -> tuple[float, float]:
+    """How many seconds may be wrong in how much longer a way takes than the first, forward and backward."""
+    forward, backward = map(error_of, _longer(runs, number))
+    if all(number < len(run.ways) for run in runs):
+        return forward, backward
+    # Where not all runs have a way, how much longer it takes is known no better than the stage itself.
+    whole = [error_of([run.ways[0][phase] for run in runs]) for phase in (0, 1)]
+    return max(forward, whole[0]), max(backward, whole[1])
 
 
 def _ways_of(runs: Sequence[StageRun]) -> int:
