@@ -72,10 +72,10 @@ class StageMeasurer:
     `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `own` is what
     the executor takes for a stage beside its operators. The backward steps the parameters in `stepped`. Stages may be
     stored by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory, and their inputs kept as
-    checkpoints in the fewer bits of the word `rounding`. The processes of `group`
-    measure the same stages together. With `cache`, kinds of stages that an earlier run has measured are not measured
-    again. What layers offer beside what they say themselves is found by `layer_offers`.
-    Measured `briefly`, stages are timed no more often than they have to be, until somebody calls `time_further`.
+    checkpoints in the fewer bits of the word `rounding`. The processes of `group` measure the same stages together.
+    With `cache`, kinds of stages that an earlier run has measured are not measured again. What layers offer beside what
+    they say themselves is found by `layer_offers`. Measured `briefly`, stages are timed no more often than they have to
+    be, until somebody calls `time_further`.
     """
 
     def __init__(
