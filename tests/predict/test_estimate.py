@@ -92,7 +92,7 @@ def test_recurrent_layers_are_named_but_not_on_a_cpu() -> None:
 
 
 def residual(ending: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(256, 256), *(Residual(copy.deepcopy(ending)) for _ in range(3)))
+    return nn.Sequential(nn.Linear(256, 256), *(Residual(copy.deepcopy(ending)) for _ in range(2)))
 
 
 def bytes_in_part(network: Checkpointable | Report) -> int:
