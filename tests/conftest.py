@@ -18,6 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there, and for what tests start
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # see docs/limit.md: peaks are exact with it
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else sums are in no fixed order
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else Inductor compiles three programs to see what the CPU can
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ LIMIT = "24MB"
 
 
 def model() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(2)))
 
 
 def sample_of(batch: int) -> torch.Tensor:

@@ -190,7 +190,7 @@ ODD = {
     "frozen": (frozen_in_places, images),
     "input with gradient": (blocks, lambda: images().requires_grad_()),
     "pooling": (pooling, lambda: images(size=32)),
-    "recurrent": (recurrent, lambda: torch.randn(40, 16, 16)),
+    "recurrent": (recurrent, lambda: torch.randn(10, 64, 16)),
     "transformer": (transformer, lambda: torch.randint(50, (8, 40))),
     "tuples": (tuples, images),
     "views": (views, images),

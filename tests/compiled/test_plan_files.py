@@ -29,9 +29,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpointable, Pat
     return found, path
 
 
-def loaded(path: Path, **given: Any) -> Checkpointable:
+def loaded(path: Path, blocks: int = 4, **given: Any) -> Checkpointable:
     torch.manual_seed(0)
-    return Checkpointable(Net(), plan=path, granularity=4, **given)
+    return Checkpointable(Net(blocks), plan=path, granularity=blocks, **given)
 
 
 @pytest.mark.parametrize("given", [{}, {"compile": True}])
@@ -67,12 +67,12 @@ def test_a_chain_is_captured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_graph_compiled_as_a_whole_is_loaded_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotor_py.capture.whole_graph.slower", lambda *_: False)
     torch.manual_seed(0)
-    found = Checkpointable(Net(), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
+    found = Checkpointable(Net(2), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=2)
     found.compute_sequence()
     assert len(found.compiled) == len(found.names) == 1
     found.save_plan(tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text())["compiled"]["room"] > 0
-    again = loaded(tmp_path / "plan.json")
+    again = loaded(tmp_path / "plan.json", blocks=2)
     assert found.sequence is not None
     assert same(results(again, found.sequence, batch()), results(found, found.sequence, batch()))
     assert len(again.compiled) == 1

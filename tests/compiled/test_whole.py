@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from rotor_profiling import measured_peak, storage_bytes
 from rotor_py import Checkpointable, verify
@@ -22,7 +22,7 @@ from rotor_py.partition.costs.operator_costs import Cost
 from rotor_py.partition.joint_graph import JointGraph
 from rotor_py.plan.room import StepRoom
 from rotor_solver import store_all
-from tests.compiled.network import Net, batch, gradients, loss, results, same
+from tests.compiled.network import Net, Wide, batch, gradients, loss, results, same
 from tests.compiled.test_choice import Compilations
 
 ROWS = 256
@@ -43,10 +43,15 @@ def alike(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:
     return {node: replace(cost, seconds=1e-6, keeping=0.0) for node, cost in costs.items()}
 
 
-def whole(limit: int | str, loss: Callable[[torch.Tensor], torch.Tensor] = loss) -> Checkpointable:
-    """A `Net` that runs compiled as a whole, whatever was measured, or else stage by stage."""
+def whole(
+    limit: int | str,
+    loss: Callable[[torch.Tensor], torch.Tensor] = loss,
+    make: Callable[[int], nn.Module] = Net,
+    blocks: int = 2,
+) -> Checkpointable:
+    """A network that runs compiled as a whole, whatever was measured, or else stage by stage."""
     torch.manual_seed(0)
-    found = Checkpointable(Net(2), batch(ROWS), limit, compile=True, loss=loss, fresh_grads=True, granularity=2)
+    found = Checkpointable(make(blocks), batch(ROWS), limit, compile=True, loss=loss, fresh_grads=True, granularity=2)
     plan = found._planner.in_use
     plan.turn_to(plan.ways[0])
     assert found.chain is not None
@@ -116,18 +121,18 @@ def test_it_leaves_room_for_a_loss_that_takes_much(tmp_path: Path, monkeypatch: 
     def large(output: torch.Tensor) -> torch.Tensor:
         return output.repeat(1, 8).exp().mean()
 
-    free = whole("1GB", large)
+    free = whole("1GB", large, Wide, 1)
     assert free.budget is not None
     assert peak(free) > peak_without_loss(free)
     compilations = Compilations(monkeypatch)
-    tight = whole(peak(free) - batch(ROWS).nbytes, large)
+    tight = whole(peak(free) - batch(ROWS).nbytes, large, Wide, 1)
     assert len(tight.names) == 1
     assert compilations.count == 1  # it was known before, not found out
     assert isinstance(tight.mem_limit, int)
     assert 0.98 * peak(tight) <= measured(tight, large) <= peak(tight) <= tight.mem_limit
 
     tight.save_plan(tmp_path / "plan.json")
-    again = Checkpointable(Net(2), plan=tmp_path / "plan.json", granularity=2)
+    again = Checkpointable(Wide(1), plan=tmp_path / "plan.json", granularity=2)
     assert measured(again, large) <= tight.mem_limit
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,19 @@ from rotor_py.measure.cache import imported_code
 from rotor_py.measure.cache.imported_code import code_of
 from rotor_py.measure.cache.stable_key import UnstableKeyError, digest_of
 
+START = """
+import os, runpy, sys
+import torch._dynamo, rotor_py
+
+for _ in sys.stdin:
+    child = os.fork()
+    if not child:
+        runpy.run_path("run.py")
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+"""For each line that it reads, a process that runs the program: it has imported what takes seconds, and no more."""
 RUN = """
 import layers, torch
 from torch import nn
@@ -51,8 +65,8 @@ class Own(nn.Module):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A program of three files, written a minute ago."""
-    for name, text in (("run.py", RUN), ("layers.py", LAYERS), ("helper.py", HELPER)):
+    """A program of three files, and what starts it, written a minute ago."""
+    for name, text in (("start.py", START), ("run.py", RUN), ("layers.py", LAYERS), ("helper.py", HELPER)):
         write(tmp_path / name, text)
     return tmp_path
 
@@ -62,24 +76,34 @@ def write(file: Path, text: str) -> None:
     os.utime(file, (time.time() - 60,) * 2)
 
 
-def measured(folder: Path) -> set[str]:
+@pytest.fixture
+def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    command = [sys.executable, "start.py"]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def measured(started: subprocess.Popen[str]) -> set[str]:
     """The stages that a run of the program measures."""
-    found = subprocess.run(
-        [sys.executable, "run.py"],
-        cwd=folder,
-        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return set(found.stdout.split())
+    assert started.stdin is not None
+    assert started.stdout is not None
+    started.stdin.write("run\n")
+    started.stdin.flush()
+    line = started.stdout.readline()
+    assert line, "the program has failed"
+    return set(line.split())
 
 
-def test_a_layer_is_measured_again_when_what_it_calls_has_changed(folder: Path) -> None:
-    assert measured(folder) == {"0", "1"}
-    assert measured(folder) == set()
+def test_a_layer_is_measured_again_when_what_it_calls_has_changed(folder: Path, started: subprocess.Popen[str]) -> None:
+    assert measured(started) == {"0", "1"}
+    assert measured(started) == set()
     write(folder / "helper.py", HELPER.replace("sin", "cos"))
-    assert measured(folder) == {"1"}  # that of torch is the same
+    assert measured(started) == {"1"}  # that of torch is the same
 
 
 def test_what_was_written_since_it_was_read_is_nobody_s_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def ends_alone(runs: list[StageRun], *ways: str) -> Ends:
     return ends_of(runs, ways, OwnSeconds(), joins=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.data(), st.integers(2, 4).flatmap(measured_stages), st.floats(0, 1))
 def test_no_plan_is_faster_by_more_than_the_bound_whatever_the_true_times_are(
     data: st.DataObject, chain: tuple[Measurement, list[list[StageRun]]], share: float

@@ -76,7 +76,7 @@ def test_one_model_under_two_budgets() -> None:
     assert peak_of(model, small) <= least * 1.05
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", [pytest.param(True, marks=pytest.mark.slow), None])
 def test_a_larger_batch_is_partitioned_for_itself(dynamic: bool | None) -> None:
     budget = int(least_of(300) * 1.1)
     model = chain()

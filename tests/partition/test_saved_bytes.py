@@ -28,7 +28,7 @@ class UpAndDown(nn.Sequential):
             return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
 
         up = nn.Upsample(scale_factor=2), nn.ConvTranspose2d(32, 8, 2, stride=2)
-        super().__init__(*block(3, 16), nn.MaxPool2d(2), *block(16, 32), *up, *block(8, 8))
+        super().__init__(*block(3, 16), nn.MaxPool2d(2), *block(16, 32), *up)
 
 
 class ChannelsLastNorm(nn.Module):

@@ -173,7 +173,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_plan_with_any_part_replaced_is_refused_or_trains(file: Path, data: st.DataObject) -> None:
     """Nothing but a ValueError comes of a plan that somebody has tampered with."""

@@ -49,10 +49,10 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """A transformer without attention: blocks in a list, and layers around them."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 4) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
         self.last = nn.Linear(WIDTH, 512)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:

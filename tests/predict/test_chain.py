@@ -78,7 +78,7 @@ def assert_in_microseconds(stage: StageCost) -> None:
         (convolutions, lambda: torch.randn(4, 3, 8, 8)),
         (dropouts, lambda: torch.randn(8, 7)),
         (moving_buffers, lambda: torch.randn(8, 6)),
-        (models.resnet18, lambda: torch.randn(4, 3, 32, 32)),
+        pytest.param(models.resnet18, lambda: torch.randn(4, 3, 32, 32), marks=pytest.mark.slow),
     ],
     ids=["convolutions", "dropouts", "buffers", "ResNet-18"],
 )

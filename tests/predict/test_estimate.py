@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate, models
+from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate
 from rotor_py.devices.table import find_device
 from rotor_py.report import Report
 
@@ -45,7 +45,8 @@ def test_parameters_state_and_batch_are_exact_in_the_blocks_of_cuda() -> None:
 
 
 def test_a_model_its_optimizer_and_the_process_are_left_as_they_are() -> None:
-    model = models.resnet18(num_classes=5)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Dropout()]
+    model = nn.Sequential(*layers, nn.Linear(8 * 30 * 30, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batch = torch.randn(2, 3, 32, 32)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -92,7 +93,7 @@ def test_recurrent_layers_are_named_but_not_on_a_cpu() -> None:
 
 
 def residual(ending: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(256, 256), *(Residual(copy.deepcopy(ending)) for _ in range(3)))
+    return nn.Sequential(nn.Linear(256, 256), *(Residual(copy.deepcopy(ending)) for _ in range(2)))
 
 
 def bytes_in_part(network: Checkpointable | Report) -> int:

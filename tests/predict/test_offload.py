@@ -36,7 +36,7 @@ class Block(nn.Module):
 class Captured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -45,7 +45,7 @@ class Captured(nn.Module):
 
 
 def chain() -> nn.Sequential:
-    return nn.Sequential(*(Block() for _ in range(4)))
+    return nn.Sequential(*(Block() for _ in range(3)))
 
 
 def fast_link() -> Device:

@@ -120,7 +120,7 @@ def test_each_device_has_its_part_and_a_batch_of_its_own() -> None:
 def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with using(ON_THE_CPU), world_of(4) as mesh, mode:
-        model = WithoutMemory(mode).model(Blocks()).train()
+        model = WithoutMemory(mode).model(Blocks(6)).train()
         shard_blocks(model, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         batch = torch.empty(ROWS, WIDTH)

@@ -113,7 +113,7 @@ def only_floating_fits() -> Chain:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rich_chains(), st.data())
 def test_plans_are_as_fast_as_the_recurrence_says(chain: Chain, data: st.DataObject) -> None:
     limit = a_limit(data, chain)

@@ -63,20 +63,20 @@ def test_chains_of_one_stage_and_of_none() -> None:
         assert str(algorithm.solve(unit_chain(1), 4)) == "Fe_0, L, B_0"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(rich_chains(max_stages=6), ALGORITHMS, st.data())
 def test_the_limit_is_kept_and_the_optimum_not_beaten(chain: Chain, algorithm: Algorithm, data: st.DataObject) -> None:
     limit = data.draw(limits(chain), label="limit")
     assert makespan(algorithm, chain, limit) >= naive_optimum(chain, limit)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rich_chains(max_stages=7), ALGORITHMS)
 def test_the_least_limit_is_exact(chain: Chain, algorithm: Algorithm) -> None:
     least_limit(algorithm, chain)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rich_chains(max_stages=6), COUNTS, st.data())
 def test_without_a_distance_it_is_the_fastest_of_all_that_fit(
     chain: Chain, most: int | None, data: st.DataObject

@@ -66,7 +66,7 @@ def test_steps_beyond_all_snapshots_and_none() -> None:
     assert forwards(Revolve(100).solve(unit_chain(5), PLENTY)) == 9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rich_chains(), st.none() | st.integers(1, 6), st.data())
 def test_the_limit_is_kept_and_the_optimum_not_beaten(chain: Chain, snapshots: int | None, data: st.DataObject) -> None:
     limit = data.draw(limits(chain), label="limit")

@@ -11,7 +11,7 @@ from rotor_solver.segments import even_segments
 from tests.solver.strategies import rich_chains
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(rich_chains(max_stages=8), st.integers(1, 8), st.integers(0, 60))
 def test_a_coarse_sequence_fits_whenever_it_seems_to(chain: Chain, count: int, more: int) -> None:
     groups = even_segments(len(chain), count)

@@ -101,7 +101,7 @@ def test_every_number_is_that_of_the_recurrence(seed: int, whole: bool, parallel
     assert compared > len(chain) ** 2 / 2
 
 
-@pytest.mark.parametrize("fraction", [0.1, 0.4])
+@pytest.mark.parametrize("fraction", [pytest.param(0.1, marks=pytest.mark.slow), 0.4])
 def test_every_number_is_that_of_the_recurrence_in_many_tiles_and_chunks(fraction: float) -> None:
     chain = random_chain(BLOCK + BLOCK // 2, 7)
     filled = filled_table(chain, fraction, 20 * CHUNK, None)

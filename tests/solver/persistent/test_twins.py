@@ -29,7 +29,7 @@ def a_limit(data: st.DataObject, chain: Chain) -> int:
     return data.draw(st.integers(0, simulate(chain, store_all(chain)).peak + 2), label="limit")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(plain_chains(), st.data())
 def test_plans_are_as_fast_as_the_best_of_all_persistent_sequences(chain: Chain, data: st.DataObject) -> None:
     limit = a_limit(data, chain)
@@ -44,14 +44,14 @@ def test_an_input_made_for_later_is_a_checkpoint_to_the_search_too() -> None:
     assert min_bytes(chain) == 19
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(rich_chains(), st.data())
 def test_plans_are_as_fast_as_the_recurrence_says(chain: Chain, data: st.DataObject) -> None:
     limit = a_limit(data, chain)
     assert solved(chain, limit) == naive_optimum(chain, limit)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(rich_chains())
 def test_the_least_limit_works_and_one_byte_less_does_not(chain: Chain) -> None:
     least = min_bytes(chain)
