@@ -205,7 +205,7 @@ def only_some(model: Tower) -> None:
 )
 def test_frozen_parts_and_autocast_around_the_model(change: Any, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
-    model, ids = Tower(depth=4), torch.randint(20, (8, 24))
+    model, ids = Tower(depth=3), torch.randint(20, (8, 24))
     change(model)
     plain = copy.deepcopy(model)
     surroundings = torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)

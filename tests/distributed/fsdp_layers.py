@@ -52,24 +52,24 @@ class Otherwise(Block):
         return super().forward(value)
 
 
-def chain(first: type[Block] = Block) -> nn.Sequential:
+def chain(*first: type[Block]) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(first(), *(Block() for _ in range(5)), nn.Linear(WIDTH, 4)).train()
+    kinds = [*first, *[Block] * (4 - len(first))]
+    return nn.Sequential(*(kind() for kind in kinds), nn.Linear(WIDTH, 4)).train()
 
 
 def shard(model: nn.Sequential, how: str, **options: Any) -> nn.Sequential:
-    """Divide a chain among the processes: each block alone; two together, and some with the model; or a part of one."""
+    """Divide a chain among processes: each block alone; a part of one by itself; two together, some with the model."""
     options = {"mesh": mesh(), **options}
     match how:
-        case "alone":
+        case "alone" | "inside":
+            if how == "inside":
+                fully_shard(model[2].inner, **options)
             for block in list(model)[:-1]:
                 fully_shard(block, **options)
         case "together":
             fully_shard(model[0], **options)
             fully_shard([model[2], model[3]], **options)
-        case "inside":
-            fully_shard(model[0].inner, **options)
-            fully_shard(model[0], **options)
     return fully_shard(model, **options)
 
 
@@ -89,10 +89,12 @@ def offered(planned: Checkpointable) -> list[bool]:
     return [any("in part" in each for each in ways) for ways in planned.inspection_values.way_names]
 
 
-def which_are_captured(rank: int, kind: str) -> list[bool]:
-    """Of a chain whose first block is of some kind, the layers that may be stored in part; they train as ever."""
-    model = {"odd": Odd, "otherwise": Otherwise}.get(kind, Block)
-    first = [shard(chain(model), "inside" if kind == "inside" else "alone") for _ in range(2)]
+def which_are_captured(rank: int) -> list[bool]:
+    """Of a chain with layers that are not captured as they stand, those that may be stored in part; they train as ever.
+
+    Of the third, a part is divided by itself.
+    """
+    first = [shard(chain(Odd, Otherwise), "inside") for _ in range(2)]
     with free_to_store_in_part():
         planned = Checkpointable(first[1], loss=loss)
         planned.compute_sequence(fsdp.limit_between(planned, rank, 0.6))
@@ -147,7 +149,7 @@ def around_a_step(rank: int, folder: str) -> list[str]:
     told = _Told()
     logging.getLogger("rotor_py").addHandler(told)
     for network in (plain, planned.model):
-        network[4].inner.register_forward_hook(lambda module, args, output: output * 2)
+        network[3].inner.register_forward_hook(lambda module, args, output: output * 2)
     assert_same_gradients([plain, planned], batch)
     logging.getLogger("rotor_py").removeHandler(told)
     return told.warnings

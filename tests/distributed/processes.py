@@ -129,18 +129,33 @@ def random_state() -> torch.Tensor:
     return torch.cuda.get_rng_state() if device().type == "cuda" else torch.get_rng_state()
 
 
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.experimental",
+    "torch._dynamo.testing",
+    "torch._dynamo.repro.after_dynamo",
+    "rotor_py.checkpointable",
+    "rotor_py.capture.session",
+    "rotor_solver.inputs_only.kernels",
+]
+"""With what these import, all that takes long to import in a process that plans a captured model."""
+
+
 def _begin_by(backend: str) -> Any:
     """How processes begin. Those of the CPU are forks of one that has imported what takes seconds, and done no more."""
     if backend == "nccl":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch._dynamo", "rotor_py.checkpointable"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
 def _serve(rank: int, count: int, meeting: str, backend: str, connection: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a million objects of large modules: see tests/conftest.py
     if "PYTEST_CURRENT_TEST" in os.environ:  # benchmarks have processes as well
         time_stages_once(pytest.MonkeyPatch())
         time_no_guards()

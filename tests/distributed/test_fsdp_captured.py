@@ -13,12 +13,15 @@ from tests.distributed.processes import Processes
 CASES = [
     pytest.param("tied llama", "mixed", 2, 0.4, marks=pytest.mark.slow),
     pytest.param("skips", "kept", 1, 0.5, marks=pytest.mark.slow),
-    ("skips in parts", "plain", 1, 0.5),
+    pytest.param("skips in parts", "plain", 1, 0.5, marks=pytest.mark.slow),
     pytest.param("skips together", "mixed, full out", 2, 0.3, marks=pytest.mark.slow),
     pytest.param("heavy skips", "plain", 2, 0.1, marks=pytest.mark.slow),
     ("twice", "plain", 1, 0.5),
 ]
-"""Model, options, how many batches are added up, and the limit between the least and storing everything."""
+"""Model, options, how many batches are added up, and the limit between the least and storing everything.
+
+That groups may be inside of groups, stages that are stored in part show as well.
+"""
 
 
 @pytest.mark.parametrize(("kind", "options", "accumulated", "share"), CASES)

@@ -99,7 +99,7 @@ def test_a_run_of_the_trainer_is_the_plain_run_and_stays_inside_the_limit(tmp_pa
 def test_accumulated_gradients_smoothed_labels_and_bfloat16_are_those_of_the_plain_run(tmp_path: Path) -> None:
     data, runs = examples(), []
     options = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "bf16": True, "max_steps": 2}
-    for model in (llama(), Checkpointable(llama(), mem_limit="1GB")):
+    for model in (llama(1), Checkpointable(llama(1), mem_limit="1GB")):
         runs.append(trainer(model, tmp_path, data, **options))
         runs[-1].train()
     assert history(runs[1]) == history(runs[0])
@@ -109,9 +109,9 @@ def test_accumulated_gradients_smoothed_labels_and_bfloat16_are_those_of_the_pla
 def test_a_saved_run_is_resumed_and_its_files_are_those_of_the_plain_model(tmp_path: Path) -> None:
     data = examples()
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
-    whole = trainer(Checkpointable(llama(), mem_limit="1GB"), tmp_path / "planned", data, **saving)
+    whole = trainer(Checkpointable(llama(1), mem_limit="1GB"), tmp_path / "planned", data, **saving)
     whole.train()
-    plain = trainer(llama(), tmp_path / "plain", data, **saving)
+    plain = trainer(llama(1), tmp_path / "plain", data, **saving)
     plain.train()
     kept = tmp_path / "planned" / "checkpoint-2"
     names = {file.name for file in (tmp_path / "plain" / "checkpoint-2").iterdir()}
@@ -119,7 +119,7 @@ def test_a_saved_run_is_resumed_and_its_files_are_those_of_the_plain_model(tmp_p
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "planned" / "checkpoint-3")
     assert weights(again).keys() == weights(plain.model).keys()
     assert_same_weights(again, plain.model)
-    for model in (Checkpointable(llama(), mem_limit="1GB"), llama()):
+    for model in (Checkpointable(llama(1), mem_limit="1GB"), llama(1)):
         resumed = trainer(model, tmp_path / "resumed", data, **saving)
         resumed.train(resume_from_checkpoint=str(kept))
         assert_same_weights(resumed.model, plain.model)
