@@ -101,6 +101,9 @@ def test_a_backward_at_once_finds_in_caches_what_the_run_before_it_has_made() ->
     assert timed == StageRun(1.0, ((2.0, 5.0),), 1.5)
     assert watch.cooled == [1234, 1234]
     assert [tensor.data_ptr() for tensor in watch.warmed] == [value.data_ptr()]
+    # Both backwards add their gradients up, as in a step that has some.
+    assert layer.bias.grad is not None
+    assert layer.bias.grad.tolist() == [2 * len(value)] * 4  # the output gets ones
 
 
 class Scripted:

@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
+from rotor_solver import Chain, Option, Stage
+from rotor_solver.arrays.costs import costs_of
 from tests.solver.compiling import kernel_modules, kernels_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,3 +69,13 @@ def test_kernels_use_nothing_of_other_files_of_the_solver(module: ModuleType) ->
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rotor_solver"):
             assert node.module == "rotor_solver.compiled"
             assert {each.name for each in node.names} <= {"compiled", "prange"}
+
+
+@pytest.mark.parametrize(("stages", "options"), [(1, 1), (1, 3), (5, 1), (5, 3)])
+def test_arrays_lie_in_memory_the_same_way_for_every_chain(stages: int, options: int) -> None:
+    """For another layout, each kernel would be compiled once more, which takes seconds."""
+    each = Stage(10, tuple(Option(1.0 + i, 2.0 + i, 20 - i, 0, 0) for i in range(options)), nograd_time=1.0)
+    costs = costs_of(Chain((each,) * stages, 10, 0.0, 0))
+    arrays = [part for part in costs if isinstance(part, np.ndarray)]
+    assert len(arrays) > 5
+    assert all(array.flags.c_contiguous for array in arrays)

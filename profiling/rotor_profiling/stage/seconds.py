@@ -136,8 +136,12 @@ def time_stage(
             attached, made = runner.attach(value, surroundings, skip_output=runner.can_skip_output)
             del made
             lap("again")
-            if any(gradient is not None for gradient in arrived):
-                wait_for([each for each in attached.backward(arrived) if each is not None])
+            # An exact clock knows no caches: it would only see how autograd is asked for these gradients.
+            if not watch.exact and any(gradient is not None for gradient in arrived):
+                made_at_once = attached.backward(arrived)
+                wait_for([each for each in made_at_once if each is not None])
+                _add_up(parameters, made_at_once[len(tensors_in(value)) :])
+                del made_at_once
             lap("at once")
             del attached
         del arrived
@@ -145,8 +149,16 @@ def time_stage(
     for name, each in zip(laps, watch.stop(), strict=True):
         seconds.setdefault(name, []).append(each)
     ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
-    sooner = seconds["backward"][0] - seconds["at once"][0]
+    sooner = 0.0 if watch.exact else seconds["backward"][0] - seconds["at once"][0]
     return StageRun(seconds["nograd"][0], ways, seconds["again"][0] - sooner), output
+
+
+def _add_up(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Add `gradients` to those that parameters have, as the engine does in a step; new ones it takes as they are."""
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients, strict=False):
+            if gradient is not None and parameter.grad is not None and parameter.grad.shape == gradient.shape:
+                parameter.grad += gradient
 
 
 def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:

@@ -87,7 +87,7 @@ def costs_of(chain: Chain) -> Costs:
         base=np.concatenate([activation[1:] + left[1:] + held, [0]]).astype(np.int64),
         first=first,
         extra=seconds - np.minimum.reduceat(seconds, first[:-1])[stage_of] if length else seconds,
-        taken=saved - released[:, stage_of],
+        taken=saved - np.take(released, stage_of, axis=1),  # indexed, it would lie otherwise, for other kernels
         forward_need=saved + np.array([option.forward_temp for option in options], np.int64),
         backward_need=np.maximum(during, left[stage_of] + held).astype(np.int64),
         released=released,
