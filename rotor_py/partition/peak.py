@@ -135,26 +135,27 @@ class _Machine:
         live = sum(block.size for block in start.values())
         curve = [live]
         freed: set[_Block] = set()
+        kinds = partitioners.get_default_op_list()  # PyTorch makes it anew for whoever asks
         for position, run in enumerate(runs):
             live += sum(block.size for block in new[position])
             ended = [
                 block for block in read[position] if block.last == position and not block.stays and block not in freed
             ]
-            written_over = self._written_over(run, new[position], ended) if self.fused else 0
+            fused = self.fused and kinds.is_fusible(run.node)
+            written_over = _written_over(new[position], ended) if fused else 0
             curve.append(live + self.costs[run.node].scratch - written_over)
             freed.update(ended)
             live -= sum(block.size for block in ended)
         return curve
-
-    def _written_over(self, run: Run, new: list[_Block], ended: list[_Block]) -> int:
-        """Bytes of what a fused operator makes in the place of what it reads last."""
-        if not partitioners.get_default_op_list().is_fusible(run.node):
-            return 0
-        free = Counter(block.size for block in ended if block not in new)
-        return sum(size * min(count, free[size]) for size, count in Counter(block.size for block in new).items())
 
     def _memory(self, value: Run | fx.Node) -> _Memory:
         if isinstance(value, Run):
             return self.made[value]
         sizes = self.joint.allocations[value]
         return {s: block for s in sizes if (block := self.held.get(s) or self.incoming.get(s)) is not None}
+
+
+def _written_over(new: list[_Block], ended: list[_Block]) -> int:
+    """Bytes of what a fused operator makes in the place of what it reads last."""
+    free = Counter(block.size for block in ended if block not in new)
+    return sum(size * min(count, free[size]) for size, count in Counter(block.size for block in new).items())
