@@ -5,9 +5,10 @@
     python benchmarks/moving.py "Llama-3 8B"    # only models whose names begin so
 
 Chains are those of `rotor_py.estimate(..., offload="host")`, and plans choose among what that offers: every stage
-keeps all, is stored in part, moves what can leave, or runs again. Bytes are exact, seconds are predicted. The limit is
-a part of what storing everything takes, of activations, their gradients and scratch; parameters and their gradients
-are not in it. The link is what is planned with for the device: of its 64 GB/s each way, 41.
+keeps all or a part, moves what can leave of that, or runs again. With moves alone, it keeps all, or moves what can
+leave of it. Bytes are exact, seconds are predicted. The limit is a part of what storing everything takes, of
+activations, their gradients and scratch; parameters and their gradients are not in it. The link is what is planned with
+for the device: of its 64 GB/s each way, 41.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
 
 from rotor_py import estimate, models
+from rotor_py.stage.ways.elsewhere import ELSEWHERE
 from rotor_solver import Chain, InfeasibleError, Option, Stage, simulate, store_all
 from rotor_solver.moving import Link, MovingPlan, simulate_moves, solve_moving
 from rotor_solver.stage import LARGEST_SIZE
@@ -95,7 +97,7 @@ def never_again(stage: Stage) -> Stage:
 def measure(case: Case) -> list[Row]:
     chain, link = predicted_chain(case)
     recomputed = with_options(chain, lambda option: not option.moved)
-    whole = with_options(chain, lambda option: bool(option.moved))
+    whole = with_options(chain, lambda option: option.name == ELSEWHERE.name)
     moved = replace(whole, stages=tuple(map(never_again, whole)))
     everything = simulate(recomputed, store_all(recomputed))
     rows = []

@@ -63,14 +63,14 @@ class Classified(nn.Module):
 
 
 def _is_exact(way: str) -> bool:
-    return word_of([way]) is None and way != ELSEWHERE.name
+    return word_of([way]) is None and not way.endswith(ELSEWHERE.name)
 
 
 COLUMNS: dict[str, Callable[[str], bool]] = {
     "two ways": lambda way: way == "in part",
     "exact": _is_exact,
-    "file": lambda way: _is_exact(way) or way == ELSEWHERE.name,
-    "bf16": lambda way: way != ELSEWHERE.name,
+    "file": lambda way: word_of([way]) is None,
+    "bf16": lambda way: not way.endswith(ELSEWHERE.name),
 }
 """By their headings: whether plans may use a way, by its name."""
 

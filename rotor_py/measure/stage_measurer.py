@@ -57,11 +57,11 @@ from rotor_py.measure.walks.survey import Survey
 from rotor_py.measure.walks.walked_chain import WalkedChain
 from rotor_py.stage.activity import During
 from rotor_py.stage.graph_effects import recall_effects
+from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.restored.decisions import decided_bytes, decides_nothing, remember_undecided
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moved_elsewhere, remember_moving
-from rotor_py.stage.ways.elsewhere import ELSEWHERE
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver.progress import Progress
 
@@ -108,7 +108,7 @@ class StageMeasurer:
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
         self._known: dict[Hashable, _Found] = {}
-        self._movable = MovableBytes(device) if elsewhere else None
+        self._movable = MovableBytes(device, group) if elsewhere else None
         self._rounding = None if rounding is None else BorderRounding(rounding, device)
         self._times = StageTimes(own, briefly=briefly)
         self._briefly = briefly
@@ -247,7 +247,8 @@ class StageMeasurer:
             given, given_bytes = value, self.activation_bytes
             self.activation_bytes = cost.activation_bytes
             if self._movable is not None:
-                self._movable.measure(self._kinds[-1], self._chain.runner(number), value)
+                exact = [way for way in found.weighed.ways if word_of([way]) is None]
+                self._movable.measure(self._kinds[-1], exact, self._stored(number, exact), value)
             # A run without a graph makes the numbers of one with a graph (`graph_effects`), if perhaps not the layout.
             if output is not None and self._survey.laid_out_as_with_a_graph(number, output):
                 value = self._handed_on(number, output)
@@ -386,9 +387,7 @@ class StageMeasurer:
         whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind, joins=known.joins))
         ways = worth_choosing(whole, list(map(Way, weighed.ways, others)))
         if self._movable is not None:
-            # What goes with the output cannot leave as well. Where a stage hands its input on, more is counted as that.
-            nbytes = min(self._movable.of(kind), whole.saved_bytes - whole.output_released_bytes)
-            ways = (*ways, Way(ELSEWHERE.name, whole, nbytes)) if nbytes > 0 else ways
+            ways = (*ways, *self._movable.ways(kind, whole, ways))
         return whole, ways
 
 

@@ -108,8 +108,12 @@ class StageRunner:
 
     @staticmethod
     def _ways_with(keepers: Sequence[Keeper], own: Sequence[str]) -> tuple[str, ...]:
-        kept = [keeper.name for keeper in keepers]
-        return (*own, *kept, *(both(each, keeper) for keeper in kept for each in own))
+        forms = [keeper.name for keeper in keepers if not keeper.keeps_the_rest]
+        ways = [*own, *forms, *(both(each, form) for form in forms for each in own)]
+        for keeper in keepers:
+            if keeper.keeps_the_rest:
+                ways += [keeper.name, *(both(each, keeper.name) for each in ways)]
+        return tuple(ways)
 
     @property
     def can_skip_output(self) -> bool:
@@ -178,13 +182,13 @@ class StageRunner:
 
     def _run_of(self, way: str | None, skip_output: bool = False) -> Callable[[Any], Any]:
         """How the stage is run to be stored in a way; None is whole."""
-        own, name = (None, None) if way is None else parted(way, [keeper.name for keeper in self._keepers])
-        if own is None:
-            run = (forward_skipping_output(self.function) if skip_output else None) or self.function
-        else:
-            run = self._offers.forward_by(own, skip_output=skip_output)
-        keeper = next((each for each in self._keepers if each.name == name), None)
-        return run if keeper is None else keeper.keeping(run, self.function)
+        if way is None:
+            return (forward_skipping_output(self.function) if skip_output else None) or self.function
+        before, name = parted(way, [keeper.name for keeper in self._keepers])
+        if name is None:
+            return self._offers.forward_by(way, skip_output=skip_output)
+        keeper = next(each for each in self._keepers if each.name == name)
+        return keeper.keeping(self._run_of(before, skip_output), self.function)
 
     def _in_context(self, run: Callable[[Any], Any], value: tuple[Any, ...]) -> tuple[Any, ...]:
         output: tuple[Any, ...] = run((*value, *self.context))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_plan_that_moves_is_shown_verified_and_loaded(plan, model_file, tmp_pa
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert "of activations are moved to" in text
-    assert "stored elsewhere" in text
+    assert re.search(r"stored ([a-z, ]+, )?elsewhere: [0-9.]+ [kM]B moved", text)  # also in part, or packed
     assert f"offload='file:{folder}'" in "".join(result.stdout.split())
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["plan"]["moved_bytes"] > 0

@@ -289,3 +289,43 @@ def test_a_stage_stored_in_part_has_the_rest_kept(kept: bool) -> None:
     assert found is not None
     assert torch.equal(found, x.grad)
     assert bool(keeper.given) is kept
+
+
+@dataclass
+class CopiesLarge(Copies):
+    """Keeps copies of storages of so many bytes alone."""
+
+    least: int = 0
+
+    def keep(self, memory: torch.Tensor) -> Copied | None:  # type: ignore[override]  # it may leave some
+        return super().keep(memory) if memory.nbytes >= self.least else None
+
+
+def test_what_a_form_leaves_as_it_is_is_kept_by_the_form_around_it() -> None:
+    x, known = torch.randn(4, WIDTH, requires_grad=True), torch.randn(4, WIDTH)
+    inside, around = CopiesLarge(least=8 * WIDTH * 4), Copies()
+    with Keeping(around, [x, known], least_bytes=4 * WIDTH * 4), Keeping(inside, [x], least_bytes=0):
+        large = torch.cat([x, x]).cos()  # 8 rows are saved, then 4, which the form inside leaves
+        small = (large[:4] + 1).sin() * known
+        tiny = small[:1].clone().sin()  # too small for the one around
+        output = large.square().sum() + small.square().sum() + tiny.sum()
+    assert [shape.numel() // WIDTH for shape in inside.kept] == [8, 8]
+    assert {shape.numel() // WIDTH for shape in around.kept} == {4}
+    kept = len(around.kept)
+    found = torch.autograd.grad(output, x)[0]
+    assert inside.given
+    assert 0 < around.given <= kept + 1
+    large = torch.cat([x, x]).cos()
+    small = (large[:4] + 1).sin() * known
+    expected = large.square().sum() + small.square().sum() + small[:1].clone().sin().sum()
+    assert torch.equal(found, torch.autograd.grad(expected, x)[0])
+
+
+def test_the_form_around_is_not_offered_what_is_in_memory_anyway_for_it() -> None:
+    x, held = torch.randn(4, WIDTH, requires_grad=True), torch.randn(4, WIDTH)
+    around = Copies()
+    with Keeping(around, [x, held], least_bytes=0), Keeping(CopiesLarge(least=10**9), [x], least_bytes=0):
+        output = x * held
+    assert not around.kept
+    output.sum().backward()
+    assert torch.equal(x.grad, held)  # type: ignore[arg-type]

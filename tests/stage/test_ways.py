@@ -33,6 +33,8 @@ class Left(Gated):
 class Written:
     """Writes what is saved as text of Python, which counters of torch's memory do not see: all of it, or half."""
 
+    keeps_the_rest = False
+
     def __init__(self, name: str, *, most: bool) -> None:
         self.name = name
         self._most = most

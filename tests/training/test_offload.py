@@ -7,9 +7,11 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from rotor_profiling.step.peak import measured_peak
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.errors import OffloadError
 from rotor_py.offload.bandwidth import Bandwidth
-from rotor_solver import InfeasibleError, Persistent
-from rotor_solver.moving import timed_moments
+from rotor_solver import Backward, Chain, ForwardEnable, InfeasibleError, Loss, Persistent, Sequence, simulate
+from rotor_solver.moving import Link, plan_moves, timed_moments
 from tests.execute.test_moving import settle
 
 CPU = torch.device("cpu")
@@ -31,8 +33,9 @@ Run = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.heads, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -43,7 +46,9 @@ class Block(nn.Module):
         found = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
         value = value + self.project(found.transpose(1, 2).reshape(batch, tokens, WIDTH))
         inside = nn.functional.gelu(self.up(self.norms[1](value)))
-        return value + self.down(nn.functional.dropout(inside, 0.1, self.training))
+        if self.dropout:
+            inside = nn.functional.dropout(inside, self.dropout, self.training)
+        return value + self.down(inside)
 
 
 class Transformer(nn.Module):
@@ -150,6 +155,66 @@ def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slowe
     assert list(tmp_path.iterdir()) == []
 
 
+@dataclass(frozen=True)
+class AllIn:
+    """Stores all stages that have the `way` in it, and moves a half of what could move."""
+
+    way: str
+    link: Link
+
+    def solve(self, chain: Chain, mem_limit: int) -> Sequence:
+        at = [next((n for n, each in enumerate(stage.options) if each.name == self.way), 0) for stage in chain]
+        numbers = range(len(chain))
+        sequence = Sequence([*map(ForwardEnable, numbers, at), Loss(), *map(Backward, reversed(numbers))])
+        with pytest.raises(InfeasibleError) as caught:
+            plan_moves(chain, sequence, self.link, 0)
+        between = (caught.value.min_bytes + simulate(chain, sequence).peak) // 2
+        return Sequence(sequence, "by hand", moves=plan_moves(chain, sequence, self.link, between))
+
+
+def without_dropout() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(50, WIDTH), *(Block(0.0) for _ in range(4)), nn.Linear(WIDTH, 50))
+
+
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        (without_dropout, "in part, elsewhere"),
+        (chain, "packed, elsewhere"),
+        (chain, "in part, packed, elsewhere"),
+        (transformer, "in part, packed, elsewhere"),
+    ],
+)
+def test_what_a_part_or_packing_leaves_is_elsewhere(
+    make: Callable[[], nn.Module], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rotor_py.plan.sources.layer_parts._LEAST_BYTES", 0)
+    # What is measured is not to depend on clocks.
+    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
+    monkeypatch.setattr("rotor_py.measure.stage_measurer.saving_ones", lambda whole, ways, *_: ways)
+    model = planned(make(), 10**9, tmp_path)
+    budget = model.budget
+    assert budget is not None
+    assert budget.link is not None
+    sequence = model.compute_sequence(10**9, algo=AllIn(way, budget.link))
+    assert sequence.moves is not None
+    assert len(sequence.moves.stages) >= 2
+    nbytes, tier = budget.moved_bytes(sequence), model._planner.model.offload.tier
+    before, peak = tier.moved_bytes, peak_of(model)
+    assert tier.moved_bytes - before == nbytes > 0
+    assert budget.peak_bytes(sequence) * 0.98 <= peak <= budget.peak_bytes(sequence)
+    assert peak < budget.peak_bytes(Sequence(sequence))  # where nothing moves
+    assert same(trained(model), trained(make()))
+    assert tier.held_bytes == 0
+    # From a file, only the names of ways are known.
+    file = tmp_path / "plan.json"
+    model.save_plan(file)
+    again = Checkpointable(make(), plan=file, fresh_grads=True, offload=f"file:{tmp_path}")
+    assert same(trained(again, 1), trained(make(), 1))
+    assert again._planner.model.offload.tier.moved_bytes == nbytes
+
+
 def test_nothing_moves_where_that_would_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = limit_between(chain(), 0.5)
     monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e3, 1e3))
@@ -168,13 +233,14 @@ def test_the_report_says_what_is_moved_where(tmp_path: Path) -> None:
     model = planned(chain(), limit_between(chain(), 0.3), tmp_path)
     assert f"of activations are moved to file:{tmp_path} and back" in model.summary()
     text = str(model.report())
-    assert "stored elsewhere" in text
+    moved = re.compile(r"stored ([a-z, ]+, )?elsewhere: [0-9.]+ [kM]B moved")  # also in part, or packed
+    assert moved.search(" ".join(text.split()))
     assert "of activations are moved to" in text
     report = model.report()
     in_pictures = timed_moments(report.chain, report.shown, report.budget.link)
     assert max(each.during for each in in_pictures) + report.budget.beside_chain(report.shown) == report.peak_bytes
     report.to_html(tmp_path / "page.html")
-    assert "stored elsewhere" in (tmp_path / "page.html").read_text()
+    assert moved.search((tmp_path / "page.html").read_text())
 
 
 def test_a_copy_of_the_model_has_a_file_of_its_own(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from rotor_profiling import StageCost
 from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds, errors_of, estimate
 from rotor_py.measure.measurement import Ends, Measurement, Way
+from rotor_py.stage.ways.elsewhere import ELSEWHERE
+from rotor_py.stage.ways.names import parted
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,8 @@ def possible_times(found: Measurement) -> PossibleTimes:
 
 def _timed(found: Measurement, seconds: Sequence[Mapping[str, StageSeconds]]) -> Measurement:
     def way(each: Way, known: Mapping[str, StageSeconds]) -> Way:
-        # One that is stored elsewhere runs as one that is stored whole.
-        return replace(each, cost=_cost(each.cost, known.get(each.name, known[""])))
+        # Stored elsewhere, it runs as it does where all of it stays.
+        return replace(each, cost=_cost(each.cost, known[parted(each.name, (ELSEWHERE.name,))[0] or ""]))
 
     stages = tuple(_cost(cost, known[""]) for cost, known in zip(found.stages, seconds, strict=True))
     ways = tuple(

@@ -18,7 +18,7 @@ from rotor_profiling import isolated, leaves_of, storages, tensors_in
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_classes import is_fsdp_module
 from rotor_py.stage.protocol import StageOffers
-from rotor_py.stage.ways.names import parted
+from rotor_py.stage.ways.names import own_of
 from rotor_py.stage.ways.watched import calls_forward_alone
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class LayerParts:
         self, function: nn.Module, name: str, ways: Sequence[str], keepers: Container[str]
     ) -> StageOffers | None:
         """What a layer offers that a plan may store by these `ways`, those of `keepers` among them."""
-        own = dict.fromkeys(each for each, _ in (parted(way, keepers) for way in ways) if each is not None)
+        own = dict.fromkeys(each for each in (own_of(way, keepers) for way in ways) if each is not None)
         if own and id(function) not in self._found:  # the plan comes from a file, or the model is a copy
             from rotor_py.capture.captured_layer import CapturedLayer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -50,6 +50,7 @@ class FormKeeper:
     """Keeps what autograd saves in the forward of a stage in a form."""
 
     form: SmallerForm
+    keeps_the_rest: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

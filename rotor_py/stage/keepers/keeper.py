@@ -27,6 +27,8 @@
 #     known at once if it saves its own result, or else when something is saved that comes from it, or when the run is
 #     over. So long, the tensor stays as it is; if it is not known then, its numbers are needed. A run that is to end
 #     with the last tensor that is waited for goes on until it is known.
+# 12. What a form leaves as it is, is offered to the form of the run around this one: for the same reason as in Rule 9,
+#     that would see nothing of it. Packed first, the rest may leave memory.
 """
 
 from __future__ import annotations
@@ -110,10 +112,12 @@ class Keeping:
         self._node = -1
         """of the node that has saved what is fresh, by its number"""
         self._handing_over = handing_over_now()
+        self._around: Keeping | None = None
         self._hooks: Any = None
         self._outside: Any = None
 
     def __enter__(self) -> Keeping:
+        self._around = _innermost.get()
         self._outside = _innermost.set(self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, tensor_of)
         self._hooks.__enter__()
@@ -125,6 +129,7 @@ class Keeping:
         _innermost.reset(self._outside)
         if error[0] is None or error[0] is Complete:
             self._give_fresh(at_the_end=True)
+        self._around = None
         self._untouched.clear()
         self._references.clear()
         self._storages.clear()
@@ -197,7 +202,7 @@ class Keeping:
         A `node` saves it; None if its numbers are needed for sure.
         """
         storage = tensor.untyped_storage()
-        if storage._cdata in self._untouched or storage.nbytes() < self._least_bytes:
+        if self._is_untouched(tensor):
             return None
         self._references.setdefault(storage._cdata, StorageWeakRef(storage))
         found = KeptStorage(tensor)
@@ -209,6 +214,10 @@ class Keeping:
         self._storages.setdefault((storage._cdata, tensor._version), WeakSet()).add(found)
         self._fresh.append(ref(found))
         return found
+
+    def _is_untouched(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return storage._cdata in self._untouched or storage.nbytes() < self._least_bytes
 
     def _known(self, tensor: torch.Tensor) -> KeptStorage | None:
         known = self._storages.get((tensor.untyped_storage()._cdata, tensor._version), ())
@@ -225,7 +234,15 @@ class Keeping:
             if not found.undecided and isinstance(saved, SavedAsItIs) and not saved.overwritten:
                 memory = memory_of(saved.tensor())
                 sign = self._signs if found.need not in (Need.NUMBERS, Need.SHAPE) else None
-                found.kept = (self.form.keep(memory) if sign is None else sign.keep_sign(memory, found.need)) or saved
+                kept = self.form.keep(memory) if sign is None else sign.keep_sign(memory, found.need)
+                found.kept = kept or self._kept_around(memory) or saved
+
+    def _kept_around(self, memory: torch.Tensor) -> Kept | None:
+        """What the form of the run around this one keeps of `memory`, which this form has left as it is (Rule 12)."""
+        around = self._around
+        if around is None or around._is_untouched(memory) or not around._concerns(memory):
+            return None
+        return around.form.keep(memory) or around._kept_around(memory)
 
 
 _innermost: ContextVar[Keeping | None] = ContextVar("innermost", default=None)

@@ -15,7 +15,8 @@ from rotor_py.stage.runner import StageRunner
 def run_leaving(runner: StageRunner, value: Any) -> tuple[Any, LeavingMemory]:
     """Run a stage in the graph around it; returns its output, and what it saved that could leave memory.
 
-    What goes into the stage stays, as do its parameters; and so does what comes out, as long as anybody holds it.
+    What goes into the stage stays, as do its parameters; and so does what comes out, as long as anybody holds it. Where
+    the runner keeps something in another form, that stays as well.
     """
     leaving = LeavingMemory()
     with Keeping(leaving, _in_memory_anyway(runner, value), least_bytes=LEAST_BYTES, reads_values=False):

@@ -1,6 +1,7 @@
-"""The way to store a stage whole, but some of it in another tier of memory.
+"""The way to store a stage with some of what it saves in another tier of memory.
 
-The stage runs as if it was stored whole. What leaves, and when, concerns the whole step (`execute.moving`).
+The stage runs as it does where all of that stays: stored whole, in part, or packed. What leaves, and when, concerns the
+whole step (`execute.moving`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from rotor_py.stage.ways.keeper import Keeper
 
 class _Elsewhere:
     name = "elsewhere"
+    keeps_the_rest = True
 
     def suits(self, function: Callable[..., Any]) -> bool:
         return True
@@ -22,7 +24,7 @@ class _Elsewhere:
         return run
 
     def pays(self, run: Run, function: Callable[..., Any], value: Any) -> bool:
-        return False  # it costs what storing whole costs, beside the bytes that leave
+        return False  # it costs what the same way costs without it, beside the bytes that leave
 
 
 ELSEWHERE: Keeper = _Elsewhere()

@@ -18,6 +18,10 @@ class Keeper(Protocol):
     def name(self) -> str:
         """The name of the way: what follows "stored" in a report. It is written into plans, so it must not change."""
 
+    @property
+    def keeps_the_rest(self) -> bool:
+        """Whether it may be asked to keep what another keeper of the same run has left as it is."""
+
     def suits(self, function: Callable[..., Any]) -> bool:
         """Whether a stage can be stored in this way."""
 

@@ -1,4 +1,4 @@
-"""The names of ways to store a stage: what it does by itself, what a keeper does, or one after the other."""
+"""The names of ways to store a stage: what it does by itself, what keepers do, or one after the other."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ _AND = ", "
 
 
 def both(own: str, keeper: str) -> str:
-    """The way in which a stage is stored in its `own` way, and what that saves by a keeper."""
+    """The way in which a stage is stored in its `own` way, or in one with a keeper, and what that saves by a keeper."""
     return f"{own}{_AND}{keeper}"
 
 
 def parted(way: str, keepers: Container[str]) -> tuple[str | None, str | None]:
-    """What the stage does by itself in a way, and the name of the keeper; None for what has no part in it."""
+    """A way without its last keeper, and the name of that keeper; None for what has no part in it."""
     if way in keepers:
         return None, way
     own, _, keeper = way.rpartition(_AND)
     return (own, keeper) if keeper in keepers and own else (way, None)
+
+
+def own_of(way: str, keepers: Container[str]) -> str | None:
+    """What the stage does by itself in a way; None if that is nothing."""
+    before, keeper = parted(way, keepers)
+    return before if keeper is None or before is None else own_of(before, keepers)
 
 
 def base_of(way: str, ways: Collection[str]) -> str | None:

@@ -4,13 +4,18 @@ For a price λ of every byte moved, the persistent program solves the chain in w
 sequence that it finds is given a timetable that fits, and simulated; the fastest is the answer, and `bound` makes a
 certificate of the program's bounds. Copies take memory on their way. So sequences for somewhat lower limits are tried
 too: they leave room in which copies are under way while the next stage computes.
+
+A price does not know how long copies wait for each other, and where a stage can move much or little, it takes the
+wrong one at times. So chains are tried as well in which each stage can only move the most, or the least.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from rotor_solver.chain import Chain
@@ -26,7 +31,7 @@ from rotor_solver.operations import ForwardEnable, Operation
 from rotor_solver.persistent.program import BRIEF, THOROUGH, Persistent
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
-from rotor_solver.stage import Option
+from rotor_solver.stage import LARGEST_SIZE, Option, Stage
 
 _CLOSE = 0.005
 """Where the gap is no more than this, it is good enough: that of `persistent.program`."""
@@ -64,12 +69,13 @@ def solve_moving(chain: Chain, limit: float, link: Link, slots: int = 500) -> Mo
     exact least limit; ValueError if the limit is not a number of bytes.
     """
     search = _Search(chain, bytes_of_limit(limit), link, slots)
-    search.explore(0)
+    search.explore(chain, 0)
     largest = max((option.moved for stage in chain for option in stage.options), default=0)
-    for room in _ROOMS:
-        if search.plan().gap > _CLOSE and room * largest < search.limit:
+    narrower = (each for each in (moving_only(chain, max), moving_only(chain, min)) if each != chain)
+    for each, room in ((each, room) for each in (chain, *narrower) for room in (0.0, *_ROOMS)):
+        if search.plan().gap > _CLOSE and room * largest < search.limit and (room or each is not chain):
             with suppress(InfeasibleError):
-                search.explore(int(room * largest))
+                search.explore(each, int(room * largest))
     return search.plan()
 
 
@@ -83,25 +89,28 @@ class _Search:
     bound: float = 0.0
     """Seconds; certified."""
 
-    def explore(self, room: int) -> None:
-        """Solve for the prices that matter, with `room` bytes left for copies on their way.
+    def explore(self, chain: Chain, room: int) -> None:
+        """Solve `chain`, the search's own or one in which less can move, for the prices that matter, with `room` bytes
+        left for copies on their way.
 
         What matters is where the bound is lowest. Two sequences are known that move more and less than there; the price
         at which both are equally good finds one between them, or shows that there is none.
         """
         limit, found, known = self.limit - room, list[Priced](), list[tuple[int, float]]()
-        program = Persistent(self.slots, BRIEF if room else THOROUGH)  # a bound for a lower limit certifies nothing
+        # A bound for a lower limit certifies nothing, nor does one for fewer moves.
+        certifies = room == 0 and chain is self.chain
+        program = Persistent(self.slots, THOROUGH if certifies else BRIEF)
         with suppress(InfeasibleError):
-            known.append(self.offer(program.solve(self.chain, limit)))
+            known.append(self.offer(program.solve(chain, limit)))
         prices = [part * self.link.seconds_per_byte for part in _ENDS]
         while prices:
             price = prices.pop()
-            sequence = program.solve(priced(self.chain, price), limit)
+            sequence = program.solve(priced(chain, price), limit)
             assert sequence.lower_bound is not None
             found.append(Priced(price, sequence.lower_bound))
             known.append(self.offer(sequence))
             moved, bound = lower_bound(self.chain, self.link, found)
-            if room == 0:
+            if certifies:
                 self.bound = max(self.bound, bound)
             if self.plan().gap <= _CLOSE:
                 return
@@ -125,6 +134,21 @@ class _Search:
         sequence, moves, seconds = self.best
         bound = min(self.bound, seconds)  # a bound above the time of a real step could only be rounding
         return MovingPlan(Sequence(sequence, "moving", bound), moves, seconds, bound)
+
+
+def moving_only(chain: Chain, pick: Callable[[Iterable[int]], int]) -> Chain:
+    """`chain`, of which each stage can only move as many bytes as `pick` says, of those that it could."""
+    return replace(chain, stages=tuple(_moving_only(stage, pick) for stage in chain))
+
+
+def _moving_only(stage: Stage, pick: Callable[[Iterable[int]], int]) -> Stage:
+    sizes = {option.moved for option in stage.options if option.moved}
+    if len(sizes) < 2:
+        return stage
+    left = (0, pick(sizes))
+    # The others stay, since sequences number them, and need more memory than any limit has.
+    never = partial(replace, moved=0, forward_temp=LARGEST_SIZE)
+    return replace(stage, options=tuple(each if each.moved in left else never(each) for each in stage.options))
 
 
 def _price_between(known: list[tuple[int, float]], moved: float, tried: list[float]) -> list[float]:

@@ -13,6 +13,7 @@ from rotor_solver import Chain, InfeasibleError, Option, Persistent, Stage, min_
 from rotor_solver.moving import Link, simulate_moves, solve_moving
 from rotor_solver.moving.bound import Line, Priced, lower_bound, lowest_point
 from rotor_solver.moving.priced import priced
+from rotor_solver.moving.solve_moving import moving_only
 from tests.solver.moving.chains import LINKS, moving_chains, tiny_chains
 from tests.solver.moving.naive import exhaustive_moving_optimum
 from tests.solver.moving.pofo import pofo_optimum
@@ -172,3 +173,35 @@ def test_a_chain_without_stages() -> None:
 def test_limits_that_are_none_are_refused(limit: float) -> None:
     with pytest.raises(ValueError, match="mem_limit"):
         solve_moving(Chain((), 0, 1.0), limit, Link(1.0, 1.0))
+
+
+def transformer() -> Chain:
+    """Sixteen blocks that may also move what is left where they are stored in part; in ms and MB, as on an H100."""
+
+    def stage(forward: float, again: int, ways: list[tuple[float, int, int, int, int]]) -> Stage:
+        kept = [Option(forward, backward, saved, *scratch) for backward, saved, *scratch, _ in ways]
+        moving = [
+            replace(each, saved=each.saved - way[-1], moved=way[-1]) for each, way in zip(kept, ways, strict=True)
+        ]
+        options = (*kept, *(each for each in moving if each.moved))
+        return Stage(34, options, nograd_time=forward, nograd_temp=again, output_released=34)
+
+    # backward, saved, scratch of both runs, and what can leave
+    attention = [(4.45, 253, 34, 152, 219), (4.69, 152, 0, 251, 85), (5.12, 102, 33, 337, 35), (5.81, 68, 66, 370, 0)]
+    mlp = [(4.74, 705, 34, 201, 671), (5.38, 336, 201, 470, 268), (6.3, 67, 336, 872, 0)]
+    return Chain((stage(1.66, 100, attention), stage(2.22, 369, mlp)) * 16, 34, 0.1, 100)
+
+
+@pytest.mark.parametrize("times_less", [3, 4, 6])
+def test_more_ways_to_move_make_no_plan_slower_and_some_faster(times_less: int) -> None:
+    chain, link = transformer(), Link(41.0, 41.0)
+    limit = simulate(chain, store_all(chain)).peak // times_less
+    most, least = moving_only(chain, max), moving_only(chain, min)
+    assert {len({o.moved for o in s.options if o.moved and o.forward_temp <= limit}) for s in (*most, *least)} == {1}
+    found = solve_moving(chain, limit, link)
+    narrower = [solve_moving(each, limit, link) for each in (most, least)]
+    assert found.seconds <= min(each.seconds for each in narrower)
+    assert found.lower_bound <= min(each.lower_bound for each in narrower) * 1.005
+    if times_less != 4:
+        assert found.seconds < min(each.seconds for each in narrower) * 0.99
+    assert simulate_moves(chain, found.sequence, found.moves, link).peak <= limit
