@@ -246,6 +246,7 @@ def test_what_the_next_partition_may_show() -> None:
     assert next_shown([Tried(shown=100, taken=125)], room) == 80
     assert next_shown([Tried(100, 101)], room) == 99
     assert next_shown([Tried(96, 80)], room) == 115  # three quarters of the 20 % that are left
+    assert next_shown([Tried(100, 99)], room) == 104  # what the next one shows may be too much
     between = [Tried(90, 80), Tried(110, 104)]
     assert next_shown(between, room) == next_shown(between[::-1], room) == 106
     assert next_shown([Tried(100, 99), Tried(101, 1000)], room) == 100

@@ -41,7 +41,8 @@ class Depthwise(nn.Module):
         return value + inside
 
 
-@pytest.mark.parametrize("budget", [pytest.param("1GB", marks=pytest.mark.slow), "9MB"])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["1GB", "9MB"])
 def test_so_it_is_where_channels_are_convolved_apart(budget: str) -> None:
     # Within 9 MB, no convolution may run again: the library would then take 5 MB to convolve channels apart.
     torch._dynamo.reset()

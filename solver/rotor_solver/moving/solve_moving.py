@@ -35,6 +35,8 @@ from rotor_solver.stage import LARGEST_SIZE, Option, Stage
 
 _CLOSE = 0.005
 """Where the gap is no more than this, it is good enough: that of `persistent.program`."""
+_NOT_FAR = 0.01
+"""The same for chains in which less can move, which take as long again: a guess."""
 _ENDS = (64.0, 2.0**-10)
 """The prices that are tried first, the last one first, as parts of what a byte takes out and back. The first is so
 small that it does not count, the other so high that no more is moved than has to be; guesses."""
@@ -73,7 +75,8 @@ def solve_moving(chain: Chain, limit: float, link: Link, slots: int = 500) -> Mo
     largest = max((option.moved for stage in chain for option in stage.options), default=0)
     narrower = (each for each in (moving_only(chain, max), moving_only(chain, min)) if each != chain)
     for each, room in ((each, room) for each in (chain, *narrower) for room in (0.0, *_ROOMS)):
-        if search.plan().gap > _CLOSE and room * largest < search.limit and (room or each is not chain):
+        good_enough = _CLOSE if each is chain else _NOT_FAR
+        if search.plan().gap > good_enough and room * largest < search.limit and (room or each is not chain):
             with suppress(InfeasibleError):
                 search.explore(each, int(room * largest))
     return search.plan()
