@@ -73,12 +73,14 @@ def solve_moving(chain: Chain, limit: float, link: Link, slots: int = 500) -> Mo
     search = _Search(chain, bytes_of_limit(limit), link, slots)
     search.explore(chain, 0)
     largest = max((option.moved for stage in chain for option in stage.options), default=0)
-    narrower = (each for each in (moving_only(chain, max), moving_only(chain, min)) if each != chain)
-    for each, room in ((each, room) for each in (chain, *narrower) for room in (0.0, *_ROOMS)):
-        good_enough = _CLOSE if each is chain else _NOT_FAR
-        if search.plan().gap > good_enough and room * largest < search.limit and (room or each is not chain):
+    rooms = [int(part * largest) for part in _ROOMS if part * largest < search.limit]
+    narrower = [each for each in (moving_only(chain, max), moving_only(chain, min)) if each != chain]
+    further = [(chain, room, _CLOSE) for room in rooms]
+    further += [(each, room, _NOT_FAR) for each in narrower for room in (0, *rooms)]
+    for each, room, good_enough in further:
+        if search.plan().gap > good_enough:
             with suppress(InfeasibleError):
-                search.explore(each, int(room * largest))
+                search.explore(each, room)
     return search.plan()
 
 
