@@ -81,14 +81,15 @@ class StepMemory:
         """Seconds of all forwards in flight, their losses and their backwards."""
         if sequence.moves is not None:
             assert self.link is not None
-            return simulate_moves(self.chain, sequence, sequence.moves, self.link).makespan
+            # Where no plan has room for several forwards in flight, each follows that of one.
+            return self.forwards * simulate_moves(self.chain, sequence, sequence.moves, self.link).makespan
         return sum(simulate(self.chain, each).makespan for each in sequence.of_forwards(self.forwards))
 
     def moved_bytes(self, sequence: Sequence) -> int:
         """Bytes that a step by `sequence` moves to another tier, and back."""
         if sequence.moves is None:
             return 0
-        return simulate_moves(self.chain, sequence, sequence.moves, _SLOWEST).moved
+        return self.forwards * simulate_moves(self.chain, sequence, sequence.moves, _SLOWEST).moved
 
     def footprints(self, sequence: Sequence) -> list[Footprint]:
         """What each of the forwards in flight costs the others."""

@@ -272,6 +272,24 @@ def test_several_forwards_in_flight_are_right_and_told_that_nothing_moves(
     assert "plans for several forwards move nothing" in caplog.text
 
 
+def test_where_several_forwards_have_no_room_each_moves_as_one_does_and_the_report_counts_all(tmp_path: Path) -> None:
+    model = planned(chain(), limit_between(chain(), 0.02), tmp_path)
+    tier = model._planner.model.offload.tier
+
+    def step() -> None:
+        (loss_of(model(tokens())) + loss_of(model(tokens().flip(0)))).backward()
+        model.zero_grad()
+
+    for _ in range(2):
+        step()
+    report, before = model.report(), tier.moved_bytes
+    assert report.budget.forwards == 2
+    assert report.sequence.moves is not None
+    assert report.overhead >= 1
+    step()
+    assert tier.moved_bytes - before == report.budget.moved_bytes(report.sequence) > 0
+
+
 def test_ctrl_c_in_the_middle_of_a_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = planned(chain(), limit_between(chain(), 0.1), tmp_path), chain()
     tier = model._planner.model.offload.tier
