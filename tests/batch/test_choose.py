@@ -74,7 +74,9 @@ def needs(model: nn.Module, sample_of: Callable[[int], Any], batch: int, **optio
     return network.budget.least_bytes(), network.budget.peak_bytes(store_all(network.budget.chain))
 
 
-@pytest.mark.parametrize(("make", "sample_of"), [(convolutions, images), (Masked, sequences)])
+@pytest.mark.parametrize(
+    ("make", "sample_of"), [(convolutions, images), pytest.param(Masked, sequences, marks=pytest.mark.slow)]
+)
 def test_the_largest_is_what_measuring_every_batch_finds(make, sample_of):
     model = make()
     options = {"optimizer": torch.optim.Adam(model.parameters()), "fresh_grads": True}

@@ -25,6 +25,7 @@ def estimated(batch: int) -> Any:
     return estimate(model, sample_of(batch), "l4", optimizer=torch.optim.AdamW, loss=torch.mean, mem_limit=LIMIT)
 
 
+@pytest.mark.slow
 def test_one_more_sample_than_the_largest_batch_finds_no_plan() -> None:
     network = model()
     optimizer = torch.optim.AdamW(network.parameters())
@@ -43,6 +44,7 @@ def test_one_more_sample_than_the_largest_batch_finds_no_plan() -> None:
     assert all(each.grad is None for each in network.parameters())
 
 
+@pytest.mark.slow
 def test_the_best_batch_is_predicted_under_autocast_as_well() -> None:
     plain, cast = (
         best_batch(model(), sample_of, LIMIT, loss=torch.mean, device="l4", multiple=16, autocast=dtype)

@@ -35,6 +35,7 @@ def test_smaller_batches_use_the_plan_for_their_mask_at_once(caplog: Any) -> Non
     assert "captures another graph" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_larger_batch_that_is_masked_otherwise_replaces_the_plan_for_its_mask_alone(caplog: Any) -> None:
     model = llama()
     planned = Checkpointable(model, words(mask=True), mem_limit="1GB")

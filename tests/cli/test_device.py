@@ -264,6 +264,7 @@ def test_recurrent_layers_are_warned_of_by_name(plan, model_file, tmp_path: Path
     assert found["prediction"]["exact"]["inexact_layers"] == ["1.lstm"]
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_by_blocks_or_all_at_once(plan, model_file) -> None:
     def peak(*options: str) -> int:
         result = plan(model_file(BLOCKS), "--device", "h100:8", *options, "--json", "-")
@@ -361,6 +362,7 @@ def sample(batch=16384):
 """
 
 
+@pytest.mark.slow
 def test_a_default_limit_leaves_room_for_what_is_reserved_and_a_given_one_is_kept(plan, model_file) -> None:
     file, memory = model_file(ODD), 520 * 2**20 + 700 * 2**20
     default = json.loads(plan(file, "--device-memory", str(memory), "--json", "-").stdout)

@@ -93,6 +93,7 @@ def _at(points: dict[float, int], time: float) -> int:
     return points[max(moment for moment in points if moment <= time)]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_in_a_trace_would_be_seen(
     opened: Perfetto, written: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def row(out: Path, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_plan_at_the_peak_of_another_way_and_what_was_estimated(tmp_path: Path, capsys) -> None:
     names = "size", "plain", "checkpoint-blocks", "estimate-store-all", "estimate-least", "planned-half"
     found = {name: row(tmp_path, name) for name in names}

@@ -65,6 +65,7 @@ def nothing_aside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_aside")
 def test_old_objects_are_aside_while_a_model_is_measured_and_not_afterwards() -> None:
     Collecting.seen = []

@@ -34,8 +34,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
 }
 
 
-SLOW = ("densenet121", "inception_v3", "resnet50")
-"""They are as ResNet-18 and VGG are, deeper and with more branches inside a stage."""
+SLOW = ("densenet121", "inception_v3", "resnet50", "vgg11_bn")
+"""They are as ResNet-18 is, deeper, and with more branches inside a stage or with none."""
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NETWORKS]
 
 

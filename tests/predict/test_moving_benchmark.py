@@ -34,6 +34,7 @@ def case() -> moving.Case:
     return moving.Case("blocks", lambda: nn.Sequential(*(Block() for _ in range(5))), torch.empty(8192, 256))
 
 
+@pytest.mark.slow
 def test_plans_choose_among_what_estimate_offers() -> None:
     chain, link = moving.predicted_chain(case())
     offered = estimate(case().make, case().sample, "h100", offload="host")

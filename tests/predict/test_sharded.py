@@ -146,6 +146,7 @@ def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> Non
         assert found.fixed.communication < bound / 2, "the bound is loose, and a step shows more"
 
 
+@pytest.mark.slow
 def test_without_a_step_inside_its_room_the_room_is_the_upper_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan may take more than the one before: what was seen last is then no promise."""
     batch = torch.empty(ROWS, WIDTH)
@@ -238,6 +239,7 @@ def test_a_chain_of_layers_takes_its_input_in_the_dtype_in_which_it_runs() -> No
     assert narrow.budget.chain.activation[1] == wide.budget.chain.activation[1] // 2
 
 
+@pytest.mark.slow
 def test_layers_of_a_chain_have_parts_unless_they_save_something_else_when_they_are_captured() -> None:
     report = estimate(
         lambda: fsdp_layers.chain(fsdp_layers.Otherwise), torch.randn(512, fsdp_layers.WIDTH), "h100:2", loss=torch.mean

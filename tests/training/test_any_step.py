@@ -274,7 +274,7 @@ class CapturedSteps(Steps):
 @pytest.mark.parametrize(
     ("machine", "examples"),
     [
-        (Steps, 3),
+        (Steps, 2),
         (CapturedSteps, 2),
         *(pytest.param(each, 100, marks=pytest.mark.slow) for each in (Steps, CapturedSteps)),
     ],

@@ -84,7 +84,13 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [("chain", whole), ("chain", around), ("captured", whole), ("captured", around), ("chain", each_layer)],
+    [
+        ("chain", whole),
+        ("chain", around),
+        ("captured", whole),
+        ("captured", around),
+        pytest.param("chain", each_layer, marks=pytest.mark.slow),
+    ],
 )
 def test_the_plan_is_followed_with_the_numbers_of_plain_training(
     kind: str, way: Callable[[nn.Module, int], nn.Module]

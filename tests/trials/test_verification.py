@@ -132,6 +132,7 @@ def test_after_other_strategies_were_verified_the_plan_is_what_it_was() -> None:
     assert [each.measured_peak_bytes for each in found] == pytest.approx(peaks, rel=0.01)
 
 
+@pytest.mark.slow
 def test_trials_are_imported_without_the_command_and_without_a_renderer() -> None:
     code = "import sys, rotor_py, rotor_py.trials.comparison, rotor_py.trials.verification\n"
     code += "print(sorted({'click', 'rich', 'jinja2', 'rotor_cli'} & set(sys.modules)))"

@@ -21,6 +21,7 @@ import ways
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the models' library
 
 
+@pytest.mark.slow
 def test_columns_are_plans_over_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Checkpointable] = []
     measure = Checkpointable.measure

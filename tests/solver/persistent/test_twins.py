@@ -44,6 +44,7 @@ def test_an_input_made_for_later_is_a_checkpoint_to_the_search_too() -> None:
     assert min_bytes(chain) == 19
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(rich_chains(), st.data())
 def test_plans_are_as_fast_as_the_recurrence_says(chain: Chain, data: st.DataObject) -> None:

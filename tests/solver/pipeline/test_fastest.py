@@ -43,6 +43,7 @@ def test_no_sequence_is_faster_and_none_fits_into_less(chain: Chain, count: int,
     assert optimum(chain, least.nbytes - 1, count) == math.inf
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(rich_chains(max_stages=4), st.integers(2, 4), st.floats(0, 1), st.integers(1, 12))
 def test_with_few_slots_the_bound_is_below_every_sequence_and_the_sequence_fits(
