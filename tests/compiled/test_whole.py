@@ -252,6 +252,34 @@ def test_what_the_next_partition_may_show() -> None:
     assert next_shown([Tried(100, 99), Tried(101, 1000)], room) == 100
 
 
+def test_where_partitions_take_too_much_one_after_the_other_steps_grow() -> None:
+    first, second, third = Tried(100, 104), Tried(96, 102), Tried(92, 103)
+    assert next_shown([first], 100) == 96
+    assert next_shown([first, second], 100) == 96 - 2 * (96 - 94)
+    worst = 100 * third.shown // third.taken  # for what it showed, it took the most
+    assert next_shown([first, second, third], 100) == 92 - 3 * (92 - worst)
+
+
+@pytest.mark.slow
+def test_as_long_as_no_partition_fits_others_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a U-Net's were: what is foreseen to fit takes a little too much, three times."""
+    limit = peak(whole("1GB", blocks=6)) * 19 // 20
+    compiled: list[int] = []
+    honest = StepRoom.peak
+
+    def peak_of(room: StepRoom, found: Measurement) -> int:
+        if len(found.stages) > 1:
+            return honest(room, found)
+        compiled.append(honest(room, found))
+        return max(room.limit + room.limit // 100, compiled[-1]) if len(compiled) <= 3 else compiled[-1]
+
+    monkeypatch.setattr(StepRoom, "peak", peak_of)
+    found = whole(limit, blocks=6)
+    assert len(found.names) == 1
+    assert compiled[:4] == sorted(compiled[:4], reverse=True)
+    assert peak(found) <= limit
+
+
 @pytest.mark.slow
 def test_a_limit_between_the_peaks_of_two_partitions_has_a_third_compiled(
     monkeypatch: pytest.MonkeyPatch, free: Checkpointable
