@@ -52,22 +52,22 @@ def gpt2(layers: int = 6, length: int = 128, batch: int = 4) -> Case:
     return GPT2LMHeadModel(config), words(batch, length), its_own
 
 
-def bert() -> Case:
+def bert(batch: int = 4) -> Case:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
         vocab_size=1000, hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512
     )
-    return BertForMaskedLM(config), words(4, 128), its_own
+    return BertForMaskedLM(config), words(batch, 128), its_own
 
 
-def t5() -> Case:
+def t5(batch: int = 4) -> Case:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
         vocab_size=1000, d_model=128, d_kv=32, d_ff=512, num_layers=6, num_heads=4, decoder_start_token_id=0
     )
-    inputs = {**words(4, 128), "labels": torch.randint(1000, (4, 96))}
+    inputs = {**words(batch, 128), "labels": torch.randint(1000, (batch, 96))}
     return T5ForConditionalGeneration(config), inputs, its_own
 
 
@@ -87,7 +87,7 @@ def vit(layers: int = 6, batch: int = 8) -> Case:
     return ViTForImageClassification(config), images(batch, 64), its_own
 
 
-def swin() -> Case:
+def swin(batch: int = 8) -> Case:
     from transformers import SwinConfig, SwinForImageClassification
 
     config = SwinConfig(
@@ -100,7 +100,7 @@ def swin() -> Case:
         num_labels=10,
         problem_type=CLASSES,
     )
-    return SwinForImageClassification(config), images(8, 64), its_own
+    return SwinForImageClassification(config), images(batch, 64), its_own
 
 
 def convnext(batch: int = 8) -> Case:
@@ -126,7 +126,7 @@ def resnet(batch: int = 8) -> Case:
     return ResNetForImageClassification(config), images(batch, 64), its_own
 
 
-def mixtral() -> Case:
+def mixtral(batch: int = 4) -> Case:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -138,10 +138,10 @@ def mixtral() -> Case:
         num_key_value_heads=2,
         num_local_experts=4,
     )
-    return MixtralForCausalLM(config), words(4, 128), its_own
+    return MixtralForCausalLM(config), words(batch, 128), its_own
 
 
-def whisper() -> Case:
+def whisper(batch: int = 4) -> Case:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
@@ -161,7 +161,7 @@ def whisper() -> Case:
         eos_token_id=2,
         decoder_start_token_id=1,
     )
-    inputs = {"input_features": torch.randn(4, 40, 400), "labels": torch.randint(3, 1000, (4, 64))}
+    inputs = {"input_features": torch.randn(batch, 40, 400), "labels": torch.randint(3, 1000, (batch, 64))}
     return WhisperForConditionalGeneration(config), inputs, its_own
 
 
