@@ -23,7 +23,7 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "GPT-2": (partial(gpt2, batch=16), "GPT2Block"),
     "ViT": (partial(vit, batch=32), "ViTLayer"),
     "ResNet-50": (resnet50, "ResNetBottleNeckLayer"),
-    "ConvNeXt": (partial(convnext, batch=32), "ConvNextLayer"),
+    "ConvNeXt": (partial(convnext, batch=64), "ConvNextLayer"),
     "U-Net": (partial(unet, batch=16), "DoubleConvolution"),
 }
 """How to make a model, and the class of its blocks, for models that do not checkpoint them by themselves.
