@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rotor_py")
 
-_ATTEMPTS = 3
-"""Partitions that are compiled for one limit, at most: another one where the first needs more than was foreseen, or so
-much less that a faster one may fit, and a third one where the limit is between the peaks of two."""
-_ATTEMPTS_TO_FIT = 5
-"""The same as long as none of them fits. A guess: what is left is a plan of stages, which are compiled as well. For a
-U-Net of which three partitions took 1 to 3 % too much, its step took 30 % longer."""
+_ATTEMPTS = 5
+"""Partitions that are compiled for one limit, at most: others where the first needs more than was foreseen, or so much
+less that a faster one may fit, and where the limit is between the peaks of two. A guess: of a U-Net, three in a row
+took 1 to 3 % too much, and its stages, which are what is left then, took 30 % longer."""
+_FEW_ATTEMPTS = 3
 
 _WORTH_COMPILING = 0.01
-"""How much faster the second one has to be by its graph, if the first one fits. A guess: it costs as much waiting."""
+"""How much faster another one has to be by its graph, if one fits. A guess: it costs as much waiting."""
+_WORTH_MORE_WAITING = 0.03
+"""The same after a few attempts, and for one that is tried because its graph may show too much. A guess."""
 
 
 _CAUTION = 0.75
@@ -49,8 +50,6 @@ came out 1 % over its limit."""
 _SHOWN_TOO_MUCH = 0.04
 """How much more than its code takes a graph may show. A guess: for a ViT within 82.6 MB, a partition showed 84.9 MB and
 took 82.0, and was 6 % faster than the next one."""
-_WORTH_HOPING = 0.03
-"""How much faster by its graph a partition has to be that is tried because its graph may show too much. A guess."""
 
 _UNCERTAIN = 1.2
 """How much more than the limit the least partition may take by its graph, to be tried all the same: how Inductor fuses
@@ -140,7 +139,7 @@ def compiled_whole(
     limit, least = room_here + given, 0
     tried: list[Tried] = []
     best: tuple[MeasuredGraph, Partitioner] | None = None
-    while len(tried) < (_ATTEMPTS if best else _ATTEMPTS_TO_FIT):
+    while len(tried) < _ATTEMPTS:
         partitioner = room.partitioner(limit)
         try:
             found = compiled(partitioner)
@@ -159,11 +158,11 @@ def compiled_whole(
         limit = given + next_shown(tried, room_here)
         if best is None:
             continue
-        needless = best[1].gain(limit) < _WORTH_COMPILING
+        needless = best[1].gain(limit) < (_WORTH_COMPILING if len(tried) < _FEW_ATTEMPTS else _WORTH_MORE_WAITING)
         if needless and len(tried) == 1:
             # By what has been seen, nothing faster fits. Its graph may show too much.
             limit = given + int((1 + _SHOWN_TOO_MUCH) * room_here)
-            needless = best[1].gain(limit) < _WORTH_HOPING
+            needless = best[1].gain(limit) < _WORTH_MORE_WAITING
         if needless or (len(tried) == 2 and all(each.taken <= room_here for each in tried)):
             break
     if best is None:

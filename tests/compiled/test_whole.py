@@ -35,7 +35,7 @@ def whatever_was_measured() -> Iterator[None]:
         patch.setattr("rotor_py.capture.whole_graph.slower", lambda *_: False)
         patch.setattr("rotor_py.partition.costs.graph_costs.fused_costs", alike)
         patch.setattr("rotor_py.partition.choice._CLOSE", -1.0)
-        patch.setattr("rotor_py.capture.whole_graph._WORTH_HOPING", 1.0)
+        patch.setattr("rotor_py.capture.whole_graph._WORTH_MORE_WAITING", 1.0)
         yield
 
 
@@ -311,7 +311,7 @@ def test_a_limit_between_the_peaks_of_two_partitions_has_a_third_compiled(
 def test_a_faster_one_is_tried_that_shows_a_little_more_than_the_limit(
     monkeypatch: pytest.MonkeyPatch, free: Checkpointable, taken: float
 ) -> None:
-    monkeypatch.setattr("rotor_py.capture.whole_graph._WORTH_HOPING", 0.001)
+    monkeypatch.setattr("rotor_py.capture.whole_graph._WORTH_MORE_WAITING", 0.001)
     monkeypatch.setattr("rotor_py.capture.whole_graph._SHOWN_TOO_MUCH", 0.15)
     compilations, saved, shares = Compilations(monkeypatch), list[int](), [0.99, taken, 2.0]
 
