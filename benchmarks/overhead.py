@@ -5,7 +5,7 @@
     python benchmarks/overhead.py --busy       # the command five times beside two processes that only compute
 
 Networks and models of the README, and a Llama of 32 blocks, each at three limits: a quarter, half and three quarters
-of the way from the least possible to storing everything. ConvNeXt and ResNet have larger batches here. A step is
+of the way from the least possible to storing everything. Batches of models are larger than there. A step is
 forward, loss and backward. Measured overhead is the median, over turns of a plain and a planned step, of their ratio;
 the clock stands still while another program has the core, and the C library gives no memory back between steps
 (`heap.py`). Planning is processor time, without that of TorchDynamo's capture, divided by that of a plain step. Spread
@@ -48,8 +48,8 @@ BATCHES = {
     "Llama": 16, "GPT-2": 16, "BERT": 16, "T5": 8, "ViT": 32, "Swin": 32,
     "ConvNeXt": 96, "ResNet": 96, "Mixtral": 16, "Whisper": 16, "U-Net": 16,
 }  # fmt: skip
-"""So many samples that a step takes a quarter of a second or more. With the four or eight of README's table, it takes 25
-to 100 ms: Python is as much of that as an operator, and no ratio of two such steps is known to a point."""
+"""So many samples that a step takes a quarter of a second or more. With the four or eight of README's table, it takes
+25 to 100 ms: Python is as much of that as an operator, and no ratio of two such steps is known to a point."""
 MODELS = {
     **{name: partial(make, batch=BATCHES[name]) for name, make in KNOWN.items()},
     "Llama, 32 blocks": partial(llama, layers=32),

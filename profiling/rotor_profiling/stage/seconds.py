@@ -96,8 +96,8 @@ def time_stage(
     """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
 
     `runners` has one runner for each way to run it with a graph, and `parameters` are those that the stage trains; the
-    rest is explained at `Place`. With `again`, it shows what it takes to run the stage again. Ways are timed one right after the other, because from moment to moment a
-    busy machine differs by more than they do.
+    rest is explained at `Place`. With `again`, it shows what it takes to run the stage again. Ways are timed one right
+    after the other, because from moment to moment a busy machine differs by more than they do.
     """
     laps: list[str] = []  # what the laps are; those without a name are not counted
 
