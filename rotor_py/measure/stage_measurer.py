@@ -285,7 +285,7 @@ class StageMeasurer:
                         found = self._known[kind]
                         ways = self._stored(number, found.weighed.ways if self._times.all_ways_wanted(kind) else ())
                         place = replace(found.place, between_bytes=self._between_bytes(number))
-                        run, output = time_ways(ways, value, place, watch, self._times.again_wanted(kind))
+                        run, output = time_ways(ways, value, place, watch)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
                         output = self._chain.run_without_graph(self._chain.runner(number), value)

@@ -62,7 +62,7 @@ class StageRun:
     Without a graph; forward and backward in each way with one, or in the first of them alone; and, for that one, the
     forward run `again`, with a graph of its own, for a backward that follows at once, less what that takes less than
     another backward: what the stage has made is still in caches. None where that was not timed: runs that show bytes
-    skip no output, and not every run is there to show it.
+    skip no output.
     """
 
     nograd: float
@@ -91,13 +91,12 @@ def time_stage(
     silent: Sequence[int] = (),
     arriving: Layouts = (),
     between_bytes: int = PRIVATE,
-    again: bool = True,
 ) -> tuple[StageRun, Any]:
     """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
 
     `runners` has one runner for each way to run it with a graph, and `parameters` are those that the stage trains; the
-    rest is explained at `Place`. With `again`, it shows what it takes to run the stage again. Ways are timed one right
-    after the other, because from moment to moment a busy machine differs by more than they do.
+    rest is explained at `Place`. Ways are timed one right after the other, because from moment to moment a
+    busy machine differs by more than they do.
     """
     laps: list[str] = []  # what the laps are; those without a name are not counted
 
@@ -129,7 +128,7 @@ def time_stage(
             wait_for(gradients_at(leaf))
         lap("backward")
         del given, leaf  # else they would be freed inside the next lap
-        if again and runner is runners[0]:
+        if runner is runners[0]:
             _prepare(parameters, fresh_gradients)
             watch.cool(between_bytes)
             lap()
@@ -150,8 +149,6 @@ def time_stage(
     for name, each in zip(laps, watch.stop(), strict=True):
         seconds.setdefault(name, []).append(each)
     ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
-    if not again:
-        return StageRun(seconds["nograd"][0], ways, None), output
     sooner = 0.0 if watch.exact else seconds["backward"][0] - seconds["at once"][0]
     return StageRun(seconds["nograd"][0], ways, seconds["again"][0] - sooner), output
 
@@ -217,17 +214,16 @@ def errors_of(runs: Sequence[StageRun]) -> list[StageSeconds]:
 def _error_of_saved(runs: Sequence[StageRun]) -> float:
     saved = _saved(runs)
     error = error_of(saved)
-    # Timed once, it is known no better than the forward that it is compared with.
-    return max(error, error_of([run.ways[0][0] for run in runs])) if len(saved) == 1 else error
+    # Timed less often than the forward that it is compared with, it is known no better than that.
+    return max(error, error_of([run.ways[0][0] for run in runs])) if len(saved) < len(runs) else error
 
 
 def _errors_of_longer(runs: Sequence[StageRun], number: int) -> tuple[float, float]:
     """How many seconds may be wrong in how much longer a way takes than the first, forward and backward."""
-    longer = _longer(runs, number)
-    forward, backward = map(error_of, longer)
-    if len(longer[0]) > 1:
+    forward, backward = map(error_of, _longer(runs, number))
+    if all(number < len(run.ways) for run in runs):
         return forward, backward
-    # Timed once, it is known no better than the stage itself.
+    # Where not all runs have a way, how much longer it takes is known no better than the stage itself.
     whole = [error_of([run.ways[0][phase] for run in runs]) for phase in (0, 1)]
     return max(forward, whole[0]), max(backward, whole[1])
 

@@ -23,7 +23,7 @@ MOST_PER_WALK = 2
 """Of stages of one kind, so many are timed in a walk, as far from each other as can be: between them, others run."""
 MOST_STEPS = 1
 """No walk begins once runs beyond the fewest have taken as long as so many steps: a plan is worth no more waiting."""
-MOST_STEPS_OF_CURVES = 2
+MOST_STEPS_OF_CURVES = 4
 """The same where no limit is known: a limit that is read off the curve of all plans moves with all times."""
 GOOD_ENOUGH = 0.02
 """Times are good enough if the time of a whole step is known as well as this."""
@@ -98,15 +98,9 @@ class StageTimes:
     def all_ways_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to time it in all ways, or stored whole alone."""
         runs = self._runs.get(kind)
-        if not runs:
+        if not self._briefly or not self._missing(kind) or not runs:
             return True
-        if self._missing(kind):
-            return not self._briefly or runs[-1].total * GOOD_ENOUGH < FIRST_CALL_SECONDS
-        return self._ways_missing(kind) or self._error_of_ways(kind) > _error(runs)
-
-    def again_wanted(self, kind: Hashable) -> bool:
-        """Whether the next run is to show what it takes to run the stage again."""
-        return bool(self._missing(kind)) or self.all_ways_wanted(kind)
+        return runs[-1].total * GOOD_ENOUGH < FIRST_CALL_SECONDS
 
     def _ways_missing(self, kind: Hashable) -> bool:
         """Whether other ways than whole have been timed less often than any stage is."""
