@@ -55,6 +55,7 @@ def test_the_best_batch_is_predicted_under_autocast_as_well() -> None:
     assert not cast.measured_per_second
 
 
+@pytest.mark.slow
 def test_without_a_limit_the_allocator_has_room_for_what_it_reserves() -> None:
     from dataclasses import replace
 

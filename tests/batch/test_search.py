@@ -29,6 +29,7 @@ def brute_force(search: Search, candidates: range) -> float:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     STAGES,

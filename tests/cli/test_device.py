@@ -373,6 +373,7 @@ def test_a_default_limit_leaves_room_for_what_is_reserved_and_a_given_one_is_kep
     assert "predicted to run out of memory although its tensors fit" in " ".join(given.stdout.split())
 
 
+@pytest.mark.slow
 def test_how_large_a_batch_is_predicted(plan, model_file, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     given = ("--device", "l4", "--mem-limit", "12MB", "--batch")

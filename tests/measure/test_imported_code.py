@@ -99,6 +99,7 @@ def measured(started: subprocess.Popen[str]) -> set[str]:
     return set(line.split())
 
 
+@pytest.mark.slow
 def test_a_layer_is_measured_again_when_what_it_calls_has_changed(folder: Path, started: subprocess.Popen[str]) -> None:
     assert measured(started) == {"0", "1"}
     assert measured(started) == set()

@@ -18,7 +18,8 @@ def deep(*before: nn.Module) -> nn.Module:
     return nn.Sequential(*before, *(nn.Conv2d(128, 128, 3, padding=1, bias=False) for _ in range(2)))
 
 
-@pytest.mark.parametrize("before", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [True, False])
 def test_the_peak_of_convolutions_under_inductor_is_known_from_the_graph(before: bool) -> None:
     torch._dynamo.reset()
     model = Loss(deep(nn.Conv2d(8, 128, 1)) if before else deep())

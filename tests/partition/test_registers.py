@@ -25,7 +25,8 @@ def block_of_linears() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Tanh())
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "linears"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "linears"])
 def test_the_estimated_peak_is_near_that_of_fused_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = []
 

@@ -102,6 +102,7 @@ def bytes_in_part(network: Checkpointable | Report) -> int:
     return {way.name: way.cost.saved_bytes for way in measurement.ways[1]}["in part"]
 
 
+@pytest.mark.slow
 def test_layers_of_a_chain_are_stored_in_part_as_where_they_are_measured() -> None:
     batch, cpu = torch.randn(2048, 256), replace(find_device("l4"), vendor="cpu")
     measured = Checkpointable(residual(nn.GELU()), loss=torch.mean, fresh_grads=True, cache=False)

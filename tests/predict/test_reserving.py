@@ -169,6 +169,7 @@ def report(size: int, **options: Any) -> Report:
     )
 
 
+@pytest.mark.slow
 def test_the_default_limit_leaves_what_fragmentation_needs() -> None:
     default, given = report(700 * MiB), report(700 * MiB, mem_limit="90%")
     assert default.reserved is not None

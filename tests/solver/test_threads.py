@@ -42,7 +42,8 @@ print(torch.get_num_threads())
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "stages"), [("persistent", 20), ("persistent", 320), ("griewank-heterogeneous", 20)]
+    ("algorithm", "stages"),
+    [("persistent", 20), pytest.param("persistent", 320, marks=pytest.mark.slow), ("griewank-heterogeneous", 20)],
 )
 def test_the_number_of_threads_of_torch_is_what_it_was(algorithm: str, stages: int) -> None:
     code = ONE_THREAD.format(algorithm=algorithm, stages=stages)

@@ -96,6 +96,7 @@ def test_a_run_of_the_trainer_is_the_plain_run_and_stays_inside_the_limit(tmp_pa
     assert run_peak(planned.train, planned.model) <= limit
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_smoothed_labels_and_bfloat16_are_those_of_the_plain_run(tmp_path: Path) -> None:
     data, runs = examples(), []
     options = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "bf16": True, "max_steps": 2}

@@ -46,7 +46,7 @@ def test_a_leak_a_peak_and_a_difference_are_reported(monkeypatch: pytest.MonkeyP
         return batch(number, size)
 
     monkeypatch.setattr(soak, "_batch", leaking)
-    found = soak.soak("chain", steps=24, every=6)
+    found = soak.soak("chain", steps=12, every=3)
     assert [text.split(": ")[1].split(" ")[0:2] for text in found.problems()] == [["a", "step"], ["live", "bytes"]]
     over = dataclasses.replace(found, peak_bytes=found.limit_bytes + 1, kept_bytes=0, different=2)
     assert "is over the limit" in over.problems()[0]

@@ -144,6 +144,7 @@ def test_stages_keep_what_is_cast() -> None:
     assert report.measurement.stages[1].saved_bytes == pytest.approx(expected, abs=2048)  # biases, and a random state
 
 
+@pytest.mark.slow
 def test_a_region_inside_the_model_is_one_of_cuda() -> None:
     inside = estimate(Autocast, torch.empty(2, 256, 64), "a100-80", loss=torch.mean)
     around = estimate(blocks, torch.empty(2, 256, 64), "a100-80", loss=torch.mean, autocast=HALF)
