@@ -36,6 +36,7 @@ _ATTEMPTS = 5
 less that a faster one may fit, and where the limit is between the peaks of two. A guess: of a U-Net, three in a row
 took 1 to 3 % too much, and its stages, which are what is left then, took 30 % longer."""
 _FEW_ATTEMPTS = 3
+"""From so many on, the next one has to be worth more waiting."""
 
 _WORTH_COMPILING = 0.01
 """How much faster another one has to be by its graph, if one fits. A guess: it costs as much waiting."""

@@ -261,6 +261,32 @@ def test_where_partitions_take_too_much_one_after_the_other_steps_grow() -> None
 
 
 @pytest.mark.slow
+def test_where_the_least_partition_takes_too_much_none_is_compiled_twice(
+    monkeypatch: pytest.MonkeyPatch, free: Checkpointable
+) -> None:
+    shown: list[int] = []
+    honest, partitioner = StepRoom.peak, StepRoom.partitioner
+    given: list[Any] = []
+
+    def partitioner_of(room: StepRoom, limit: int) -> Any:
+        given.append(partitioner(room, limit))
+        return given[-1]
+
+    def peak_of(room: StepRoom, found: Measurement) -> int:
+        if len(found.stages) > 1:
+            return honest(room, found)
+        shown.append(given[-1].peak)
+        return room.limit + room.limit // 100
+
+    monkeypatch.setattr(StepRoom, "partitioner", partitioner_of)
+    monkeypatch.setattr(StepRoom, "peak", peak_of)
+    found = whole(peak(free) * 19 // 20)
+    assert len(found.names) > 1
+    assert len(shown) > 1
+    assert len(set(shown)) == len(shown)
+
+
+@pytest.mark.slow
 def test_as_long_as_no_partition_fits_others_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a U-Net's were: what is foreseen to fit takes a little too much, three times."""
     limit = peak(whole("1GB", blocks=6)) * 19 // 20
