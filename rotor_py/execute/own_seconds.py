@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.instruments import stopwatch
+from rotor_profiling.stage.entry import enter_graph
 from rotor_profiling.stage.seconds import OwnSeconds
 from rotor_profiling.timing import Stopwatch, lower_quartile
 from rotor_py.execute.program import program
@@ -71,11 +72,13 @@ def _node_seconds(watch: Stopwatch) -> float:
 
 def _forward_and_backward(run: Callable[[torch.Tensor], torch.Tensor], watch: Stopwatch) -> tuple[float, float]:
     forward, backward = [], []
+    origin = torch.empty(0, device=_CPU, requires_grad=True)
     for _ in range(_RUNS):
         value, gradient = torch.ones(1, device=_CPU, requires_grad=True), torch.ones(1, device=_CPU)
+        entered = enter_graph(origin, value)
         watch.cool()
         watch.start()
-        output = run(value)
+        output = run(entered)
         watch.lap()
         watch.cool()
         watch.lap()

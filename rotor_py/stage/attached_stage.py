@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.storage import tensors_in
 from rotor_py.stage.activity import During
@@ -84,29 +82,6 @@ def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
         if leaf is not None:
             yield leaf
         pending.extend(following for following, _ in node.next_functions if following is not None)
-
-
-class _Entry(torch.autograd.Function):
-    """Where the graph of a stage begins. A leaf in this place would be held by the graph, needed or not."""
-
-    @staticmethod
-    def forward(ctx: Any, origin: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, None
-
-
-def enter_graph(origin: torch.Tensor, value: Any) -> Any:
-    """`value` as the input of a graph of its own: the tensors of it that need a gradient hang on the leaf `origin`."""
-    return tree_map_only(torch.Tensor, partial(_entered, origin), value)
-
-
-def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
-    # Most stages are run again while a backward runs, where gradients are off.
-    with torch.enable_grad():
-        return _Entry.apply(origin, tensor.detach()) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 def owners_of(value: Any) -> list[Any]:

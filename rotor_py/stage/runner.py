@@ -17,9 +17,10 @@ from torch import nn
 
 from rotor_profiling.devices import accelerators
 from rotor_profiling.isolate import alias, parameter_slots, substituted, trained_parameters
+from rotor_profiling.stage.entry import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.stage.activity import During, tell_of_backward
-from rotor_py.stage.attached_stage import AttachedStage, edges_of, enter_graph, owners_of
+from rotor_py.stage.attached_stage import AttachedStage, edges_of, owners_of
 from rotor_py.stage.earlier_runs import EarlierRuns
 from rotor_py.stage.graph_effects import recall_effects, run_with_graph
 from rotor_py.stage.protocol import StageOffers, offers_of

@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling import timing
 from rotor_profiling.instruments import stopwatch
@@ -104,6 +106,35 @@ def test_a_backward_at_once_finds_in_caches_what_the_run_before_it_has_made() ->
     # Both backwards add their gradients up, as in a step that has some.
     assert layer.bias.grad is not None
     assert layer.bias.grad.tolist() == [2 * len(value)] * 4  # the output gets ones
+
+
+def test_a_gradient_in_another_layout_than_the_input_is_not_copied() -> None:
+    """In a step, the backward of the stage before takes it as it is; a leaf would keep a copy."""
+
+    class Transposing(nn.Linear):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return super().forward(value.t().contiguous())
+
+    layer = Transposing(3, 4)
+    value = torch.randn(3, 5, requires_grad=True)
+    with cpu_stopwatch() as watch, Copies() as copies:
+        time_stage([StageRunner(layer, "layer")], value, [*layer.parameters()], watch, fresh_gradients=True)
+    assert (3, 5) not in copies.shapes
+    assert value.grad is None
+
+
+class Copies(TorchDispatchMode):
+    """Notes the shapes of all tensors that are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes = set[tuple[int, ...]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func._opname in ("clone", "copy_"):
+            self.shapes.add(tuple(found.shape))
+        return found
 
 
 class Scripted:

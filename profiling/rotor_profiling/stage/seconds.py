@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.stage.gradients import Layouts, gradients_at, gradients_for, leaves_of
+from rotor_profiling.stage.entry import enter_graph
+from rotor_profiling.stage.gradients import Layouts, gradients_for
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.storage import local, tensors_in, wait_for
 from rotor_profiling.timing import PRIVATE, Stopwatch, error_of, lower_quartile, spread
@@ -104,6 +105,7 @@ def time_stage(
         watch.lap()
         laps.append(name)
 
+    origin = torch.empty(0, requires_grad=True)
     for runner in runners:
         runner.make_ready()
     watch.warm(map(local, tensors_in(value)))
@@ -113,9 +115,9 @@ def time_stage(
     lap("nograd")
     for runner in runners:
         _prepare(parameters, fresh_gradients)
-        leaf = leaves_of(value)
+        entered = enter_graph(origin, value)
         lap()
-        made = runner.forward(leaf)
+        made = runner.forward(entered)
         lap("forward")
         tensors = tensors_in(made)
         arrived = gradients_for(made, silent, arriving)
@@ -125,9 +127,8 @@ def time_stage(
         lap()
         if given:
             torch.autograd.backward([tensor for tensor, _ in given], [gradient for _, gradient in given])
-            wait_for(gradients_at(leaf))
         lap("backward")
-        del given, leaf  # else they would be freed inside the next lap
+        del given, entered  # else they would be freed inside the next lap
         if runner is runners[0]:
             _prepare(parameters, fresh_gradients)
             watch.cool(between_bytes)
