@@ -32,6 +32,10 @@ class Stopwatch(Protocol):
     def exact(self) -> bool:
         """Whether every run shows the same, so that one is enough."""
 
+    @property
+    def waiting(self) -> float:
+        """The part of the time since it was made in which this thread waited for a core."""
+
     def start(self) -> None: ...
 
     def lap(self) -> None: ...
@@ -90,7 +94,20 @@ def spread(samples: list[float]) -> float:
 
 
 def error_of(samples: list[float]) -> float:
-    """How well their middle is known: how far the middle half is apart, less the more of them there are."""
+    """By how much the least of the `samples` may be longer than on a quiet machine; 0 for a single one.
+
+    A machine makes a run longer, and never shorter. If delays are exponential, the least of n runs has an n-th of the
+    mean delay left, and this is an unbiased estimate of it.
+    """
+    more = len(samples) - 1
+    return (sum(samples) / len(samples) - min(samples)) / more if more else 0.0
+
+
+def error_of_middle(samples: list[float]) -> float:
+    """How well the middle of the `samples` is known, which a machine makes longer or shorter, as it does differences.
+
+    It is how far the middle half is apart, less the more of them there are.
+    """
     return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / sqrt(len(samples))
 
 
@@ -148,6 +165,12 @@ class _CpuStopwatch:
     def __init__(self, waited: Callable[[], float]) -> None:
         self._waited = waited
         self._times: list[float] = []
+        self._made = time.perf_counter(), waited()
+
+    @property
+    def waiting(self) -> float:
+        made, before = self._made
+        return (self._waited() - before) / max(time.perf_counter() - made, 1e-9)
 
     def start(self) -> None:
         self._times = []
@@ -174,6 +197,7 @@ class _CudaStopwatch:
     """Events, not the host's clock: kernels run long after the call that launched them has returned."""
 
     exact = False
+    waiting = 0.0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

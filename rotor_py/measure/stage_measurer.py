@@ -108,6 +108,8 @@ class StageMeasurer:
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
         self._known: dict[Hashable, _Found] = {}
+        self._unkept: set[Hashable] = set()
+        """The kinds of which more is known than is kept for the next run."""
         self._movable = MovableBytes(device, group) if elsewhere else None
         self._rounding = None if rounding is None else BorderRounding(rounding, device)
         self._times = StageTimes(own, briefly=briefly)
@@ -186,15 +188,15 @@ class StageMeasurer:
 
     def _time_until(self, enough: Callable[[], bool], *, only_fewest: bool = False) -> None:
         """Walk and time the stages while any are wanted, and it is not `enough`; keep what was found."""
-        timed = set()
         while wanted := self._wanted(only_fewest=only_fewest or self._walks >= MOST_WALKS):
             if enough():
                 break
             self._time_stages(wanted)
             self._walks += 1
-            timed |= {self._kinds[number] for number in wanted}
-        short = {self._kinds[number] for number in self._times.wanted(self._kinds)} if timed else set()
-        for kind in timed:
+            self._unkept |= {self._kinds[number] for number in wanted}
+        short = {self._kinds[number] for number in self._times.wanted(self._kinds)} if self._unkept else set()
+        while self._unkept:
+            kind = self._unkept.pop()
             runs = self._times.runs_of(kind)
             self._kept.keep_measured(kind, self._known[kind].weighed, runs, enough=kind not in short)
 
@@ -285,12 +287,14 @@ class StageMeasurer:
                         found = self._known[kind]
                         ways = self._stored(number, found.weighed.ways if self._times.all_ways_wanted(kind) else ())
                         place = replace(found.place, between_bytes=self._between_bytes(number))
-                        run, output = time_ways(ways, value, place, watch)
+                        again = self._times.again_wanted(kind)
+                        run, output = time_ways(ways, value, place, watch, again=again)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
                         output = self._chain.run_without_graph(self._chain.runner(number), value)
                     value = self._handed_on(number, output)
                     del output
+            self._times.note_waiting(watch.waiting)
 
     def _between_bytes(self, number: int) -> int:
         """What later stages make, and read again before this one's backward; unknown ones, as much as known ones."""
@@ -372,6 +376,7 @@ class StageMeasurer:
         if run is not None:
             seconds = {name: each for (name, _), each in zip(measured, run.ways[1:], strict=True)}
             self._times.add(kind, replace(run, ways=(run.ways[0], *(seconds[way] for way in names))))
+        self._unkept.add(kind)
         undecided = decides_nothing(function)
         return Weighed(found, decided_bytes(function), recall_moving(function), names, undecided), output
 

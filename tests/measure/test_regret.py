@@ -181,15 +181,15 @@ def times_vary(monkeypatch: pytest.MonkeyPatch, *, alone: bool) -> dict[int, int
         found = measure_ways(runners, *arguments)
         return found._replace(run=replace(by_the_hour(runners, found.run), again=None))
 
-    def timed_by_the_hour(runners: Any, *arguments: Any) -> Any:
-        run, output = time_ways(runners, *arguments)
+    def timed_by_the_hour(runners: Any, *arguments: Any, **options: Any) -> Any:
+        run, output = time_ways(runners, *arguments, **options)
         return by_the_hour(runners, run), output
 
     def by_the_hour(runners: Any, run: StageRun) -> StageRun:
         width = runners[0].function.weight.shape[0]
         often[width] = often.get(width, 0) + 1
         longer = often[width] * 7 % 5
-        factor = 1 + longer / 12  # so that the times are kept for the next run, but are not good enough for all plans
+        factor = 1 + longer / 16  # so that the times are kept for the next run, but are not good enough for all plans
         forward, backward = width * factor, 2 * width * factor
         nograd = float(width if alone else width * (1 + longer))
         return StageRun(nograd, ((forward, backward),) * len(run.ways), forward)
@@ -282,8 +282,8 @@ def test_a_captured_graph_is_timed_until_that_is_enough(monkeypatch: pytest.Monk
     monkeypatch.setattr(enough_times, "most_regret", noting)
     runs, time_ways, numbers = [0], stage_measurer.time_ways, count()
 
-    def varying(runners: Any, *arguments: Any) -> Any:
-        run, output = time_ways(runners, *arguments)
+    def varying(runners: Any, *arguments: Any, **options: Any) -> Any:
+        run, output = time_ways(runners, *arguments, **options)
         runs[0] += 1
         seconds = 1.0 + next(numbers) % 5
         return StageRun(seconds, ((seconds, seconds),) * len(run.ways), seconds), output

@@ -111,8 +111,8 @@ def test_there_are_few_walks_however_noisy_the_machine_is(monkeypatch: pytest.Mo
     noise, walks = random.Random(0), [0]
     time_ways, time_stages = stage_measurer.time_ways, StageMeasurer._time_stages
 
-    def noisy(runners: Any, *arguments: Any) -> Any:
-        run, output = time_ways(runners, *arguments)
+    def noisy(runners: Any, *arguments: Any, **options: Any) -> Any:
+        run, output = time_ways(runners, *arguments, **options)
         seconds = noise.uniform(1, 9)
         return StageRun(seconds, ((seconds, seconds),) * len(run.ways), seconds), output
 
@@ -143,9 +143,9 @@ def test_stages_are_timed_walk_by_walk_and_not_several_times_in_a_row(monkeypatc
     order: list[int] = []
 
     def noted(run: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(runners: Any, *arguments: Any) -> Any:
+        def noting(runners: Any, *arguments: Any, **options: Any) -> Any:
             order.append(runners[0].function.weight.shape[0])
-            return run(runners, *arguments)
+            return run(runners, *arguments, **options)
 
         return noting
 
@@ -162,9 +162,9 @@ def test_stages_are_timed_as_far_from_their_backward_as_they_are_in_a_step(monke
     found: dict[int, list[int]] = {}
 
     def noted(run: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(runners: Any, value: Any, place: Place, *rest: Any) -> Any:
+        def noting(runners: Any, value: Any, place: Place, *rest: Any, **options: Any) -> Any:
             found.setdefault(runners[0].function.weight.shape[0], []).append(place.between_bytes)
-            return run(runners, value, place, *rest)
+            return run(runners, value, place, *rest, **options)
 
         return noting
 
@@ -198,22 +198,41 @@ def test_a_stage_is_timed_again_where_other_ways_are_not_known_well() -> None:
     assert not known.wanted(["a"])
 
 
-def test_timed_briefly_other_ways_are_timed_again_only_beyond_the_fewest_runs() -> None:
+def test_other_ways_are_timed_again_only_beyond_the_fewest_runs() -> None:
     first, second = StageRun(1.0, ((1.0, 2.0), (1.5, 2.5)), None), StageRun(1.0, ((1.0, 2.0),), 0.75)
     assert StageTimes().all_ways_wanted("a")
-    times = StageTimes(briefly=True)
-    assert times.all_ways_wanted("a")
+    times = StageTimes()
     times.add("a", first)
     assert not times.all_ways_wanted("a")
+    assert times.again_wanted("a")  # no run has shown it
     times.add("a", second)
     assert [each.forward_seconds for each in times.of("a")] == [1.0, 1.5]
-    assert not times.wanted(["a"], only_fewest=True)
+    assert not times.wanted(["a"])
+    times.add("a", replace(second, ways=((1.5, 2.5),)))
     assert times.wanted(["a"]) == {0}
     assert times.all_ways_wanted("a")
-    times.add("a", replace(first, again=0.75))
-    assert not times.wanted(["a"])
+    assert times.again_wanted("a")
     times.add("short", StageRun(1e-3, ((1e-3, 2e-3), (2e-3, 2e-3)), None))  # its first call shows in its time
     assert times.all_ways_wanted("short")
+
+
+def test_what_a_run_takes_again_is_timed_once_among_the_fewest_runs() -> None:
+    times = StageTimes()
+    times.add("a", StageRun(1.0, ((1.0, 2.0),), 0.75))
+    assert times.wanted(["a"]) == {0}
+    assert not times.again_wanted("a")
+
+
+def test_beside_other_programs_times_have_to_agree_better() -> None:
+    """Without a limit: a limit that is read off the curve moves with all times."""
+    runs = [StageRun(1.0, ((1.0, each),), 1.0) for each in (2.0, 2.03)]
+    for waiting, briefly, wanted in ((0.01, False, set()), (0.3, False, {0}), (0.3, True, set())):
+        times = StageTimes(briefly=briefly)
+        for each in runs:
+            times.add("a", each)
+        times.note_waiting(waiting)
+        times.note_waiting(0.0)
+        assert times.wanted(["a"]) == wanted
 
 
 def test_what_a_run_takes_again_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,9 @@ def run(nograd: float = 1.0, forward: float = 1.0, backward: float = 2.0, again:
 
 
 def test_the_clock_stands_still_while_something_else_has_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([10.0, 11.0, 15.0])
-    waiting = iter([b"7 100000000 1", b"7 100000000 1", b"7 3600000000 2"])  # in the second lap, 3.5 s of 4
+    now = iter([10.0, 10.0, 11.0, 15.0, 15.0])
+    # In the second lap, 3.5 s of 4.
+    waiting = iter([b"7 100000000 1", b"7 100000000 1", b"7 100000000 1", b"7 3600000000 2", b"7 3600000000 2"])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     monkeypatch.setattr(timing.os, "pread", lambda *_: next(waiting))
     monkeypatch.setattr(timing.os, "open", lambda *_: 0)
@@ -42,13 +43,14 @@ def test_the_clock_stands_still_while_something_else_has_the_core(monkeypatch: p
         watch.lap()
         watch.lap()
         assert watch.stop() == pytest.approx([1.0, 0.5])
+        assert watch.waiting == pytest.approx(3.5 / 5)
 
 
 def test_where_nobody_counts_waiting_the_clock_is_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> int:
         raise FileNotFoundError
 
-    now = iter([1.0, 3.0])
+    now = iter([1.0, 1.0, 3.0])
     monkeypatch.setattr(timing.os, "open", missing)
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     with stopwatch(CPU) as watch:

@@ -16,6 +16,7 @@ class PredictedStopwatch(TorchDispatchMode):
     """Adds up the `seconds` of the operators that are called while the mode is active."""
 
     exact = True
+    waiting = 0.0
 
     def __init__(self, seconds: OperatorSeconds) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so

@@ -7,14 +7,16 @@ from types import TracebackType
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.timing import Stopwatch
 
-_BACKWARDS = ("backward", "replay")
+_LATER = ("backward", "attach")
+"""What runs after other stages have run: not the backward that follows a run at once."""
 
 
 class ClockedMeter:
     """`meter`, with the `seconds` of its phases by a `watch`, without those in which it marks them.
 
     Of a phase of which there are several, they are those of the last one. The phase that the end of the context ends
-    has none, and without a watch, none has any. Before a backward, other stages touch `between_bytes`.
+    has none, and without a watch, none has any. Before a backward, and before a run that makes a graph of its own,
+    other stages touch `between_bytes`.
     """
 
     def __init__(self, meter: MemoryMeter, watch: Stopwatch | None, between_bytes: int = 0) -> None:
@@ -33,7 +35,7 @@ class ClockedMeter:
             self._watch.lap()
         self._meter.mark(name)
         if self._watch is not None:
-            if name in _BACKWARDS:
+            if name in _LATER:
                 self._watch.cool(self._between_bytes)
             self._watch.lap()
             self._names.append(name)

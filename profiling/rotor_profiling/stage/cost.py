@@ -95,8 +95,10 @@ def _with_room_after_replay(found: StageBytes, nbytes: int) -> StageBytes:
     return replace(found, replay_temp_bytes=max(found.replay_temp_bytes, nbytes - both)) if nbytes else found
 
 
-def time_ways(runners: Sequence[Runner], value: Any, place: Place, watch: Stopwatch) -> tuple[StageRun, Any]:
-    """The seconds of one run of a stage in each way, and its output without a graph."""
+def time_ways(
+    runners: Sequence[Runner], value: Any, place: Place, watch: Stopwatch, *, again: bool = True
+) -> tuple[StageRun, Any]:
+    """The seconds of one run of a stage in each way, and its output without a graph: see `time_stage`."""
     with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
         return time_stage(
             runners,
@@ -107,4 +109,5 @@ def time_ways(runners: Sequence[Runner], value: Any, place: Place, watch: Stopwa
             silent=place.silent,
             arriving=place.arriving,
             between_bytes=place.between_bytes,
+            again=again,
         )

@@ -15,18 +15,29 @@ from rotor_profiling.stage.gradients import Layouts, Strides, gradients_for, lea
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.storage import layout_of, local, tensors_in, wait_for
 
+BeforeBackward = Callable[[Any, Any, Sequence[torch.Tensor]], None]
+"""Called with the input of a stage, its output in the graph, and the parameters that it trains."""
+
 
 def stage_layouts(
-    runner: Runner, value: Any, device: torch.device, *, silent: Sequence[int] = (), arriving: Layouts = ()
+    runner: Runner,
+    value: Any,
+    device: torch.device,
+    *,
+    silent: Sequence[int] = (),
+    arriving: Layouts = (),
+    before_backward: BeforeBackward | None = None,
 ) -> tuple[Layouts, Any]:
     """The layouts of the gradients that a stage's backward gives to the tensors of its input `value`, and its output.
 
     `arriving` are those of the gradients that it is given for its outputs; the ones at the positions `silent` get none.
     The output is without its graph, with `requires_grad` where it had one. Nothing of the model is changed.
     """
-    with isolated(runner.function, device), torch.enable_grad():
+    with isolated(runner.function, device) as parameters, torch.enable_grad():
         leaf = leaves_of(value)
         output = runner.forward(leaf)
+        if before_backward is not None:
+            before_backward(leaf, output, parameters)
         made, outputs = leaves_of(output), tensors_in(output)
         gradients = gradients_for(outputs, silent, arriving)
         given = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None]

@@ -106,10 +106,11 @@ def _measure_once(
         output = run_again(runners[0], value, known.surroundings, meter)
     temp = max(0, max(rise, meter.phases["again"].rise) - found[0].activation_bytes)
     ways = [found.get(number) for number in range(len(runners))]
+    again = None if watch is None else _again(runners[0], seconds[0])
     return MeasuredWays(
         tuple(None if way is None else replace(way, nograd_temp_bytes=temp) for way in ways),
         # Not of the phase "first": what the stage decides is watched there.
-        None if watch is None else StageRun(meter.seconds["again"], _seconds_of(seconds), None),
+        None if watch is None else StageRun(meter.seconds["again"], _seconds_of(seconds), again),
         output,
     )
 
@@ -119,6 +120,13 @@ def _saved_by(runner: Runner, value: Any, place: Place, known: WithoutGraph) -> 
     with memory_meter(place.device) as meter:
         run_to_save(runner, value, known, meter)
     return meter.phases["attach"].kept - known.carried_bytes
+
+
+def _again(runner: Runner, whole: Mapping[str, float]) -> float | None:
+    """The seconds of a run with a graph of its own, as in `StageRun`; None where training skips its output."""
+    if runner.can_skip_output:
+        return None
+    return whole["attach"] - (whole.get("backward", 0.0) - whole["replay"])
 
 
 def _seconds_of(seconds: Mapping[int, Mapping[str, float]]) -> tuple[tuple[float, float], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from math import hypot
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from rotor_profiling.stage.entry import enter_graph
 from rotor_profiling.stage.gradients import Layouts, gradients_for
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.storage import local, tensors_in, wait_for
-from rotor_profiling.timing import PRIVATE, Stopwatch, error_of, lower_quartile, spread
+from rotor_profiling.timing import PRIVATE, Stopwatch, error_of, error_of_middle, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,7 @@ class StageRun:
 
     Without a graph; forward and backward in each way with one, or in the first of them alone; and, for that one, the
     forward run `again`, with a graph of its own, for a backward that follows at once, less what that takes less than
-    another backward: what the stage has made is still in caches. None where that was not timed: runs that show bytes
-    skip no output.
+    another backward: what the stage has made is still in caches. None where that was not timed.
     """
 
     nograd: float
@@ -92,8 +91,11 @@ def time_stage(
     silent: Sequence[int] = (),
     arriving: Layouts = (),
     between_bytes: int = PRIVATE,
+    again: bool = True,
 ) -> tuple[StageRun, Any]:
     """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
+
+    The run `again` may be left out.
 
     `runners` has one runner for each way to run it with a graph, and `parameters` are those that the stage trains; the
     rest is explained at `Place`. Ways are timed one right after the other, because from moment to moment a
@@ -129,7 +131,7 @@ def time_stage(
             torch.autograd.backward([tensor for tensor, _ in given], [gradient for _, gradient in given])
         lap("backward")
         del given, entered  # else they would be freed inside the next lap
-        if runner is runners[0]:
+        if again and runner is runners[0]:
             _prepare(parameters, fresh_gradients)
             watch.cool(between_bytes)
             lap()
@@ -150,8 +152,8 @@ def time_stage(
     for name, each in zip(laps, watch.stop(), strict=True):
         seconds.setdefault(name, []).append(each)
     ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
-    sooner = 0.0 if watch.exact else seconds["backward"][0] - seconds["at once"][0]
-    return StageRun(seconds["nograd"][0], ways, seconds["again"][0] - sooner), output
+    sooner = seconds["backward"][0] - seconds["at once"][0] if again and not watch.exact else 0.0
+    return StageRun(seconds["nograd"][0], ways, seconds["again"][0] - sooner if again else None), output
 
 
 def _add_up(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -163,9 +165,9 @@ def _add_up(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
 
 
 def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
-    """The seconds of a stage in each way, from some of its runs, or of stages like it.
+    """The seconds of a stage in each way, from some of its runs, or of stages like it: the least of each.
 
-    Other ways than the first are estimated by how much longer they take, run by run. One of the runs has all ways.
+    Other ways than the first are estimated by how much longer they take, in the runs that have them. One has all ways.
     """
     return _estimated(runs, 0.0)
 
@@ -182,66 +184,66 @@ def cautious(runs: Sequence[StageRun]) -> list[StageSeconds]:
 
 def _estimated(runs: Sequence[StageRun], errors: float) -> list[StageSeconds]:
     """`errors`: how many of them are added to what plans differ in."""
-    forward = lower_quartile([run.ways[0][0] for run in runs])
-    backward = lower_quartile([run.ways[0][1] for run in runs])
+    forward, backward = (min(run.ways[0][phase] for run in runs) for phase in (0, 1))
     without = [run.nograd for run in runs]
     # What is run again with a graph of its own may skip its output, and has to make that graph. If making it takes
     # longer than it saves, that is counted with the run without a graph: such a stage has at least one.
-    saved = median(_saved(runs)) - errors * _error_of_saved(runs)
-    nograd = lower_quartile(without) + errors * error_of(without) + max(0.0, -saved)
+    saved, wrong = _saved(runs)
+    saved -= errors * wrong
+    nograd = min(without) + errors * error_of(without) + max(0.0, -saved)
     # Noise can make it larger than a forward, which `Chain` refuses.
     skipped = max(0.0, min(saved, nograd, forward))
     found = []
     for number in range(_ways_of(runs)):
         # Stored in part, a stage does all that it does when stored whole, and more: a difference below zero is noise.
         longer_forward, longer_backward = (
-            max(0.0, median(each)) + errors * error
-            for each, error in zip(_longer(runs, number), _errors_of_longer(runs, number), strict=True)
+            max(0.0, longer) + errors * error for longer, error in (_longer(runs, number, phase) for phase in (0, 1))
         )
         found.append(StageSeconds(nograd, forward + longer_forward, backward + longer_backward, skipped))
     return found
 
 
 def errors_of(runs: Sequence[StageRun]) -> list[StageSeconds]:
-    """How many seconds `estimate` may be wrong by, in each way: as far as the middle half of the runs is apart.
+    """How many seconds `estimate` may be wrong by, in each way: see `error_of`.
 
     Of forward and backward, it is how much longer other ways take than the first: theirs is wrong by as much as its.
     """
-    skipped = _error_of_saved(runs)
+    _, skipped = _saved(runs)
     nograd = error_of([run.nograd for run in runs]) + skipped  # of which it has a part, if a graph takes longer
-    return [StageSeconds(nograd, *_errors_of_longer(runs, number), skipped) for number in range(_ways_of(runs))]
+    return [
+        StageSeconds(nograd, _longer(runs, number, 0)[1], _longer(runs, number, 1)[1], skipped)
+        for number in range(_ways_of(runs))
+    ]
 
 
-def _error_of_saved(runs: Sequence[StageRun]) -> float:
-    saved = _saved(runs)
-    error = error_of(saved)
-    # Timed less often than the forward that it is compared with, it is known no better than that.
-    return max(error, error_of([run.ways[0][0] for run in runs])) if len(saved) < len(runs) else error
+def _saved(runs: Sequence[StageRun]) -> tuple[float, float]:
+    """How much less than a forward in training's graph one takes that is run again, and how wrong that may be."""
+    both = [(run.ways[0][0], run.again) for run in runs if run.again is not None]
+    return _difference([run.ways[0][0] for run in runs], *map(list, zip(*both, strict=True)))
 
 
-def _errors_of_longer(runs: Sequence[StageRun], number: int) -> tuple[float, float]:
-    """How many seconds may be wrong in how much longer a way takes than the first, forward and backward."""
-    forward, backward = map(error_of, _longer(runs, number))
-    if all(number < len(run.ways) for run in runs):
-        return forward, backward
-    # Where not all runs have a way, how much longer it takes is known no better than the stage itself.
-    whole = [error_of([run.ways[0][phase] for run in runs]) for phase in (0, 1)]
-    return max(forward, whole[0]), max(backward, whole[1])
+def _longer(runs: Sequence[StageRun], number: int, phase: int) -> tuple[float, float]:
+    """How much longer a way takes than the first, forward (0) or backward (1), and how wrong that may be."""
+    if number == 0:
+        return 0.0, 0.0
+    both = [(run.ways[number][phase], run.ways[0][phase]) for run in runs if number < len(run.ways)]
+    return _difference([run.ways[0][phase] for run in runs], *map(list, zip(*both, strict=True)))
+
+
+def _difference(whole: list[float], more: list[float], less: list[float]) -> tuple[float, float]:
+    """How much longer the least of some runs is than that of others, in the same turns, and how wrong that may be.
+
+    `whole` are all runs of the stage, stored whole.
+    """
+    # A turn that was slow altogether has a difference, too, where runs alone say little.
+    turns = [one - other for one, other in zip(more, less, strict=True)]
+    error = min(hypot(error_of(more), error_of(less)), error_of_middle(turns))
+    # Timed less often than the stage itself, it is known no better than that.
+    return min(more) - min(less), max(error, error_of(whole)) if len(more) < len(whole) else error
 
 
 def _ways_of(runs: Sequence[StageRun]) -> int:
     return max(len(run.ways) for run in runs)
-
-
-def _longer(runs: Sequence[StageRun], number: int) -> tuple[list[float], list[float]]:
-    """How much longer forward and backward took in a way than in the first, in the runs that have it."""
-    both = [(run.ways[number], run.ways[0]) for run in runs if number < len(run.ways)]
-    return [way[0] - first[0] for way, first in both], [way[1] - first[1] for way, first in both]
-
-
-def _saved(runs: Sequence[StageRun]) -> list[float]:
-    """How much less than a forward in training's graph the one took that was run again, where both were timed."""
-    return [run.ways[0][0] - run.again for run in runs if run.again is not None]
 
 
 def spread_of(runs: Sequence[StageRun]) -> float:

@@ -7,17 +7,17 @@ every walk; and its caches are as cold as in a step. Stages of one kind share th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from math import hypot, sqrt
+from math import hypot
 
 from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds, cautious, errors_of, spread_of
-from rotor_profiling.timing import several_processes
+from rotor_profiling.timing import error_of, several_processes
 from rotor_py.measure.certified.possible_times import ends_of
 from rotor_py.measure.measurement import Ends
 
 # Guesses, but for this: times that are wrong by 30 % for each stage, independently, cost a plan 1.4 % at most.
 FEWEST_RUNS = 2
-MOST_RUNS = 8
-MOST_WALKS = 8
+MOST_RUNS = 16
+MOST_WALKS = 16
 """A walk takes a forward at least, and as long as several steps where all stages are timed in all ways."""
 MOST_PER_WALK = 2
 """Of stages of one kind, so many are timed in a walk, as far from each other as can be: between them, others run."""
@@ -25,9 +25,16 @@ MOST_STEPS = 1
 """No walk begins once runs beyond the fewest have taken as long as so many steps: a plan is worth no more waiting."""
 MOST_STEPS_OF_CURVES = 4
 """The same where no limit is known: a limit that is read off the curve of all plans moves with all times."""
+MOST_STEPS_BESIDE_OTHERS = 24
+"""The same where other programs have the cores as well: few runs are left alone by them."""
 GOOD_ENOUGH = 0.02
 """Times are good enough if the time of a whole step is known as well as this."""
-FIRST_CALL_SECONDS = 0.0005
+GOOD_BESIDE_OTHERS = 0.003
+"""The same beside other programs, without a limit: all runs may be disturbed alike, and differ by less than they are
+wrong by."""
+BUSY = 0.05
+"""The machine is busy if the thread waits for a core for this part of the time."""
+FIRST_CALL_SECONDS = 0.0002
 """A guess: what code takes longer when it is called for the first time, as it is in the run that shows bytes."""
 TOO_FAR = 0.10
 """Times that are known no better than this are not taken from an earlier run."""
@@ -36,8 +43,8 @@ TOO_FAR = 0.10
 class StageTimes:
     """The runs of the stages of some kinds, as far as they have been timed.
 
-    `own` is what the executor takes for each. Timed `briefly`, other ways than whole are timed once, and once more if
-    they are `wanted` beyond the fewest runs: a plan may not depend on them.
+    `own` is what the executor takes for each. Other ways than whole, and what it takes to run again, are timed once
+    among the fewest runs, since they take long. Timed `briefly`, runs beyond the fewest end soon.
     """
 
     def __init__(self, own: OwnSeconds | None = None, *, briefly: bool = False) -> None:
@@ -45,6 +52,11 @@ class StageTimes:
         self._briefly = briefly
         self._runs: dict[Hashable, list[StageRun]] = {}
         self._settled: set[Hashable] = set()
+        self._busy = False
+
+    def note_waiting(self, share: float) -> None:
+        """In a walk, the thread waited for a core for this `share` of the time."""
+        self._busy |= share > BUSY
 
     def add(self, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
         """A stage of this `kind` was timed; not once more if its time is `exact`."""
@@ -86,7 +98,7 @@ class StageTimes:
         few = {kind for kind in kinds if self._missing(kind)} - self._settled
         # Processes have to run equally often, but their clocks differ: then no clock decides.
         if not few and not only_fewest and not several_processes():
-            few = {kind for kind in kinds if self._ways_missing(kind)} - self._settled or self._uncertain(kinds)
+            few = self._uncertain(kinds)
         found: set[int] = set()
         for kind in few:
             at = [position for position, each in enumerate(kinds) if each == kind]
@@ -98,20 +110,22 @@ class StageTimes:
     def all_ways_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to time it in all ways, or stored whole alone."""
         runs = self._runs.get(kind)
-        if not self._briefly or not self._missing(kind) or not runs:
+        # Processes have to run equally often, and their clocks differ.
+        if several_processes() or not self._missing(kind) or not runs:
             return True
         return runs[-1].total * GOOD_ENOUGH < FIRST_CALL_SECONDS
 
-    def _ways_missing(self, kind: Hashable) -> bool:
-        """Whether other ways than whole have been timed less often than any stage is."""
-        runs = self._runs[kind]
-        most = max(len(run.ways) for run in runs)
-        return most > 1 and sum(len(run.ways) == most for run in runs) < FEWEST_RUNS
+    def again_wanted(self, kind: Hashable) -> bool:
+        """Whether the next run of a stage of a `kind` is to show what it takes to run again."""
+        return several_processes() or not self._missing(kind) or self._never_again(kind)
+
+    def _never_again(self, kind: Hashable) -> bool:
+        return all(run.again is None for run in self._runs.get(kind, ()))
 
     def _missing(self, kind: Hashable) -> int:
         """How many runs a kind still needs; one of them has to show what it takes to run again."""
         runs = self._runs.get(kind, ())
-        return max(FEWEST_RUNS - len(runs), int(all(run.again is None for run in runs)))
+        return max(FEWEST_RUNS - len(runs), int(self._never_again(kind)))
 
     def spread(self, kinds: Sequence[Hashable]) -> float:
         """How far times of one kind of stage are apart, as a part of them: the mean of all, weighted by time."""
@@ -126,15 +140,14 @@ class StageTimes:
         errors = {kind: max(_error(self._runs[kind]), self._error_of_ways(kind)) for kind in seconds}
         # Stages are timed in turns, so that those of one kind are not slow because those of another are.
         wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
-        bearable = GOOD_ENOUGH * sum(seconds.values())
+        good = GOOD_BESIDE_OTHERS if self._busy and not self._briefly else GOOD_ENOUGH
+        bearable = good * sum(seconds.values())
         taken = sum(run.all_seconds for kind in seconds for run in self._runs[kind][FEWEST_RUNS:])
-        steps = MOST_STEPS if self._briefly else MOST_STEPS_OF_CURVES
+        steps = MOST_STEPS if self._briefly else MOST_STEPS_BESIDE_OTHERS if self._busy else MOST_STEPS_OF_CURVES
         if hypot(*wrong.values()) <= bearable or taken > steps * sum(seconds.values()):
             return set()
         open_ones = [
-            kind
-            for kind in seconds.keys() - self._settled
-            if errors[kind] > GOOD_ENOUGH and len(self._runs[kind]) < MOST_RUNS
+            kind for kind in seconds.keys() - self._settled if errors[kind] > good and len(self._runs[kind]) < MOST_RUNS
         ]
         # Of those that are left out, all together may be wrong by a half of what is bearable.
         left_out = 0.0
@@ -157,4 +170,5 @@ class StageTimes:
 
 def _error(runs: Sequence[StageRun]) -> float:
     """How well the time of a kind of stage is known from its runs, as a part of it."""
-    return spread_of(runs) / sqrt(len(runs))
+    totals = [run.total for run in runs]
+    return error_of(totals) / least if (least := min(totals)) else 0.0

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-import torch
-
-from rotor_profiling import Layouts, isolated, leaves_of, stage_kind, stage_layouts, tensors_in
-from rotor_profiling.attributes import Attributes, with_gradients
+from rotor_profiling import Layouts, stage_kind, stage_layouts, tensors_in
 from rotor_profiling.stage.kind import HasKind
 from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere
@@ -17,15 +13,13 @@ from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.stepped_parameters import SteppedParameters
 from rotor_py.measure.walks.gradient_layouts import GradientLayouts
+from rotor_py.measure.walks.lost_gradients import LostGradients
 from rotor_py.measure.walks.walked_chain import WalkedChain
 from rotor_py.stage.activity import During
-from rotor_py.stage.attached_stage import edges_of, leaves_behind
 from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_solver.progress import Progress
-
-_log = logging.getLogger("rotor_py")
 
 
 class Survey:
@@ -118,14 +112,13 @@ class Survey:
             alike = stage_kind(function, value)
             # Where stages wait for other processes, all of them run a stage that is new to any of them.
             new = anywhere(alike not in self._effects, chain.group, chain.device)
-            if new:
-                with During("measuring", name):
-                    self._refuse_lost_gradients(number, value)  # before anything goes backward
             self._alike[number] = alike
             arriving = self.arriving[number]
             asked = self._asked(number, arriving)
             made = None
             if new or anywhere(asked not in self._given, chain.group, chain.device):
+                # A captured stage says all that it does, and has all parameters that it uses.
+                lost = LostGradients(name, function) if new and not isinstance(function, HasKind) else None
                 with During("measuring", name):
                     self._given[asked], made = stage_layouts(
                         chain.runner(number),
@@ -133,6 +126,7 @@ class Survey:
                         chain.device,
                         silent=chain.silent_of(number),
                         arriving=self._to_run(number, arriving),
+                        before_backward=None if lost is None else lost.refuse,
                     )
             if new:
                 with During("measuring", name):
@@ -150,29 +144,6 @@ class Survey:
         self.needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
         return value
 
-    def _refuse_lost_gradients(self, number: int, value: Any) -> None:
-        """UnsupportedModelError if a stage uses a parameter of a layer that it only refers to, in a list for example.
-
-        Where the stage is run again, its graph ends at its own parameters, and that one would get no gradient.
-        """
-        name, function = self._stages[number]
-        if isinstance(function, HasKind):  # it says all that it does, and a captured one has all that it uses
-            return
-        leaf = leaves_of(value)
-        with isolated(function, self._chain.device) as parameters, torch.enable_grad():
-            attributes = Attributes(function)
-            output = self._chain.runner(number).forward(leaf)
-            if kept := with_gradients(attributes.changes()):
-                _warn_of_gradients_outside(name, function, kept[0])
-            known = {id(tensor) for tensor in (*tensors_in(leaf), *parameters)}
-            lost = [each for each in leaves_behind(edges_of(output)) if id(each) not in known]
-        if lost:
-            raise UnsupportedModelError(
-                f"stage {name!r} ({type(function).__name__}) uses a parameter of shape {tuple(lost[0].shape)} that is "
-                "not its own, and would get no gradient there when the stage is run again; make the module that has it "
-                "a submodule of the stage (an attribute, or in an nn.ModuleList)"
-            )
-
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
         """UnsupportedModelError if a stage reads a parameter that it does not have and that the backward steps."""
         name, function = self._stages[number]
@@ -184,13 +155,3 @@ class Survey:
                 "step_in_backward may have stepped it before the stage is run again; make its owner a submodule of the "
                 "stage, or leave step_in_backward out"
             )
-
-
-def _warn_of_gradients_outside(name: str, function: Any, attribute: str) -> None:
-    """A stage that runs again has no graph at first: what is computed from such an attribute would lose gradients."""
-    _log.warning(
-        "stage %r (%s) keeps a tensor with a gradient in its attribute %r. Where a plan runs the stage again, the one "
-        "that is there after the forward has none: a loss that reads it trains nothing through it. Return it from the "
-        "stage, or give a model that is no nn.Sequential, whose graph is captured.",
-        name, type(function).__name__, attribute,
-    )  # fmt: skip
