@@ -342,6 +342,7 @@ class StageMeasurer:
                 self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped, between
             )
             weighed, output = self._weigh(number, value, place, kind)
+            self._times.expect(kind, 1 + len(weighed.ways))
             # Without the addresses of this stage: it is timed with others of its kind.
             self._known[kind] = _Found(replace(place, owned=()), weighed, offers_of(function).joins)
         self._kinds.append(kind)
@@ -374,8 +375,10 @@ class StageMeasurer:
         less = saving_ones(whole, measured, self._group, self._device)
         names, found = tuple(name for name, _ in less), (whole, *(way for _, way in less))
         if run is not None:
-            seconds = {name: each for (name, _), each in zip(measured, run.ways[1:], strict=True)}
-            self._times.add(kind, replace(run, ways=(run.ways[0], *(seconds[way] for way in names))))
+            if len(run.ways) > 1:
+                seconds = {name: each for (name, _), each in zip(measured, run.ways[1:], strict=True)}
+                run = replace(run, ways=(run.ways[0], *(seconds[way] for way in names)))
+            self._times.add(kind, run)
         self._unkept.add(kind)
         undecided = decides_nothing(function)
         return Weighed(found, decided_bytes(function), recall_moving(function), names, undecided), output

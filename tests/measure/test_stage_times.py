@@ -202,6 +202,11 @@ def test_other_ways_are_timed_again_only_beyond_the_fewest_runs() -> None:
     first, second = StageRun(1.0, ((1.0, 2.0), (1.5, 2.5)), None), StageRun(1.0, ((1.0, 2.0),), 0.75)
     assert StageTimes().all_ways_wanted("a")
     times = StageTimes()
+    times.expect("a", 2)
+    times.add("a", replace(first, ways=first.ways[:1]))
+    assert times.all_ways_wanted("a")  # no run has shown them
+    times = StageTimes()
+    times.expect("a", 2)
     times.add("a", first)
     assert not times.all_ways_wanted("a")
     assert times.again_wanted("a")  # no run has shown it

@@ -102,7 +102,9 @@ def test_a_backward_at_once_finds_in_caches_what_the_run_before_it_has_made() ->
     layer = nn.Linear(4, 4)
     runner, value = StageRunner(layer, "layer"), torch.randn(2, 4, requires_grad=True)
     timed, _ = time_stage([runner], value, [*layer.parameters()], watch, between_bytes=1234)
-    assert timed == StageRun(1.0, ((2.0, 5.0),), 1.5)
+    assert timed == StageRun(1.0, ((2.0, 5.0),), 2.5, 4.0)
+    (found,) = estimate([timed, replace(timed, again=2.25, at_once=4.5), StageRun(1.0, ((2.0, 5.25),), None)])
+    assert (found.skipped_output_seconds, found.nograd_seconds) == (0.75, 1.0)  # 2 - 2.25 + 5 - 4
     assert watch.cooled == [1234, 1234]
     assert [tensor.data_ptr() for tensor in watch.warmed] == [value.data_ptr()]
     # Both backwards add their gradients up, as in a step that has some.

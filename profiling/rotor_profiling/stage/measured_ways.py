@@ -29,7 +29,7 @@ from rotor_profiling.timing import Stopwatch, several_processes
 
 class MeasuredWays(NamedTuple):
     """What a stage holds and needs in each way, None where another way stands in for it; with a watch, the seconds of
-    these runs, as one `run` of the stage in the ways that have bytes; and its `output`, without a graph.
+    these runs, as one `run` of the stage stored whole or in all ways that have bytes; its `output`, without a graph.
     """
 
     bytes: tuple[StageBytes | None, ...]
@@ -106,11 +106,11 @@ def _measure_once(
         output = run_again(runners[0], value, known.surroundings, meter)
     temp = max(0, max(rise, meter.phases["again"].rise) - found[0].activation_bytes)
     ways = [found.get(number) for number in range(len(runners))]
-    again = None if watch is None else _again(runners[0], seconds[0])
     return MeasuredWays(
         tuple(None if way is None else replace(way, nograd_temp_bytes=temp) for way in ways),
         # Not of the phase "first": what the stage decides is watched there.
-        None if watch is None else StageRun(meter.seconds["again"], _seconds_of(seconds), again),
+        # Training skips an output where it can, which measuring does not.
+        None if watch is None else _run_of(meter.seconds["again"], seconds, again=not runners[0].can_skip_output),
         output,
     )
 
@@ -122,22 +122,15 @@ def _saved_by(runner: Runner, value: Any, place: Place, known: WithoutGraph) -> 
     return meter.phases["attach"].kept - known.carried_bytes
 
 
-def _again(runner: Runner, whole: Mapping[str, float]) -> float | None:
-    """The seconds of a run with a graph of its own, as in `StageRun`; None where training skips its output."""
-    if runner.can_skip_output:
-        return None
-    return whole["attach"] - (whole.get("backward", 0.0) - whole["replay"])
-
-
-def _seconds_of(seconds: Mapping[int, Mapping[str, float]]) -> tuple[tuple[float, float], ...]:
-    """Forward and backward in each way. Measured in a graph of its own alone, it is by how much longer they take."""
+def _run_of(nograd: float, seconds: Mapping[int, Mapping[str, float]], *, again: bool) -> StageRun:
+    """A run of the stage by the `seconds` of phases in each way, where training's graph was run for all of them; else
+    stored whole alone. With `again`, its run with a graph of its own is one of training.
+    """
+    ways = tuple((way["forward"], way.get("backward", 0.0)) for _, way in sorted(seconds.items()) if "forward" in way)
     whole = seconds[0]
-    forward, backward = whole["forward"], whole.get("backward", 0.0)
-    ways = []
-    for _, way in sorted(seconds.items()):
-        if "forward" in way:
-            ways.append((way["forward"], way.get("backward", 0.0)))
-        else:
-            longer = (way["attach"] - whole["attach"], way["replay"] - whole["replay"])
-            ways.append((max(0.0, forward + longer[0]), max(0.0, backward + longer[1])))
-    return tuple(ways)
+    return StageRun(
+        nograd,
+        ways if len(ways) == len(seconds) else ways[:1],
+        whole["attach"] if again else None,
+        whole["replay"] if again and "backward" in whole else None,
+    )

@@ -61,13 +61,14 @@ class StageRun:
     """The seconds of one run of a stage in all ways, one right after the other.
 
     Without a graph; forward and backward in each way with one, or in the first of them alone; and, for that one, the
-    forward run `again`, with a graph of its own, for a backward that follows at once, less what that takes less than
-    another backward: what the stage has made is still in caches. None where that was not timed.
+    forward run `again`, with a graph of its own, and the backward that follows `at_once`: what the stage has made is
+    still in caches. None where that was not timed.
     """
 
     nograd: float
     ways: tuple[tuple[float, float], ...]
     again: float | None
+    at_once: float | None = None
 
     @property
     def total(self) -> float:
@@ -78,7 +79,7 @@ class StageRun:
     @property
     def all_seconds(self) -> float:
         """What measuring took."""
-        return self.nograd + sum(map(sum, self.ways)) + (self.again or 0.0)
+        return self.nograd + sum(map(sum, self.ways)) + (self.again or 0.0) + (self.at_once or 0.0)
 
 
 def time_stage(
@@ -145,15 +146,15 @@ def time_stage(
                 wait_for([each for each in made_at_once if each is not None])
                 _add_up(parameters, made_at_once[len(tensors_in(value)) :])
                 del made_at_once
-            lap("at once")
+                lap("at once")
             del attached
         del arrived
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, list[Any]] = {}
     for name, each in zip(laps, watch.stop(), strict=True):
         seconds.setdefault(name, []).append(each)
     ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
-    sooner = seconds["backward"][0] - seconds["at once"][0] if again and not watch.exact else 0.0
-    return StageRun(seconds["nograd"][0], ways, seconds["again"][0] - sooner if again else None), output
+    (again_seconds,), (at_once,) = (seconds.get(name, [None]) for name in ("again", "at once"))
+    return StageRun(seconds["nograd"][0], ways, again_seconds, at_once), output
 
 
 def _add_up(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -217,9 +218,17 @@ def errors_of(runs: Sequence[StageRun]) -> list[StageSeconds]:
 
 
 def _saved(runs: Sequence[StageRun]) -> tuple[float, float]:
-    """How much less than a forward in training's graph one takes that is run again, and how wrong that may be."""
+    """How much less than in training's graph a stage takes that is run again, and how wrong that may be: its forward,
+    and its backward, which follows at once.
+    """
+    forwards, backwards = ([run.ways[0][phase] for run in runs] for phase in (0, 1))
     both = [(run.ways[0][0], run.again) for run in runs if run.again is not None]
-    return _difference([run.ways[0][0] for run in runs], *map(list, zip(*both, strict=True)))
+    saved, wrong = _difference(forwards, both)
+    later = [(run.ways[0][1], run.at_once) for run in runs if run.at_once is not None]
+    if not later:
+        return saved, wrong
+    sooner, error = _difference(backwards, later)
+    return saved + sooner, hypot(wrong, error)
 
 
 def _longer(runs: Sequence[StageRun], number: int, phase: int) -> tuple[float, float]:
@@ -227,17 +236,17 @@ def _longer(runs: Sequence[StageRun], number: int, phase: int) -> tuple[float, f
     if number == 0:
         return 0.0, 0.0
     both = [(run.ways[number][phase], run.ways[0][phase]) for run in runs if number < len(run.ways)]
-    return _difference([run.ways[0][phase] for run in runs], *map(list, zip(*both, strict=True)))
+    return _difference([run.ways[0][phase] for run in runs], both)
 
 
-def _difference(whole: list[float], more: list[float], less: list[float]) -> tuple[float, float]:
-    """How much longer the least of some runs is than that of others, in the same turns, and how wrong that may be.
+def _difference(whole: list[float], turns: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """How much longer the least of the first of some `turns` is than that of the second, and how wrong that may be.
 
     `whole` are all runs of the stage, stored whole.
     """
+    more, less = map(list, zip(*turns, strict=True))
     # A turn that was slow altogether has a difference, too, where runs alone say little.
-    turns = [one - other for one, other in zip(more, less, strict=True)]
-    error = min(hypot(error_of(more), error_of(less)), error_of_middle(turns))
+    error = min(hypot(error_of(more), error_of(less)), error_of_middle([one - other for one, other in turns]))
     # Timed less often than the stage itself, it is known no better than that.
     return min(more) - min(less), max(error, error_of(whole)) if len(more) < len(whole) else error
 

@@ -71,5 +71,5 @@ def _weighed(data: dict[str, Any]) -> Weighed:
 
 def _run(data: dict[str, Any]) -> StageRun:
     ways = tuple((float(forward), float(backward)) for forward, backward in data["ways"])
-    again = data["again"]
-    return StageRun(float(data["nograd"]), ways, None if again is None else float(again))
+    again, at_once = (None if data[name] is None else float(data[name]) for name in ("again", "at_once"))
+    return StageRun(float(data["nograd"]), ways, again, at_once)

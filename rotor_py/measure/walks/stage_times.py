@@ -52,7 +52,12 @@ class StageTimes:
         self._briefly = briefly
         self._runs: dict[Hashable, list[StageRun]] = {}
         self._settled: set[Hashable] = set()
+        self._ways: dict[Hashable, int] = {}
         self._busy = False
+
+    def expect(self, kind: Hashable, ways: int) -> None:
+        """Stages of this `kind` are stored in so many `ways`, the first of which is whole."""
+        self._ways[kind] = ways
 
     def note_waiting(self, share: float) -> None:
         """In a walk, the thread waited for a core for this `share` of the time."""
@@ -109,23 +114,25 @@ class StageTimes:
 
     def all_ways_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to time it in all ways, or stored whole alone."""
-        runs = self._runs.get(kind)
         # Processes have to run equally often, and their clocks differ.
-        if several_processes() or not self._missing(kind) or not runs:
+        if several_processes() or not self._missing(kind) or self._never_all_ways(kind):
             return True
-        return runs[-1].total * GOOD_ENOUGH < FIRST_CALL_SECONDS
+        return self._runs[kind][-1].total * GOOD_ENOUGH < FIRST_CALL_SECONDS
 
     def again_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to show what it takes to run again."""
         return several_processes() or not self._missing(kind) or self._never_again(kind)
 
+    def _missing(self, kind: Hashable) -> int:
+        """How many runs a kind still needs; one of them has all ways, and one shows what it takes to run again."""
+        short = FEWEST_RUNS - len(self._runs.get(kind, ()))
+        return max(short, int(self._never_again(kind) or self._never_all_ways(kind)))
+
     def _never_again(self, kind: Hashable) -> bool:
         return all(run.again is None for run in self._runs.get(kind, ()))
 
-    def _missing(self, kind: Hashable) -> int:
-        """How many runs a kind still needs; one of them has to show what it takes to run again."""
-        runs = self._runs.get(kind, ())
-        return max(FEWEST_RUNS - len(runs), int(self._never_again(kind)))
+    def _never_all_ways(self, kind: Hashable) -> bool:
+        return all(len(run.ways) < self._ways.get(kind, 1) for run in self._runs.get(kind, ()))
 
     def spread(self, kinds: Sequence[Hashable]) -> float:
         """How far times of one kind of stage are apart, as a part of them: the mean of all, weighted by time."""
