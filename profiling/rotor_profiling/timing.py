@@ -177,7 +177,20 @@ class _CpuStopwatch:
         self.lap()
 
     def lap(self) -> None:
-        self._times.append(time.perf_counter() - self._waited())
+        self._times.append(self._now())
+
+    def _now(self) -> float:
+        """The seconds in which the thread has not waited for a core.
+
+        Both clocks are read until the thread has not waited in between. Else a lap would be as much too short, or too
+        long, as it has waited; and the least of several is taken.
+        """
+        waited = self._waited()
+        while True:
+            now = time.perf_counter()
+            if (after := self._waited()) == waited:
+                return now - waited
+            waited = after
 
     def warm(self, tensors: Iterable[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -189,7 +202,7 @@ class _CpuStopwatch:
         np.add(others, 1, out=others)
 
     def stop(self) -> list[float]:
-        # The two clocks are not read at the same moment, so a lap without work may come out negative.
+        # One clock counts in nanoseconds, and the other may not: a lap without work may come out negative.
         return [max(0.0, after - before) for before, after in zip(self._times, self._times[1:], strict=False)]
 
 

@@ -31,9 +31,10 @@ def run(nograd: float = 1.0, forward: float = 1.0, backward: float = 2.0, again:
 
 
 def test_the_clock_stands_still_while_something_else_has_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([10.0, 10.0, 11.0, 15.0, 15.0])
-    # In the second lap, 3.5 s of 4.
-    waiting = iter([b"7 100000000 1", b"7 100000000 1", b"7 100000000 1", b"7 3600000000 2", b"7 3600000000 2"])
+    now = iter([10.0, 10.0, 11.0, 14.5, 15.0, 15.0])
+    # In the second lap, 3.5 s of 4: it had to wait while the clocks were read, which are read again.
+    early, late = [b"7 100000000 1"] * 6, [b"7 3600000000 2"] * 3
+    waiting = iter([*early, *late])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     monkeypatch.setattr(timing.os, "pread", lambda *_: next(waiting))
     monkeypatch.setattr(timing.os, "open", lambda *_: 0)
