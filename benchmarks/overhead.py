@@ -206,7 +206,9 @@ def beside_others(name: str, batch: int, image: int, times: int, repeats: int) -
 _CASE = """import sys
 sys.path.insert(0, {folder!r})
 import torch
+from heap import keep_free_memory
 from overhead import MODELS, model_case, network_case
+keep_free_memory()
 torch.manual_seed(0)
 model, sample, _, loss = model_case({name!r}) if {name!r} in MODELS else network_case({name!r}, {batch}, {image})
 """
