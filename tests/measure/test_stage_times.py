@@ -83,7 +83,7 @@ def test_errors_of_many_kinds_make_up_for_each_other_and_those_of_one_kind_do_no
 
 
 def test_of_kinds_that_are_not_known_well_those_are_timed_again_that_matter() -> None:
-    times = StageTimes()
+    times = StageTimes(briefly=True)
     for kind, seconds in (("large", 1.0), ("medium", 0.3), ("small", 0.01), ("tiny", 0.002)):
         for factor in (1.0, 1.5, 2.0):
             times.add(kind, StageRun(seconds, ((factor * seconds, factor * seconds),), seconds))
@@ -238,6 +238,15 @@ def test_beside_other_programs_times_have_to_agree_better() -> None:
         times.note_waiting(waiting)
         times.note_waiting(0.0)
         assert times.wanted(["a"]) == wanted
+
+
+def test_where_a_walk_takes_little_times_have_to_agree_better() -> None:
+    """Of many stages of one kind, two are timed in a walk."""
+    for stages, briefly, wanted in ((1, False, 0), (12, False, 2), (12, True, 0)):
+        times = StageTimes(briefly=briefly)
+        for backward in (2.0, 2.03):
+            times.add("a", StageRun(1.0, ((1.0, backward),), 1.0, 2.0))
+        assert len(times.wanted(["a"] * stages)) == wanted
 
 
 def test_what_a_run_takes_again_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from rotor_profiling import timing
 from rotor_profiling.instruments import stopwatch
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.stage.clocked_meter import ClockedMeter
+from rotor_profiling.stage.cost import measure_ways
+from rotor_profiling.stage.place import Place
 from rotor_profiling.stage.seconds import StageRun, cautious, errors_of, estimate, spread_of, time_stage
 from rotor_profiling.timing import cpu_stopwatch, error_of, lower_quartile, seconds_of, spread
 from rotor_py.stage.runner import StageRunner
@@ -231,6 +233,26 @@ def test_a_skipped_output_that_was_timed_once_is_known_no_better_than_its_forwar
     assert errors_of(twice)[0].skipped_output_seconds == 0
     assert errors_of(once)[0].skipped_output_seconds > 0.5
     assert estimate(once)[0].skipped_output_seconds == 0.5
+
+
+@pytest.mark.parametrize(
+    ("layer", "fresh", "shown"),
+    [
+        (nn.LayerNorm(4), True, True),
+        (nn.LayerNorm(4), False, False),  # its gradients are added to those that are there, which measuring does not
+        (nn.LayerNorm(4, elementwise_affine=False), False, True),
+        (nn.Linear(4, 4), True, False),  # training skips its output
+    ],
+)
+def test_the_run_that_shows_bytes_shows_what_it_takes_to_run_again_where_that_is_as_in_training(
+    layer: nn.Module, fresh: bool, shown: bool
+) -> None:
+    place = Place(CPU, 32, fresh_gradients=fresh)
+    value = torch.randn(2, 4, requires_grad=True)
+    with cpu_stopwatch() as watch:
+        found = measure_ways([StageRunner(layer, "layer")], value, place, watch).run
+    assert found is not None
+    assert (found.again is not None, found.at_once is not None) == (shown, shown)
 
 
 def test_the_runs_under_a_meter_are_timed_without_its_marks() -> None:

@@ -106,11 +106,12 @@ def _measure_once(
         output = run_again(runners[0], value, known.surroundings, meter)
     temp = max(0, max(rise, meter.phases["again"].rise) - found[0].activation_bytes)
     ways = [found.get(number) for number in range(len(runners))]
+    # Training skips an output where it can, and adds gradients to those that are there. Measuring does neither.
+    as_in_training = not runners[0].can_skip_output and (place.fresh_gradients or not parameters)
     return MeasuredWays(
         tuple(None if way is None else replace(way, nograd_temp_bytes=temp) for way in ways),
         # Not of the phase "first": what the stage decides is watched there.
-        # Training skips an output where it can, which measuring does not.
-        None if watch is None else _run_of(meter.seconds["again"], seconds, again=not runners[0].can_skip_output),
+        None if watch is None else _run_of(meter.seconds["again"], seconds, again=as_in_training),
         output,
     )
 
@@ -124,7 +125,7 @@ def _saved_by(runner: Runner, value: Any, place: Place, known: WithoutGraph) -> 
 
 def _run_of(nograd: float, seconds: Mapping[int, Mapping[str, float]], *, again: bool) -> StageRun:
     """A run of the stage by the `seconds` of phases in each way, where training's graph was run for all of them; else
-    stored whole alone. With `again`, its run with a graph of its own is one of training.
+    stored whole alone. With `again`, its run with a graph of its own is as in training.
     """
     ways = tuple((way["forward"], way.get("backward", 0.0)) for _, way in sorted(seconds.items()) if "forward" in way)
     whole = seconds[0]

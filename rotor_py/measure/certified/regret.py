@@ -17,8 +17,8 @@
 # since `most` and `least` have the same W. The minimum has a lower bound that the solver certifies. So one more solve,
 # with times at the ends of their intervals, bounds what better times could save.
 #
-# The assumption is the intervals: each time is wrong by as much as the middle half of its runs is apart, divided by the
-# root of their number, at most. And a stage that is stored in another way takes no less time than one stored whole. Of
+# The assumption is the intervals: each time is the least of its runs, and wrong by what an exponential delay leaves of
+# them on average, at most. And a stage that is stored in another way takes no less time than one stored whole. Of
 # these ways, it is about those that plans are made of: not about one that needed more bytes and more time than another.
 """
 

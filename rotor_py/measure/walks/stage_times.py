@@ -29,9 +29,11 @@ MOST_STEPS_BESIDE_OTHERS = 24
 """The same where other programs have the cores as well: few runs are left alone by them."""
 GOOD_ENOUGH = 0.02
 """Times are good enough if the time of a whole step is known as well as this."""
-GOOD_BESIDE_OTHERS = 0.003
-"""The same beside other programs, without a limit: all runs may be disturbed alike, and differ by less than they are
-wrong by."""
+WELL_KNOWN = 0.003
+"""The same without a limit, beside other programs, where all runs may be disturbed alike, and differ by less than they
+are wrong by; and where a walk takes little, since most stages are of few kinds."""
+LITTLE = 4
+"""In plain steps: what all runs may take together where times have to be well known only because that takes little."""
 BUSY = 0.05
 """The machine is busy if the thread waits for a core for this part of the time."""
 FIRST_CALL_SECONDS = 0.0002
@@ -147,7 +149,7 @@ class StageTimes:
         errors = {kind: max(_error(self._runs[kind]), self._error_of_ways(kind)) for kind in seconds}
         # Stages are timed in turns, so that those of one kind are not slow because those of another are.
         wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
-        good = GOOD_BESIDE_OTHERS if self._busy and not self._briefly else GOOD_ENOUGH
+        good = WELL_KNOWN if not self._briefly and (self._busy or self._takes_little(kinds)) else GOOD_ENOUGH
         bearable = good * sum(seconds.values())
         taken = sum(run.all_seconds for kind in seconds for run in self._runs[kind][FEWEST_RUNS:])
         steps = MOST_STEPS if self._briefly else MOST_STEPS_BESIDE_OTHERS if self._busy else MOST_STEPS_OF_CURVES
@@ -163,6 +165,15 @@ class StageTimes:
             if left_out > bearable / 2:
                 return set(sorted(open_ones, key=wrong.__getitem__)[number:])
         return set(open_ones)
+
+    def _takes_little(self, kinds: Sequence[Hashable]) -> bool:
+        """Whether stages of all kinds may be timed once more, by what that has taken so far."""
+        every = set(kinds)
+        taken = sum(run.all_seconds for kind in every for run in self._runs[kind])
+        walk = sum(
+            min(MOST_PER_WALK, kinds.count(kind)) * max(run.all_seconds for run in self._runs[kind]) for kind in every
+        )
+        return taken + walk <= LITTLE * sum(map(self._seconds, kinds))
 
     def _error_of_ways(self, kind: Hashable) -> float:
         """How well it is known how much longer the ways of a stage take, as a part of the stage's time."""
