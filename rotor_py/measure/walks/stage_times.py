@@ -168,12 +168,12 @@ class StageTimes:
 
     def _takes_little(self, kinds: Sequence[Hashable]) -> bool:
         """Whether stages of all kinds may be timed once more, by what that has taken so far."""
-        every = set(kinds)
-        taken = sum(run.all_seconds for kind in every for run in self._runs[kind])
-        walk = sum(
-            min(MOST_PER_WALK, kinds.count(kind)) * max(run.all_seconds for run in self._runs[kind]) for kind in every
-        )
-        return taken + walk <= LITTLE * sum(map(self._seconds, kinds))
+        every = {kind: min(MOST_PER_WALK, kinds.count(kind)) for kind in kinds}
+        timed = sum(run.all_seconds for kind in every for run in self._runs[kind])
+        timed += sum(many * max(run.all_seconds for run in self._runs[kind]) for kind, many in every.items())
+        walks = 1 + max(len(self._runs[kind]) // many for kind, many in every.items())
+        forward = sum(min(run.nograd for run in self._runs[kind]) for kind in kinds)
+        return timed + walks * forward <= LITTLE * sum(map(self._seconds, kinds))
 
     def _error_of_ways(self, kind: Hashable) -> float:
         """How well it is known how much longer the ways of a stage take, as a part of the stage's time."""
