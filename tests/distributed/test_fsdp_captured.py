@@ -40,7 +40,8 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(
     ("kind", "options", "share", "in_region", "gathers"),
     [
         ("skips", "plain", 0.1, True, False),
-        ("skips in parts", "plain", 0.5, True, True),  # values are made from what another group gathers
+        # Values are made from what another group gathers.
+        pytest.param("skips in parts", "plain", 0.5, True, True, marks=pytest.mark.slow),
         pytest.param("twice", "mixed", 0.1, True, False, marks=pytest.mark.slow),
         pytest.param("tied llama", "mixed", 0.6, False, False, marks=pytest.mark.slow),
     ],

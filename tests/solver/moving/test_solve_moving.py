@@ -192,7 +192,7 @@ def transformer() -> Chain:
     return Chain((stage(1.66, 100, attention), stage(2.22, 369, mlp)) * 16, 34, 0.1, 100)
 
 
-@pytest.mark.parametrize("times_less", [3, 4, 6])
+@pytest.mark.parametrize("times_less", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (4, 6))])
 def test_more_ways_to_move_make_no_plan_slower_and_some_faster(times_less: int) -> None:
     chain, link = transformer(), Link(41.0, 41.0)
     limit = simulate(chain, store_all(chain)).peak // times_less
