@@ -194,7 +194,7 @@ class StageMeasurer:
             self._time_stages(wanted)
             self._walks += 1
             self._unkept |= {self._kinds[number] for number in wanted}
-        short = {self._kinds[number] for number in self._times.wanted(self._kinds)} if self._unkept else set()
+        short = self._times.short_for_curves(self._kinds) if self._unkept else set()
         while self._unkept:
             kind = self._unkept.pop()
             runs = self._times.runs_of(kind)

@@ -238,6 +238,16 @@ def test_beside_other_programs_times_have_to_agree_better() -> None:
         times.note_waiting(waiting)
         times.note_waiting(0.0)
         assert times.wanted(["a"]) == wanted
+        # What is kept for the next run is good for one plan alone where a curve would want more.
+        assert times.short_for_curves(["a"]) == ({"a"} if waiting > 0.05 else set())
+
+
+def test_walks_note_how_long_the_thread_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[float] = []
+    monkeypatch.setattr("rotor_profiling.timing._CpuStopwatch.waiting", 0.25)
+    monkeypatch.setattr(StageTimes, "note_waiting", lambda _, share: noted.append(share))
+    Checkpointable(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), loss=torch.sum).measure(torch.randn(8, 4))
+    assert set(noted) == {0.25}
 
 
 def test_where_a_walk_takes_little_times_have_to_agree_better() -> None:

@@ -255,6 +255,15 @@ def test_the_run_that_shows_bytes_shows_what_it_takes_to_run_again_where_that_is
     assert (found.again is not None, found.at_once is not None) == (shown, shown)
 
 
+def test_under_a_meter_caches_are_written_over_before_what_comes_later_in_a_step() -> None:
+    watch = Scripted(nograd=0.0, forward=0.0, backward=0.0, again=0.0, at_once=0.0)
+    watch.stop = list  # type: ignore[method-assign]  # it counts the laps of another test
+    with ClockedMeter(CpuMeter(), watch, 1234) as meter:
+        for name, cooled in (("forward", 0), ("backward", 1), ("attach", 2), ("replay", 2)):
+            meter.mark(name)
+            assert watch.cooled == [1234] * cooled
+
+
 def test_the_runs_under_a_meter_are_timed_without_its_marks() -> None:
     class Slow(CpuMeter):
         def mark(self, name: str) -> None:

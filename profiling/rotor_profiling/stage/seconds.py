@@ -96,11 +96,9 @@ def time_stage(
 ) -> tuple[StageRun, Any]:
     """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
 
-    The run `again` may be left out.
-
     `runners` has one runner for each way to run it with a graph, and `parameters` are those that the stage trains; the
-    rest is explained at `Place`. Ways are timed one right after the other, because from moment to moment a
-    busy machine differs by more than they do.
+    rest is explained at `Place`. Without `again`, the run with a graph of its own is left out. Ways are timed one right
+    after the other, because from moment to moment a busy machine differs by more than they do.
     """
     laps: list[str] = []  # what the laps are; those without a name are not counted
 

@@ -105,7 +105,7 @@ class StageTimes:
         few = {kind for kind in kinds if self._missing(kind)} - self._settled
         # Processes have to run equally often, but their clocks differ: then no clock decides.
         if not few and not only_fewest and not several_processes():
-            few = self._uncertain(kinds)
+            few = self._uncertain(kinds, briefly=self._briefly)
         found: set[int] = set()
         for kind in few:
             at = [position for position, each in enumerate(kinds) if each == kind]
@@ -143,16 +143,20 @@ class StageTimes:
         spreads = (spread_of(self._runs[kind]) for kind in kinds)
         return sum(each * share for each, share in zip(spreads, seconds, strict=True)) / total if total else 0.0
 
-    def _uncertain(self, kinds: Sequence[Hashable]) -> set[Hashable]:
+    def short_for_curves(self, kinds: Sequence[Hashable]) -> set[Hashable]:
+        """The kinds whose times are not good enough for plans of all limits, as they may be for one."""
+        return self._uncertain(kinds, briefly=False)
+
+    def _uncertain(self, kinds: Sequence[Hashable], *, briefly: bool) -> set[Hashable]:
         """The kinds to time again, so that the time of a step is known well enough; none if it is."""
         seconds = {kind: kinds.count(kind) * self._seconds(kind) for kind in set(kinds)}
         errors = {kind: max(_error(self._runs[kind]), self._error_of_ways(kind)) for kind in seconds}
         # Stages are timed in turns, so that those of one kind are not slow because those of another are.
         wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
-        good = WELL_KNOWN if not self._briefly and (self._busy or self._takes_little(kinds)) else GOOD_ENOUGH
+        good = WELL_KNOWN if not briefly and (self._busy or self._takes_little(kinds)) else GOOD_ENOUGH
         bearable = good * sum(seconds.values())
         taken = sum(run.all_seconds for kind in seconds for run in self._runs[kind][FEWEST_RUNS:])
-        steps = MOST_STEPS if self._briefly else MOST_STEPS_BESIDE_OTHERS if self._busy else MOST_STEPS_OF_CURVES
+        steps = MOST_STEPS if briefly else MOST_STEPS_BESIDE_OTHERS if self._busy else MOST_STEPS_OF_CURVES
         if hypot(*wrong.values()) <= bearable or taken > steps * sum(seconds.values()):
             return set()
         open_ones = [
