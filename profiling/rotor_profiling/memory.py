@@ -27,6 +27,8 @@ class Phase:
     start: int
     peak: int
     end: int
+    peak_with_given: int | None = field(default=None, compare=False)
+    """The peak if nothing had been freed that the phase before made; None where a meter does not see single frees."""
 
     @property
     def rise(self) -> int:
@@ -125,20 +127,31 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
     curve: list[tuple[float, int]] = []
     live: dict[int, int] = {}
     name, start, peak, held = "", 0, 0, 0  # before the first mark
+    given: set[int] = set()  # addresses of what the phase before made, and of what this one has made
+    made: set[int] = set()
+    gone, with_given = 0, 0
     for time, mark, address, size in events:
         if mark:
-            phases[name] = Phase(start, peak, held)
+            phases[name] = Phase(start, peak, held, with_given)
             name, start, peak = mark.removeprefix(_MARK), held, held
-        elif size > 0:
-            # What was there before has been freed, by a thread whose events the profiler does not collect.
-            held += size - live.pop(address, 0)
-            live[address] = size
-            peak = max(peak, held)
+            given, made, gone, with_given = made, set(), 0, held
         else:
             # By address, not by the size of the free: a block that an earlier meter saw allocated is reported as well.
-            held -= live.pop(address, 0)
+            # What an allocation finds at its address has been freed, by a thread whose events are not collected.
+            freed = live.pop(address, 0)
+            held -= freed
+            made.discard(address)
+            if address in given:
+                given.remove(address)
+                gone += freed
+            if size > 0:
+                held += size
+                live[address] = size
+                made.add(address)
+                peak = max(peak, held)
+        with_given = max(with_given, held + gone)
         curve.append(((time - events[0][0]) / 1e9, held))
-    phases[name] = Phase(start, peak, held)
+    phases[name] = Phase(start, peak, held, with_given)
     return phases, curve
 
 

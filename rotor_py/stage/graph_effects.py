@@ -4,14 +4,15 @@ Some operators take another kernel where no graph is needed, with other last dig
 To get the numbers of plain training, such a stage has to run with a graph every time, even if nobody wants the graph.
 And without a graph, no output tells whether it would have a gradient.
 
-Both are found out once, when the stage is measured, and remembered as long as the stage lives.
+Both are found out once, when the stage is measured, and remembered as long as the stage lives. The run without a graph
+that this takes also shows whether another run needs more than its random numbers restored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,16 +24,21 @@ from rotor_profiling.storage import local, wait_for
 from rotor_profiling.timing import several_processes
 from rotor_profiling.values import equal
 
+if TYPE_CHECKING:
+    from rotor_py.stage.runner import StageRunner
+
 
 @dataclass(frozen=True, slots=True)
 class GraphEffects:
     """`graph_dependent`: the outputs have other numbers with a graph than without one.
 
-    `without_gradient`: the outputs that need no gradient in training, by position among the output's tensors.
+    `without_gradient`: the outputs that need no gradient in training, by position among the output's tensors. `draws`:
+    a run draws random numbers, and changes and decides nothing else; None if it does more, or if nobody has looked.
     """
 
     graph_dependent: bool = False
     without_gradient: tuple[int, ...] = ()
+    draws: bool | None = None
 
 
 _remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()
@@ -53,19 +59,24 @@ def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
     _remembered[function] = effects
 
 
-def find_effects(function: nn.Module, value: Any, made: Any, device: torch.device) -> GraphEffects:
+def find_effects(runner: StageRunner, value: Any, made: Any, device: torch.device) -> GraphEffects:
     """Run a stage on `value` without a graph, and compare with what it `made` with one. Nothing of it is changed.
 
     `made` is without its graph, with `requires_grad` where it had one. A stage that never does the same thing twice
     does not count as dependent on the graph: a graph would not help.
     """
-    plain = _outputs(function, value, device, graph=False)
-    attached = _detached(made)
+    function = runner.function
+    with isolated(function, device), runner.recorded(value) as surroundings, torch.no_grad():
+        plain = _outputs(function, value)
+    attached, draws = _detached(made), surroundings[0].draws
     differs = not _equal(plain, attached)
+    del plain
     # Where a stage waits for other processes, all have to run it equally often, whatever each of them finds.
     if differs or several_processes():
-        differs = _equal(attached, _outputs(function, value, device, graph=True)) and differs
-    return GraphEffects(differs, tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad))
+        draws = None
+        with isolated(function, device), torch.enable_grad():
+            differs = _equal(attached, _outputs(function, value)) and differs
+    return GraphEffects(differs, tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad), draws)
 
 
 def run_with_graph(function: Callable[..., Any], value: Any) -> Any:
@@ -75,10 +86,9 @@ def run_with_graph(function: Callable[..., Any], value: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
 
-def _outputs(function: nn.Module, value: Any, device: torch.device, *, graph: bool) -> list[torch.Tensor]:
-    """The tensors that a stage returns, with `requires_grad` where a run with a `graph` sets it."""
-    with isolated(function, device), torch.set_grad_enabled(graph):
-        output = function(leaves_of(value))
+def _outputs(function: Callable[..., Any], value: Any) -> list[torch.Tensor]:
+    """The tensors that a stage returns, with `requires_grad` where the run sets it."""
+    output = function(leaves_of(value))
     wait_for(output)
     return _detached(output)
 

@@ -25,7 +25,7 @@ from rotor_py.stage.earlier_runs import EarlierRuns
 from rotor_py.stage.graph_effects import recall_effects, run_with_graph
 from rotor_py.stage.protocol import StageOffers, offers_of
 from rotor_py.stage.skipped_output import forward_skipping_output
-from rotor_py.stage.surroundings import Surroundings, recorded
+from rotor_py.stage.surroundings import Surroundings, recorded, steady
 from rotor_py.stage.undo import Undo
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_py.stage.ways.names import both, parted
@@ -144,14 +144,20 @@ class StageRunner:
         """Run it for the first time; return its output and what surrounded it."""
         # Gradients are on where the stage is `Fe` at first and run again later, and off inside a node.
         run = self._function() if torch.is_grad_enabled() else self._without_graph()
-        with (
-            During("forward", self.name),
-            recorded(self.function, self.devices(value), self.preserve_rng_state, self.name) as surroundings,
-        ):
+        with During("forward", self.name), self.recorded(value) as surroundings:
             output = run(value)
         tell_of_backward(output, self.name)
         self.earlier.note_first()
         return output, surroundings[0]
+
+    def recorded(self, value: Any) -> AbstractContextManager[list[Surroundings]]:
+        """A context that records what surrounds a first run of the stage on `value`, which is run inside of it."""
+        return recorded(self.function, self.devices(value), self.preserve_rng_state, self.name)
+
+    def before_first(self, value: Any) -> Surroundings | None:
+        """What surrounds the stage now, for runs like its first one; None if only a first run tells."""
+        draws = None if self.effects.graph_dependent else self.effects.draws
+        return None if draws is None else steady(self.function, self.devices(value), draws)
 
     def again(self, value: Any, surroundings: Surroundings) -> Any:
         """Run it once more without a graph, exactly as the first time.
@@ -214,8 +220,7 @@ class StageRunner:
 
         RuntimeError if an `open` stage uses a parameter that it does not own.
         """
-        recording = recorded(self.function, self.devices(value), self.preserve_rng_state, self.name)
-        attached, output, found = self._attach("forward", recording, value)
+        attached, output, found = self._attach("forward", self.recorded(value), value)
         self.earlier.note_first()
         return attached, output, found[0]
 

@@ -53,6 +53,12 @@ class Surroundings:
     changes: Callable[[], Sequence[Change]] = tuple
     """Finds the attributes that are not as they were any more, and what they were."""
 
+    @property
+    def draws(self) -> bool | None:
+        """Whether the run drew random numbers; None if there is more to restore than these and autocast."""
+        more = self.buffers or self.decisions or self.drawn or self.changes()
+        return None if more else self.random is not None
+
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
         """Run `function` inside this context as it was run the first time, leaving no trace of the second.
@@ -180,6 +186,12 @@ def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> 
         tuple((slots[i], copy) for i, copy in copies.items()),
         changes=Attributes(function).changes,
     )
+
+
+def steady(function: Callable[..., Any], devices: tuple[torch.device, ...], draws: bool) -> Surroundings:
+    """What surrounds `function` now, whose runs `draw` random numbers at most (`Surroundings.draws`)."""
+    random = RandomState.now(devices) if draws else None
+    return Surroundings(autocast_now(devices), random, (), slots=tuple(_own_buffers(function)))
 
 
 def _tracking_batch_norms(function: Callable[..., Any]) -> list[Any]:

@@ -219,3 +219,42 @@ def test_a_block_whose_free_was_not_reported_ends_where_its_address_is_given_out
     phases, curve = _split(events)
     assert [held for _, held in curve] == [100, 110, 70, 10]
     assert phases[""].peak == 110
+
+
+def test_a_phase_tells_what_it_would_have_taken_had_what_the_phase_before_made_been_kept() -> None:
+    with memory_meter(CPU) as meter:
+        older = block(64)
+        meter.mark("given")
+        first, second = block(8), block(4)
+        scratch = block(100)
+        del scratch
+        meter.mark("work")
+        later = block(2)
+        del first, older
+        higher = block(16)  # perhaps where `first` was
+        del higher, second
+        lower = block(1)
+        meter.mark("after")
+        del lower, later
+    # 64 kB are free, but of the phase before that one.
+    assert meter.phases["work"].peak == 64 * KIB + 14 * KIB
+    assert meter.phases["work"].peak_with_given == 64 * KIB + 14 * KIB
+    assert meter.phases["given"].peak_with_given == meter.phases["given"].peak
+    with memory_meter(CPU) as meter:
+        meter.mark("given")
+        first, second = block(8), block(4)
+        meter.mark("work")
+        del first
+        higher = block(16)
+        del second, higher
+        lower = block(1)
+    assert meter.phases["work"] == Phase(12 * KIB, 20 * KIB, KIB)
+    assert meter.phases["work"].peak_with_given == 28 * KIB
+    del lower
+
+
+def test_what_is_given_ends_where_its_address_is_given_out_again() -> None:
+    marks = [(0, "rotor_profiling.mark:given", 0, 0), (2, "rotor_profiling.mark:work", 0, 0)]
+    events = sorted([*marks, (1, "", 1000, 100), (3, "", 1000, 60), (4, "", 2000, 10), (5, "", 1000, -60)])
+    phases, _ = _split(events)
+    assert (phases["work"].peak, phases["work"].peak_with_given) == (100, 170)

@@ -46,6 +46,25 @@ def test_the_predicted_meter_reads_what_the_measured_one_does() -> None:
     assert list(predicted) == list(measured)
     for name, phase in measured.items():
         assert (predicted[name].rise, predicted[name].kept) == pytest.approx((phase.rise, phase.kept), abs=16), name
+        # The allocator of a CPU sees scalars, and blocks that the engine holds for a moment.
+        assert predicted[name].peak_with_given == pytest.approx(phase.peak_with_given, abs=32), name
+
+
+def test_the_predicted_meter_tells_what_keeping_what_was_given_would_have_taken() -> None:
+    with using(device()), FakeTensorMode(), memory_meter(CPU) as meter:
+        older = torch.empty(100)
+        meter.mark("given")
+        first, second = torch.empty(1000), torch.empty(500)
+        meter.mark("work")
+        del first, older
+        higher = torch.empty(2000)
+        del second, higher
+        lower = torch.empty(10)
+        meter.mark("after")
+    work = meter.phases["work"]
+    assert (work.start, work.peak, work.end) == (6400, 10_000, 40)
+    assert work.peak_with_given == 14_000
+    del lower
 
 
 def test_kernels_scratch_counts_while_they_run_and_not_after() -> None:

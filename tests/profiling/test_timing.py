@@ -259,7 +259,7 @@ def test_under_a_meter_caches_are_written_over_before_what_comes_later_in_a_step
     watch = Scripted(nograd=0.0, forward=0.0, backward=0.0, again=0.0, at_once=0.0)
     watch.stop = list  # type: ignore[method-assign]  # it counts the laps of another test
     with ClockedMeter(CpuMeter(), watch, 1234) as meter:
-        for name, cooled in (("forward", 0), ("backward", 1), ("attach", 2), ("replay", 2)):
+        for name, cooled in (("forward", 0), ("gradients", 1), ("backward", 1), ("attach", 2), ("replay", 2)):
             meter.mark(name)
             assert watch.cooled == [1234] * cooled
 

@@ -26,7 +26,7 @@ class PredictedMeter:
     def mark(self, name: str) -> None:
         live = self._live
         live.settle()
-        self.phases[self._name] = Phase(self._start, live.peak, live.now)
+        self.phases[self._name] = Phase(self._start, live.peak, live.now, live.peak_with_given)
         self._name, self._start = name, live.now
         live.begin_peak()
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rotor_profiling.memory import Phase
 from rotor_profiling.stage.place import Place
-from rotor_profiling.stage.released import WatchedInput, released_bytes
-from rotor_profiling.stage.runs import Freed, WithoutGraph
+from rotor_profiling.stage.released import released_bytes
 
 LEAST_SHARE = 0.05
 """The part of what is saved that a way has to spare: what it costs is found by clocks, and less is lost in their
 noise."""
-_OF_SCALAR = 1024
-"""The most bytes that a scalar and its gradient take, which CUDA allocates in blocks of 512."""
+_AROUND = 2**14
+"""The most bytes that running a stage again takes beside the stage: scalars, and two random states of 5 kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,43 @@ class StageBytes:
     input_released_bytes: int
     output_released_bytes: int
     gradient_storage_bytes: tuple[int, ...]
+
+
+class Freed(NamedTuple):
+    """Bytes of a stage's input and output that are freed once a graph of it is all that holds them."""
+
+    input: int
+    output: int
+
+
+class Made(NamedTuple):
+    """Bytes of what a stage returns, and beside these, of what is carried and was made in it."""
+
+    activation_bytes: int
+    carried_bytes: int
+
+
+class GraphBytes(NamedTuple):
+    """What a run of a stage with a graph keeps and takes at most, beyond what was held when it began; and the most that
+    is held in its backward, beyond what was held when the forward had ended. None if nobody has watched what is freed.
+    """
+
+    kept: int
+    rise: int
+    backward: int
+    freed: Freed | None
+
+
+class WayBytes(NamedTuple):
+    """What a stage takes in one way, in both graphs, and the bytes behind the gradients of its input's tensors."""
+
+    training: GraphBytes
+    own: GraphBytes
+    gradients: tuple[int, ...]
+
+    @property
+    def kept(self) -> int:
+        return max(self.training.kept, self.own.kept)
 
 
 def clearly_less(saved: int, than: int) -> bool:
@@ -52,66 +89,83 @@ def least(found: Sequence[StageBytes]) -> StageBytes:
     )
 
 
-def more_in_training(phases: Mapping[str, Phase]) -> int | None:
-    """How many bytes more a backward takes in training's graph than in a graph of its own, whatever the way; or None.
+def in_training(phases: Mapping[str, Phase], twins: Freed | None) -> GraphBytes:
+    """What a run in training's graph takes, by its phases and the `twins` that were freed (`run_in_graph`)."""
+    forward = phases["forward"]
+    # From the end of the forward on: an output that the stage's own backward does not need may be gone.
+    most = max((phases[name].peak for name in ("gradients", "backward") if name in phases), default=forward.end)
+    return GraphBytes(forward.kept, forward.rise, most - forward.end, _freed(phases["end of forward"], twins))
+
+
+def in_own(phases: Mapping[str, Phase], twins: Freed | None, place: Place) -> GraphBytes:
+    """What a run with a graph of its own takes, as `in_training` (`run_with_own_graph`)."""
+    attach, letting_go = phases["attach"], phases["letting go"]
+    most = max(letting_go.peak, phases["replay"].peak) - letting_go.start + phases["gradient"].kept
+    freed = _freed(letting_go, twins)
+    if freed is None:
+        freed = Freed(*released_bytes(phases, place.input_bytes))
+    return GraphBytes(attach.kept, attach.rise, most, freed)
+
+
+def _freed(letting_go: Phase, twins: Freed | None) -> Freed | None:
+    """What is freed while the output is let go of, with the twins of tensors that are still there."""
+    return None if twins is None else Freed(twins.input, max(0, twins.output - letting_go.kept))
+
+
+def _in_own_by_training(phases: Mapping[str, Phase], training: GraphBytes) -> GraphBytes:
+    """What a graph of its own is expected to take, by a run in training's.
 
     They differ in the gradients of the output, which training's graph holds until they are used, and its own to the
-    end. So, but for the scalar of a loss, training's takes no more. Where it takes no less, the most is held before
-    they are used, or they are held to the end there as well: then the difference holds for ways that make tensors
-    again, which do so at the beginning. Where it takes less, or the forwards differ, each way is measured in both.
+    end.
     """
-    forward, attach = phases["forward"], phases["attach"]
-    if "backward" not in phases or (forward.kept, forward.rise) != (attach.kept, attach.rise):
-        return None
-    more = _backward_rise(phases) - _replay_rise(phases)
-    return more if 0 <= more <= _OF_SCALAR else None
+    if "backward" not in phases:
+        return training
+    backward = phases["backward"]
+    most = backward.peak if backward.peak_with_given is None else backward.peak_with_given
+    return training._replace(backward=max(phases["gradients"].peak, most) - phases["forward"].end)
 
 
-def _backward_rise(phases: Mapping[str, Phase]) -> int:
-    # From the end of the forward on: an output that the stage's own backward does not need may be gone.
-    return phases["backward"].peak - phases["forward"].end if "backward" in phases else 0
+class Beyond(NamedTuple):
+    """What a graph of its own takes beyond what is expected by a run in training's: the same, whatever the way."""
+
+    kept: int
+    rise: int
+    backward: int
+
+    def add_to(self, phases: Mapping[str, Phase], training: GraphBytes) -> GraphBytes:
+        """What a graph of its own takes in another way, by a run in training's."""
+        kept, rise, backward, freed = _in_own_by_training(phases, training)
+        return GraphBytes(kept + self.kept, rise + self.rise, backward + self.backward, freed)
 
 
-def _replay_rise(phases: Mapping[str, Phase]) -> int:
-    freed = phases["letting go"]
-    return max(freed.peak, phases["replay"].peak) - freed.start + phases["gradient"].kept
+def beyond_training(phases: Mapping[str, Phase], training: GraphBytes, own: GraphBytes) -> Beyond | None:
+    """How much more a graph of its own takes; None if that is not to be expected by a run in training's.
 
-
-def bytes_of(
-    phases: Mapping[str, Phase],
-    known: WithoutGraph,
-    place: Place,
-    watched: WatchedInput | None,
-    gradient_sizes: tuple[int, ...],
-    freed: Freed,
-    more: int | None,
-) -> StageBytes:
-    """The bytes of a stage in one way, but those of its runs without a graph.
-
-    `more` is what its backward takes in training's graph beyond one of its own; None if it has run in both.
+    Ways differ in what they make again, in the backward of either graph. So where the run of one way shows what is
+    expected, but for a little that is there beside the stage, it holds for the others.
     """
-    activation, replay = known.activation_bytes, _replay_rise(phases)
-    forward, backward = phases["attach"], replay + (more or 0)
-    if more is None:
-        forward, backward = phases["forward"], _backward_rise(phases)
-    if watched is None:
-        input_released, output_released = released_bytes(phases, place.input_bytes)
-    else:
-        # If the twins are not as large as the input in the chain, they are not comparable, and nothing is promised.
-        input_released = freed.input if watched.nbytes == place.input_bytes else 0
-        output_released = max(0, freed.output - phases["letting go"].kept)
+    expected = _in_own_by_training(phases, training)
+    more = Beyond(own.kept - expected.kept, own.rise - expected.rise, own.backward - expected.backward)
+    alike = own.freed == expected.freed and "backward" in phases
+    return more if alike and all(-_AROUND <= each <= _AROUND for each in more) else None
+
+
+def bytes_of(way: WayBytes, made: Made, place: Place, nograd_temp: int) -> StageBytes:
+    """The bytes of a stage in one way, with those that runs without a graph have shown."""
+    training, own, gradients = way
     # One number serves both ways to run a stage with a graph, in training's graph and in its own: the larger.
-    saved = max(0, max(forward.kept, phases["attach"].kept) - known.carried_bytes)
-    both = activation + place.input_bytes
+    saved = max(0, way.kept - made.carried_bytes)
+    both = made.activation_bytes + place.input_bytes
+    assert own.freed is not None
     return StageBytes(
-        activation_bytes=activation,
+        activation_bytes=made.activation_bytes,
         saved_bytes=saved,
-        forward_temp_bytes=max(forward.rise, phases["attach"].rise) - saved,
-        nograd_temp_bytes=0,
+        forward_temp_bytes=max(training.rise, own.rise) - saved,
+        nograd_temp_bytes=nograd_temp,
         # What the solver adds by itself is taken off: the gradients of output and input, as large as these are.
-        backward_temp_bytes=max(-place.input_bytes, backward - both),
-        replay_temp_bytes=max(-place.input_bytes, replay - both),
-        input_released_bytes=input_released,
-        output_released_bytes=min(output_released, activation, saved),
-        gradient_storage_bytes=gradient_sizes,
+        backward_temp_bytes=max(-place.input_bytes, training.backward - both),
+        replay_temp_bytes=max(-place.input_bytes, own.backward - both),
+        input_released_bytes=own.freed.input,
+        output_released_bytes=min(own.freed.output, made.activation_bytes, saved),
+        gradient_storage_bytes=gradients,
     )

@@ -7,7 +7,7 @@ from types import TracebackType
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.timing import Stopwatch
 
-_LATER = ("backward", "attach")
+_LATER = ("gradients", "attach")
 """What runs after other stages have run: not the backward that follows a run at once."""
 
 

@@ -46,28 +46,35 @@ def gradients_for(output: Any, silent: Sequence[int] = (), layouts: Layouts = ()
     return [make() if make else None for make in _makers(output, silent, layouts)]
 
 
-def scalar_after(output: Any, silent: Sequence[int] = (), layouts: Layouts = ()) -> torch.Tensor | None:
+def scalar_after(
+    output: Any, silent: Sequence[int] = (), layouts: Layouts = (), made: Callable[[], None] | None = None
+) -> torch.Tensor | None:
     """A scalar whose backward hands every tensor in `output` a gradient that is made at that moment.
 
     The engine gives such a gradient away like one that another layer made, so its memory is freed as early as in
     training. A gradient that is passed to `backward` would be held by its caller. The tensors at the positions `silent`
-    get no gradient. Returns None if nothing in `output` has a graph.
+    get no gradient. Somebody may be told when they are `made`. Returns None if nothing in `output` has a graph.
     """
     makers = _makers(output, silent, layouts)
     tensors = [tensor for tensor, make in zip(tensors_in(output), makers, strict=True) if make]
     found = [make for make in makers if make]
-    return _NewGradient.apply(found, *tensors) if tensors else None  # type: ignore[no-untyped-call]  # torch leaves it so
+    return _NewGradient.apply(found, made, *tensors) if tensors else None  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 class _NewGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, makers: list[_Maker], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.makers = makers
+    def forward(
+        ctx: Any, makers: list[_Maker], made: Callable[[], None] | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.makers, ctx.made = makers, made
         return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, *(make() for make in ctx.makers)
+        gradients = [make() for make in ctx.makers]
+        if ctx.made is not None:
+            ctx.made()
+        return None, None, *gradients
 
 
 def _makers(output: Any, silent: Sequence[int], layouts: Layouts) -> list[_Maker | None]:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from rotor_profiling.instruments import memory_meter
-from rotor_profiling.stage.bytes import StageBytes, bytes_of, clearly_less, least, more_in_training
+from rotor_profiling.stage.bytes import (
+    Beyond,
+    StageBytes,
+    WayBytes,
+    beyond_training,
+    bytes_of,
+    clearly_less,
+    in_own,
+    in_training,
+    least,
+)
 from rotor_profiling.stage.clocked_meter import ClockedMeter
 from rotor_profiling.stage.place import Place
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.stage.runs import (
-    WithoutGraph,
     forget_if_fresh,
+    made_by,
     run_again,
     run_first,
     run_in_graph,
@@ -74,10 +83,16 @@ def _measure_once(
     *,
     briefly: bool,
 ) -> MeasuredWays:
-    """Measure each way once; `briefly`, in a graph of its own alone, where training's graph shows the same."""
-    found: dict[int, StageBytes] = {}
+    """Measure each way once; `briefly`, in training's graph alone, where its own is known to show the same."""
+    found: dict[int, WayBytes] = {}
     seconds: dict[int, Mapping[str, float]] = {}
-    known, more, rise = None, None, 0
+    # Processes have to run equally often, and what another one has seen may differ.
+    surroundings, rise = runners[0].before_first(value) if briefly else None, 0
+    if surroundings is None:
+        with memory_meter(place.device) as meter:
+            surroundings = run_first(runners[0], value, meter)
+        rise = meter.phases["first"].rise
+    beyond: Beyond | None = None
     for number in sorted(range(len(runners)), key=stand_ins.__contains__):  # those that may be left out come last
         runner = runners[number]
         if not place.fresh_gradients:
@@ -85,53 +100,64 @@ def _measure_once(
                 parameter.grad = torch.zeros_like(parameter)
         runner.make_ready()
         other = found.get(stand_ins.get(number, -1))
-        if other and known and clearly_less(other.saved_bytes, _saved_by(runner, value, place, known)):
+        if other and clearly_less(other.kept, _kept_by(runner, value, place, surroundings)):
             continue
         forget_if_fresh(parameters, place)
-        with ClockedMeter(memory_meter(place.device), watch, place.between_bytes) as meter:
-            known = run_first(runner, value, place, meter) if known is None else known
-            if more is None:
-                run_in_graph(runner, value, parameters, place, meter)
-            rest = run_with_own_graph(runner, value, place, meter, known)
-        found[number] = bytes_of(meter.phases, known, place, *rest, more)
-        seconds[number] = meter.seconds
-        if number == 0:
-            rise = meter.phases["first"].rise
-            # Not of the last stage: training's graph begins its backward with the output, and its own without.
-            like_others = not place.output_held and not any(place.stepped)
-            more = more_in_training(meter.phases) if briefly and like_others else None
-    assert known is not None
+        with ClockedMeter(memory_meter(place.device), watch, place.between_bytes) as clocked:
+            twins = run_in_graph(runner, value, parameters, place, clocked)
+            apart = None if beyond else run_with_own_graph(runner, value, place, clocked, surroundings)
+        training = in_training(clocked.phases, twins)
+        if apart is None:
+            assert beyond is not None
+            own, gradients = beyond.add_to(clocked.phases, training), found[0].gradients
+        else:
+            gradients, twins = apart
+            own = in_own(clocked.phases, twins, place)
+        found[number] = WayBytes(training, own, gradients)
+        seconds[number] = clocked.seconds
+        if number == 0 and briefly and _comparable(place, parameters):
+            beyond = beyond_training(clocked.phases, training, own)
     # At the very end: its output is what the stage hands on, and not held while ways are measured.
-    with ClockedMeter(memory_meter(place.device), watch) as meter:
-        output = run_again(runners[0], value, known.surroundings, meter)
-    temp = max(0, max(rise, meter.phases["again"].rise) - found[0].activation_bytes)
+    with ClockedMeter(memory_meter(place.device), watch) as clocked:
+        output = run_again(runners[0], value, surroundings, clocked)
+    made = made_by(output, place)
+    temp = max(0, max(rise, clocked.phases["again"].rise) - made.activation_bytes)
     ways = [found.get(number) for number in range(len(runners))]
     # Training skips an output where it can, and adds gradients to those that are there. Measuring does neither.
     as_in_training = not runners[0].can_skip_output and (place.fresh_gradients or not parameters)
     return MeasuredWays(
-        tuple(None if way is None else replace(way, nograd_temp_bytes=temp) for way in ways),
+        tuple(None if way is None else bytes_of(way, made, place, temp) for way in ways),
         # Not of the phase "first": what the stage decides is watched there.
-        None if watch is None else _run_of(meter.seconds["again"], seconds, again=as_in_training),
+        None if watch is None else _run_of(clocked.seconds["again"], seconds, again=as_in_training),
         output,
     )
 
 
-def _saved_by(runner: Runner, value: Any, place: Place, known: WithoutGraph) -> int:
-    """What a stage saves in one way."""
+def _comparable(place: Place, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether both graphs of a stage hold the same until a backward ends, but for the gradients of the output.
+
+    Not where gradients are added up, or used for a step: training's graph frees them then, and its own hands them on at
+    the end. Nor in the last stage: its backward begins with the output in training's graph, and without in its own.
+    """
+    kept = place.fresh_gradients and not any(place.stepped)
+    return (kept or not parameters) and not place.output_held
+
+
+def _kept_by(runner: Runner, value: Any, place: Place, surroundings: Any) -> int:
+    """What a graph of a stage keeps in one way."""
     with memory_meter(place.device) as meter:
-        run_to_save(runner, value, known, meter)
-    return meter.phases["attach"].kept - known.carried_bytes
+        run_to_save(runner, value, surroundings, meter)
+    return meter.phases["attach"].kept
 
 
 def _run_of(nograd: float, seconds: Mapping[int, Mapping[str, float]], *, again: bool) -> StageRun:
-    """A run of the stage by the `seconds` of phases in each way, where training's graph was run for all of them; else
-    stored whole alone. With `again`, its run with a graph of its own is as in training.
+    """A run of the stage, by the `seconds` of phases in each way. With `again`, its run with a graph of its own is as
+    in training.
     """
-    ways = tuple((way["forward"], way.get("backward", 0.0)) for _, way in sorted(seconds.items()) if "forward" in way)
-    whole = seconds[0]
+    ways = [way for _, way in sorted(seconds.items())]
     return StageRun(
         nograd,
-        ways if len(ways) == len(seconds) else ways[:1],
-        whole["attach"] if again else None,
-        whole["replay"] if again and "backward" in whole else None,
+        tuple((way["forward"], way.get("gradients", 0.0) + way.get("backward", 0.0)) for way in ways),
+        ways[0]["attach"] if again else None,
+        ways[0]["replay"] if again and "backward" in ways[0] else None,
     )

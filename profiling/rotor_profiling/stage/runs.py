@@ -5,34 +5,19 @@ A phase begins at each mark. What falls into "between" does not count: frees, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
 from rotor_profiling.memory import MemoryMeter
+from rotor_profiling.stage.bytes import Freed, Made
+from rotor_profiling.stage.entry import enter_graph
 from rotor_profiling.stage.gradients import gradients_at, gradients_for, leaves_of, scalar_after
 from rotor_profiling.stage.place import Place
 from rotor_profiling.stage.released import WatchedInput, can_be_watched, run_to_release
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.storage import storage_bytes, storages, tensors_in, wait_for
-
-
-@dataclass(frozen=True, slots=True)
-class WithoutGraph:
-    """What runs of a stage without a graph have shown: it is the same in every way to run it."""
-
-    surroundings: Any
-    activation_bytes: int
-    carried_bytes: int
-    """of what is carried, and was made in the stage"""
-
-
-class Freed(NamedTuple):
-    """Bytes of a watched input that nothing holds once it has been let go of, and once the output has."""
-
-    input: int
-    output: int
 
 
 def run_unmeasured(runner: Runner, value: Any) -> None:
@@ -44,16 +29,14 @@ def run_unmeasured(runner: Runner, value: Any) -> None:
         wait_for(gradients_at(leaf))
 
 
-def run_first(runner: Runner, value: Any, place: Place, meter: MemoryMeter) -> WithoutGraph:
-    """Phase "first", without a graph; what it took at most is known when the meter has ended."""
+def run_first(runner: Runner, value: Any, meter: MemoryMeter) -> Any:
+    """Phase "first", without a graph; returns what surrounded it."""
     meter.mark("first")
     with torch.no_grad():
         output, surroundings = runner.first(value)
+    del output
     meter.mark("between")
-    carried = storages(tensors_in(output)[position] for position in place.carried)
-    activation = storage_bytes(tensors_in(output), [*place.owned, *carried])
-    made_here = sum(size for address, size in carried.items() if address not in place.owned)
-    return WithoutGraph(surroundings, activation, made_here)
+    return surroundings
 
 
 def run_again(runner: Runner, value: Any, surroundings: Any, meter: MemoryMeter) -> Any:
@@ -65,34 +48,55 @@ def run_again(runner: Runner, value: Any, surroundings: Any, meter: MemoryMeter)
     return output
 
 
-def run_in_graph(runner: Runner, value: Any, parameters: list[torch.Tensor], place: Place, meter: MemoryMeter) -> None:
-    """Phases "forward" and, if there is one, "backward", as in plain training."""
-    leaf = leaves_of(value)
+def made_by(output: Any, place: Place) -> Made:
+    """The bytes of what a run without a graph has returned."""
+    carried = storages(tensors_in(output)[position] for position in place.carried)
+    activation = storage_bytes(tensors_in(output), [*place.owned, *carried])
+    return Made(activation, sum(size for address, size in carried.items() if address not in place.owned))
+
+
+def run_in_graph(
+    runner: Runner, value: Any, parameters: list[torch.Tensor], place: Place, meter: MemoryMeter
+) -> Freed | None:
+    """Phases "forward", "end of forward", in which the output is let go of, and if there is a backward, "gradients" for
+    the output and "backward", as in plain training.
+
+    Returns what the graph did not hold of twins of the input; None if it has none.
+    """
+    watched = _watched(value, place)
+    entered = enter_graph(torch.empty(0, requires_grad=True), value if watched is None else watched.value)
     torch.clear_autocast_cache()  # else weights that an earlier run has cast would not count
     meter.mark("forward")
-    output = runner.forward(leaf)
+    output = runner.forward(entered)
     meter.mark("between")
-    source = scalar_after(output, place.silent, place.arriving)
+    source = scalar_after(output, place.silent, place.arriving, made=partial(meter.mark, "backward"))
+    del entered
+    with_input = 0 if watched is None else watched.let_go()
+    meter.mark("end of forward")
     if not place.output_held:
         output = None  # in training, only graphs hold it by then
+    with_output = 0 if watched is None else watched.freed()
+    meter.mark("between")
     if source is not None:
         one = torch.ones_like(source)
-        meter.mark("backward")
+        meter.mark("gradients")
         source.backward(one)
-        wait_for(gradients_at(leaf))
         del one
     meter.mark("between")
     forget_if_fresh(parameters, place)
+    return _freed(watched, with_input, with_output, place)
 
 
-def _run_with_own_graph(
-    runner: Runner, value: Any, watched: WatchedInput | None, surroundings: Any, place: Place, meter: MemoryMeter
-) -> tuple[tuple[int, ...], Freed]:
+def run_with_own_graph(
+    runner: Runner, value: Any, place: Place, meter: MemoryMeter, surroundings: Any
+) -> tuple[tuple[int, ...], Freed | None]:
     """Phases "attach", "letting go" of the output and "replay", as when a stage is run again, and "gradient" for those
     that the replay is given.
 
-    Returns the bytes behind the gradient of every tensor of the input, and what the graph did not hold of `watched`.
+    Returns the bytes behind the gradient of every tensor of the input, and what the graph did not hold of twins. If the
+    input has none, the phases of `run_to_release` follow.
     """
+    watched = _watched(value, place)
     given = value if watched is None else watched.value
     torch.clear_autocast_cache()  # as above
     meter.mark("attach")
@@ -110,11 +114,21 @@ def _run_with_own_graph(
     meter.mark("between")
     inputs = kept[: len(tensors_in(value))]
     sizes = tuple(0 if each is None else storage_bytes([each]) for each in inputs)
-    return sizes, Freed(with_input, with_output)
+    del kept, inputs
+    if watched is None:
+        run_to_release(runner, value, _not_input(value, place), meter)
+    return sizes, _freed(watched, with_input, with_output, place)
 
 
 def _watched(value: Any, place: Place) -> WatchedInput | None:
     return WatchedInput(value, _not_input(value, place)) if can_be_watched(value) else None
+
+
+def _freed(watched: WatchedInput | None, with_input: int, with_output: int, place: Place) -> Freed | None:
+    if watched is None:
+        return None
+    # If the twins are not as large as the input in the chain, they are not comparable, and nothing is promised.
+    return Freed(with_input if watched.nbytes == place.input_bytes else 0, with_output)
 
 
 def _not_input(value: Any, place: Place) -> frozenset[int]:
@@ -123,22 +137,11 @@ def _not_input(value: Any, place: Place) -> frozenset[int]:
     return frozenset() if whole_input else frozenset(place.owned)
 
 
-def run_with_own_graph(
-    runner: Runner, value: Any, place: Place, meter: MemoryMeter, known: WithoutGraph
-) -> tuple[WatchedInput | None, tuple[int, ...], Freed]:
-    """Run a stage in one way with a graph of its own, after what is `known` without one."""
-    watched = _watched(value, place)
-    gradient_sizes, freed = _run_with_own_graph(runner, value, watched, known.surroundings, place, meter)
-    if watched is None:
-        run_to_release(runner, value, _not_input(value, place), meter)
-    return watched, gradient_sizes, freed
-
-
-def run_to_save(runner: Runner, value: Any, known: WithoutGraph, meter: MemoryMeter) -> None:
+def run_to_save(runner: Runner, value: Any, surroundings: Any, meter: MemoryMeter) -> None:
     """Phase "attach" alone: what the stage saves in one way."""
     torch.clear_autocast_cache()  # as above
     meter.mark("attach")
-    attached, output = runner.attach(value, known.surroundings)
+    attached, output = runner.attach(value, surroundings)
     meter.mark("between")
     del attached, output
 

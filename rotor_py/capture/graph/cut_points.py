@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import fx
@@ -64,11 +65,11 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
         low, high = _largest(possible, weights)
         if sum(weights[low:high]) <= _HUGE * sum(weights):
             break
-        inside = {node for position in range(low, high - 1) for node in live[position]} - set(carried)
-        counts = {node: len(crossings.possible([*carried, node])) - len(possible) for node in inside}
-        # Of equals the earliest in the graph: processes that train together have to cut alike, and sets have no order.
-        best = max(counts, key=lambda node: (counts[node], -facts.body.index(node)), default=None)
-        if best is None or counts[best] < _WORTHWHILE:
+        inside = {node for position in range(low, high - 1) for node in live[position]}
+        gained = crossings.gained(carried)
+        # In the order of the graph, of equals the first: processes that train together have to cut alike.
+        best = max((node for node in facts.body if node in inside), key=gained.__getitem__, default=None)
+        if best is None or gained[best] < _WORTHWHILE:
             break
         carried.append(best)
         possible = crossings.possible(carried)
@@ -141,12 +142,27 @@ class _Crossings:
 
     def possible(self, carried: list[fx.Node]) -> list[int]:
         """The positions after which a stage may end if these tensors are carried; the last is the end of the graph."""
-        aside, found = set(carried), []
-        for at, live in self._live.items():
-            main = [node for node in live if node not in aside]
-            if len(main) <= 1 and self._checkpoints.issuperset(main):
-                found.append(at)
+        found = [at for at, main in self._beside(carried).items() if self._is_one(main)]
         return [*found, self._end]
+
+    def gained(self, carried: list[fx.Node]) -> Counter[fx.Node]:
+        """How many more positions are possible if one more tensor is carried: for each that gains any."""
+        blocked = [main for main in self._beside(carried).values() if not self._is_one(main)]
+        return Counter(
+            node
+            for main in blocked
+            if len(main) <= 2
+            for node in main
+            if self._is_one([each for each in main if each is not node])
+        )
+
+    def _beside(self, carried: list[fx.Node]) -> dict[int, list[fx.Node]]:
+        """What is live at each position, but for what is carried."""
+        aside = set(carried)
+        return {at: [node for node in live if node not in aside] for at, live in self._live.items()}
+
+    def _is_one(self, main: list[fx.Node]) -> bool:
+        return len(main) <= 1 and self._checkpoints.issuperset(main)
 
 
 def _unfinished(facts: GraphFacts) -> set[int]:

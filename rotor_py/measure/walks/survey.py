@@ -19,6 +19,8 @@ from rotor_py.stage.activity import During
 from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
+from rotor_py.stage.restored.decisions import remember_undecided
+from rotor_py.stage.surroundings import remember_moving
 from rotor_solver.progress import Progress
 
 
@@ -130,10 +132,13 @@ class Survey:
                     )
             if new:
                 with During("measuring", name):
-                    self._effects[alike] = find_effects(function, value, made, chain.device)
+                    self._effects[alike] = find_effects(chain.runner(number), value, made, chain.device)
                     if self._stepped:
                         self._refuse_foreign_parameters(number, value)
             remember_effects(function, self._effects[alike])
+            if self._effects[alike].draws is not None:
+                remember_moving(function, frozenset())
+                remember_undecided(function)
             if chain.layer_offers is not None:
                 with During("measuring", name):
                     chain.layer_offers.look_at(function, name, alike, value, chain.device)
