@@ -10,9 +10,10 @@ that this takes also shows whether another run needs more than its random number
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,25 +21,22 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, leaves_of, tensors_in
+from rotor_profiling.instruments import memory_meter
 from rotor_profiling.storage import local, wait_for
 from rotor_profiling.timing import several_processes
 from rotor_profiling.values import equal
-
-if TYPE_CHECKING:
-    from rotor_py.stage.runner import StageRunner
+from rotor_py.stage.surroundings import Steady, Surroundings
 
 
 @dataclass(frozen=True, slots=True)
 class GraphEffects:
     """`graph_dependent`: the outputs have other numbers with a graph than without one.
 
-    `without_gradient`: the outputs that need no gradient in training, by position among the output's tensors. `draws`:
-    a run draws random numbers, and changes and decides nothing else; None if it does more, or if nobody has looked.
+    `without_gradient`: the outputs that need no gradient in training, by position among the output's tensors.
     """
 
     graph_dependent: bool = False
     without_gradient: tuple[int, ...] = ()
-    draws: bool | None = None
 
 
 _remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()
@@ -59,24 +57,31 @@ def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
     _remembered[function] = effects
 
 
-def find_effects(runner: StageRunner, value: Any, made: Any, device: torch.device) -> GraphEffects:
+def find_effects(
+    function: nn.Module,
+    value: Any,
+    made: Any,
+    device: torch.device,
+    recorded: AbstractContextManager[Sequence[Surroundings]],
+) -> tuple[GraphEffects, Steady | None]:
     """Run a stage on `value` without a graph, and compare with what it `made` with one. Nothing of it is changed.
 
     `made` is without its graph, with `requires_grad` where it had one. A stage that never does the same thing twice
-    does not count as dependent on the graph: a graph would not help.
+    does not count as dependent on the graph: a graph would not help. What surrounds the run is `recorded`; returned is
+    also what that shows of every first run, if it is like one.
     """
-    function = runner.function
-    with isolated(function, device), runner.recorded(value) as surroundings, torch.no_grad():
+    with isolated(function, device), torch.no_grad(), memory_meter(device) as meter, recorded as surroundings:
         plain = _outputs(function, value)
-    attached, draws = _detached(made), surroundings[0].draws
+    attached, steady = _detached(made), surroundings[0].steady(function, meter.phases[""].rise)
     differs = not _equal(plain, attached)
     del plain
     # Where a stage waits for other processes, all have to run it equally often, whatever each of them finds.
     if differs or several_processes():
-        draws = None
+        steady = None
         with isolated(function, device), torch.enable_grad():
             differs = _equal(attached, _outputs(function, value)) and differs
-    return GraphEffects(differs, tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad), draws)
+    without_gradient = tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad)
+    return GraphEffects(differs, without_gradient), steady
 
 
 def run_with_graph(function: Callable[..., Any], value: Any) -> Any:

@@ -25,7 +25,7 @@ from rotor_py.stage.earlier_runs import EarlierRuns
 from rotor_py.stage.graph_effects import recall_effects, run_with_graph
 from rotor_py.stage.protocol import StageOffers, offers_of
 from rotor_py.stage.skipped_output import forward_skipping_output
-from rotor_py.stage.surroundings import Surroundings, recorded, steady
+from rotor_py.stage.surroundings import Surroundings, before_first, recorded
 from rotor_py.stage.undo import Undo
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_py.stage.ways.names import both, parted
@@ -154,10 +154,11 @@ class StageRunner:
         """A context that records what surrounds a first run of the stage on `value`, which is run inside of it."""
         return recorded(self.function, self.devices(value), self.preserve_rng_state, self.name)
 
-    def before_first(self, value: Any) -> Surroundings | None:
-        """What surrounds the stage now, for runs like its first one; None if only a first run tells."""
-        draws = None if self.effects.graph_dependent else self.effects.draws
-        return None if draws is None else steady(self.function, self.devices(value), draws)
+    def before_first(self, value: Any) -> tuple[Surroundings, int] | None:
+        """What surrounds the stage now, for runs like its first one, and the most bytes that this would hold beyond
+        those before it; None if only a first run tells.
+        """
+        return before_first(self.function, self.devices(value))
 
     def again(self, value: Any, surroundings: Surroundings) -> Any:
         """Run it once more without a graph, exactly as the first time.

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,12 @@ from rotor_profiling.attributes import Attributes, Change
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
 from rotor_profiling.values import equal
 from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
-from rotor_py.stage.restored.decisions import Decisions, decisions_recorded, decisions_repeated
+from rotor_py.stage.restored.decisions import (
+    Decisions,
+    decisions_recorded,
+    decisions_repeated,
+    remember_undecided,
+)
 from rotor_py.stage.restored.other_streams import Drawn, other_draws
 from rotor_py.stage.restored.running_statistics import WrittenStatistics
 
@@ -34,6 +39,20 @@ _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 _moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 """Per stage, the positions of the buffers that other stages change, perhaps before it is run again."""
+
+
+_steady: WeakKeyDictionary[nn.Module, Steady] = WeakKeyDictionary()
+"""Per stage, what its first runs do, where that is all that they do."""
+
+
+class Steady(NamedTuple):
+    """What every first run of a stage does, that decides nothing and sets no attributes: whether it `draws` random
+    numbers, the positions of buffers that are `moving`, and the most bytes that it holds beyond those before it.
+    """
+
+    draws: bool
+    moving: frozenset[int]
+    rise: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +72,12 @@ class Surroundings:
     changes: Callable[[], Sequence[Change]] = tuple
     """Finds the attributes that are not as they were any more, and what they were."""
 
-    @property
-    def draws(self) -> bool | None:
-        """Whether the run drew random numbers; None if there is more to restore than these and autocast."""
-        more = self.buffers or self.decisions or self.drawn or self.changes()
-        return None if more else self.random is not None
+    def steady(self, function: Callable[..., Any], rise: int) -> Steady | None:
+        """What this run of `function`, which took `rise` bytes at most, shows of all first runs; None if later ones
+        take over more of what it did.
+        """
+        more = self.decisions or self.drawn or self.changes()
+        return None if more else Steady(self.random is not None, recall_moving(function), rise)
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
@@ -188,10 +208,26 @@ def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> 
     )
 
 
-def steady(function: Callable[..., Any], devices: tuple[torch.device, ...], draws: bool) -> Surroundings:
-    """What surrounds `function` now, whose runs `draw` random numbers at most (`Surroundings.draws`)."""
-    random = RandomState.now(devices) if draws else None
-    return Surroundings(autocast_now(devices), random, (), slots=tuple(_own_buffers(function)))
+def remember_steady(function: nn.Module, steady: Steady | None) -> None:
+    """Have first runs of a stage do what one of a stage like it was seen to do; None if that tells nothing."""
+    _steady.pop(function, None)
+    if steady is not None:
+        _steady[function] = steady
+        remember_moving(function, steady.moving)
+        remember_undecided(function)
+
+
+def before_first(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> tuple[Surroundings, int] | None:
+    """What surrounds `function` now, as its first run would find it, and the most bytes that this would hold; None if
+    only such a run tells.
+    """
+    known = _steady.get(function) if isinstance(function, nn.Module) else None
+    if known is None:
+        return None
+    slots = _own_buffers(function)
+    buffers = tuple((slots[i], slots[i][2].clone()) for i in sorted(known.moving))
+    random = RandomState.now(devices) if known.draws else None
+    return Surroundings(autocast_now(devices), random, buffers, slots=tuple(slots)), known.rise
 
 
 def _tracking_batch_norms(function: Callable[..., Any]) -> list[Any]:

@@ -205,7 +205,7 @@ def _under_autocast() -> None:
 def test_what_the_first_walk_finds_otherwise_is_measured(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     costs(layers())
     measured.clear()
-    monkeypatch.setattr(survey, "find_effects", lambda *_: GraphEffects(graph_dependent=True))
+    monkeypatch.setattr(survey, "find_effects", lambda *_: (GraphEffects(graph_dependent=True), None))
     costs(layers())
     assert "measure_ways" in measured
 

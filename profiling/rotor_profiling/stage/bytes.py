@@ -135,7 +135,8 @@ class Beyond(NamedTuple):
     def add_to(self, phases: Mapping[str, Phase], training: GraphBytes) -> GraphBytes:
         """What a graph of its own takes in another way, by a run in training's."""
         kept, rise, backward, freed = _in_own_by_training(phases, training)
-        return GraphBytes(kept + self.kept, rise + self.rise, backward + self.backward, freed)
+        # Another way may hold the most at the end of its forward.
+        return GraphBytes(kept + self.kept, rise + max(self.rise, self.kept), backward + self.backward, freed)
 
 
 def beyond_training(phases: Mapping[str, Phase], training: GraphBytes, own: GraphBytes) -> Beyond | None:

@@ -87,11 +87,8 @@ def _measure_once(
     found: dict[int, WayBytes] = {}
     seconds: dict[int, Mapping[str, float]] = {}
     # Processes have to run equally often, and what another one has seen may differ.
-    surroundings, rise = runners[0].before_first(value) if briefly else None, 0
-    if surroundings is None:
-        with memory_meter(place.device) as meter:
-            surroundings = run_first(runners[0], value, meter)
-        rise = meter.phases["first"].rise
+    known = runners[0].before_first(value) if briefly else None
+    surroundings, rise = run_first(runners[0], value, place) if known is None else known
     beyond: Beyond | None = None
     for number in sorted(range(len(runners)), key=stand_ins.__contains__):  # those that may be left out come last
         runner = runners[number]
@@ -115,7 +112,8 @@ def _measure_once(
             own = in_own(clocked.phases, twins, place)
         found[number] = WayBytes(training, own, gradients)
         seconds[number] = clocked.seconds
-        if number == 0 and briefly and _comparable(place, parameters):
+        # What a stage decides is held while it is run again, which may be where one way needs the most, or another.
+        if number == 0 and known is not None and _comparable(place, parameters):
             beyond = beyond_training(clocked.phases, training, own)
     # At the very end: its output is what the stage hands on, and not held while ways are measured.
     with ClockedMeter(memory_meter(place.device), watch) as clocked:

@@ -37,8 +37,10 @@ class Runner(Protocol):
     def first(self, value: Any) -> tuple[Any, Any]:
         """Run it without a graph; return its output, and its surroundings for running it again."""
 
-    def before_first(self, value: Any) -> Any | None:
-        """Surroundings for running it again, as before a first run; None if only a first run tells."""
+    def before_first(self, value: Any) -> tuple[Any, int] | None:
+        """Surroundings for running it again, as before a first run, and the most bytes that this would hold beyond
+        those before it; None if only a first run tells.
+        """
 
     def again(self, value: Any, surroundings: Any) -> Any:
         """Run it once more without a graph, exactly as the first time."""

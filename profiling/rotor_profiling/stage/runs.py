@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rotor_profiling.instruments import memory_meter
 from rotor_profiling.memory import MemoryMeter
 from rotor_profiling.stage.bytes import Freed, Made
 from rotor_profiling.stage.entry import enter_graph
@@ -29,14 +30,12 @@ def run_unmeasured(runner: Runner, value: Any) -> None:
         wait_for(gradients_at(leaf))
 
 
-def run_first(runner: Runner, value: Any, meter: MemoryMeter) -> Any:
-    """Phase "first", without a graph; returns what surrounded it."""
-    meter.mark("first")
-    with torch.no_grad():
+def run_first(runner: Runner, value: Any, place: Place) -> tuple[Any, int]:
+    """A run without a graph; returns what surrounded it, and the most bytes that it held beyond those before it."""
+    with memory_meter(place.device) as meter, torch.no_grad():
         output, surroundings = runner.first(value)
     del output
-    meter.mark("between")
-    return surroundings
+    return surroundings, meter.phases[""].rise
 
 
 def run_again(runner: Runner, value: Any, surroundings: Any, meter: MemoryMeter) -> Any:

@@ -19,8 +19,7 @@ from rotor_py.stage.activity import During
 from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
-from rotor_py.stage.restored.decisions import remember_undecided
-from rotor_py.stage.surroundings import remember_moving
+from rotor_py.stage.surroundings import Steady, remember_steady
 from rotor_solver.progress import Progress
 
 
@@ -29,7 +28,7 @@ class Survey:
 
     def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
         self._stepped = stepped
-        self._effects: dict[Hashable, GraphEffects] = {}
+        self._effects: dict[Hashable, tuple[GraphEffects, Steady | None]] = {}
         self._given: dict[Hashable, Layouts] = {}
         """The layouts of the gradients of a stage's input, by its kind and those of the gradients that arrive, but of
         tensors that it only hands on."""
@@ -132,13 +131,13 @@ class Survey:
                     )
             if new:
                 with During("measuring", name):
-                    self._effects[alike] = find_effects(chain.runner(number), value, made, chain.device)
+                    recorded = chain.runner(number).recorded(value)
+                    self._effects[alike] = find_effects(function, value, made, chain.device, recorded)
                     if self._stepped:
                         self._refuse_foreign_parameters(number, value)
-            remember_effects(function, self._effects[alike])
-            if self._effects[alike].draws is not None:
-                remember_moving(function, frozenset())
-                remember_undecided(function)
+            effects, steady = self._effects[alike]
+            remember_effects(function, effects)
+            remember_steady(function, steady)
             if chain.layer_offers is not None:
                 with During("measuring", name):
                     chain.layer_offers.look_at(function, name, alike, value, chain.device)
