@@ -86,6 +86,8 @@ class CapturedLayer(StageOffers):
             try:
                 stage = self._only_stage(value, device)
                 self._named = stage.ways() if stage is not None else ()
+                if stage is not None and not self._named:  # nor would there be any if sizes were not open
+                    return False
                 unseen = prediction() is not None and not self._sharded
                 if self._named and (unseen or self._same_bits(value, device)):
                     return True

@@ -7,12 +7,14 @@ import gc
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from rotor_py import Checkpointable
+from rotor_py.capture import captured_layer
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, Option, Sequence, simulate, solve, store_all
 from tests.capture.steps import adamw, compare
 
@@ -212,3 +214,40 @@ def test_autocast_is_that_of_the_forward() -> None:
         value.backward()  # as people do: outside
     for found, expected in zip(planned.parameters(), model.parameters(), strict=True):
         assert torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]
+
+
+class Squeezed(nn.Module):
+    """It saves much, and nothing of that is cheap to make again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("layer", "some"), [(Squeezed, False), (Block, True)])
+def test_a_layer_is_captured_once_whether_or_not_it_can_be_stored_in_part(
+    layer: type[nn.Module], some: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures = []
+    capturing = captured_layer.CapturedForward.__init__
+
+    def counted(forward: captured_layer.CapturedForward, *args: Any, **options: Any) -> None:
+        captures.append(options)
+        capturing(forward, *args, **options)
+
+    captured = captured_layer.CapturedLayer.__init__
+
+    def uncounted(*args: Any, **options: Any) -> None:
+        captured(*args, **options)
+        captures.clear()
+
+    monkeypatch.setattr(captured_layer.CapturedForward, "__init__", counted)
+    monkeypatch.setattr(captured_layer.CapturedLayer, "__init__", uncounted)
+    planned, _ = measured(layer(), nn.Linear(WIDTH, WIDTH))
+    assert bool(names(planned)[0]) == some
+    assert [options["open_sizes"] for options in captures] == [True]
