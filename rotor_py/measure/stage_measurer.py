@@ -362,7 +362,7 @@ class StageMeasurer:
             return weighed, None
         name, function = self._stages[number]
         with During("measuring", name), isolated(function, self._device), torch.enable_grad():
-            paying = self._chain.runner(number).paying(leaves_of(value))
+            paying = self._chain.runner(number).paying(leaves_of(value), self._survey.paying(number))
         offered = offered_everywhere(paying, self._group, self._device)
         with stopwatch(self._device) as watch:
             # Where clocks are exact, they count what a meter's runs do beside those of a step.

@@ -6,7 +6,7 @@ its own), once more without a graph (`again`), and once more with a graph of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
@@ -27,7 +27,7 @@ from rotor_py.stage.protocol import StageOffers, offers_of
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_py.stage.surroundings import Surroundings, before_first, recorded
 from rotor_py.stage.undo import Undo
-from rotor_py.stage.ways.keeper import Keeper
+from rotor_py.stage.ways.keeper import Keeper, Trial
 from rotor_py.stage.ways.names import both, parted
 
 T = TypeVar("T")
@@ -97,10 +97,13 @@ class StageRunner:
         """The names of the ways in which the stage can be stored other than whole."""
         return self._ways_with(self._suiting, self._offers.ways())
 
-    def paying(self, value: Any) -> tuple[str, ...]:
-        """Those of `offered` that are worth measuring on `value`; the stage may be run to find that out."""
-        run = partial(_run_to_its_end, self._run_of(None))
-        paying = [each for each in self._suiting if each.pays(run, self.function, value)]
+    def trials(self) -> dict[str, Trial]:
+        """What tells, for each keeper that suits the stage, whether it pays, by its name."""
+        return {keeper.name: keeper.trial(self.function) for keeper in self._suiting}
+
+    def paying(self, value: Any, keepers: Container[str]) -> tuple[str, ...]:
+        """Those of `offered` that are worth measuring on `value`, if these `keepers` are; the stage may be run."""
+        paying = [each for each in self._suiting if each.name in keepers]
         return self._ways_with(paying, self._offers.ways_for(value))
 
     @property

@@ -21,6 +21,7 @@ from rotor_py.measure.walks.stage_ways import worth_choosing
 from rotor_py.plan.saved.plan_costs import PlanCosts
 from rotor_py.plan.settings import Settings
 from rotor_py.stage.protocol import Run
+from rotor_py.stage.ways.keeper import Known
 from rotor_solver import Chain, ForwardEnable, Option, Sequence, Stage
 from tests.capture.steps import adamw, compare
 from tests.capture.test_partial_saving import WIDTH, Gated, NewGelu, Stack, captured, loss
@@ -42,8 +43,8 @@ class Written:
     def suits(self, function: Callable[..., Any]) -> bool:
         return not isinstance(function, Left)
 
-    def pays(self, run: Run, function: Callable[..., Any], value: Any) -> bool:
-        return True
+    def trial(self, function: Callable[..., Any]) -> Known:
+        return Known(pays=True)
 
     def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
         def kept(value: Any) -> Any:

@@ -19,6 +19,10 @@ BeforeBackward = Callable[[Any, Any, Sequence[torch.Tensor]], None]
 """Called with the input of a stage, its output in the graph, and the parameters that it trains."""
 
 
+Watch = Callable[[Callable[[Any], Any]], Callable[[Any], Any]]
+"""Makes of a run of a stage one that is watched, and does the same."""
+
+
 def stage_layouts(
     runner: Runner,
     value: Any,
@@ -27,15 +31,17 @@ def stage_layouts(
     silent: Sequence[int] = (),
     arriving: Layouts = (),
     before_backward: BeforeBackward | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Layouts, Any]:
     """The layouts of the gradients that a stage's backward gives to the tensors of its input `value`, and its output.
 
     `arriving` are those of the gradients that it is given for its outputs; the ones at the positions `silent` get none.
-    The output is without its graph, with `requires_grad` where it had one. Nothing of the model is changed.
+    The output is without its graph, with `requires_grad` where it had one. The forward may be run in a `watch`. Nothing
+    of the model is changed.
     """
     with isolated(runner.function, device) as parameters, torch.enable_grad():
         leaf = leaves_of(value)
-        output = runner.forward(leaf)
+        output = (runner.forward if watch is None else watch(runner.forward))(leaf)
         if before_backward is not None:
             before_backward(leaf, output, parameters)
         made, outputs = leaves_of(output), tensors_in(output)

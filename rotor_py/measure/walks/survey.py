@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from rotor_profiling import Layouts, stage_kind, stage_layouts, tensors_in
+import torch
+
+from rotor_profiling import Layouts, isolated, leaves_of, stage_kind, stage_layouts, tensors_in
 from rotor_profiling.stage.kind import HasKind
 from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere
@@ -20,6 +24,7 @@ from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.surroundings import Steady, remember_steady
+from rotor_py.stage.ways.keeper import Trial
 from rotor_solver.progress import Progress
 
 
@@ -29,6 +34,7 @@ class Survey:
     def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
         self._stepped = stepped
         self._effects: dict[Hashable, tuple[GraphEffects, Steady | None]] = {}
+        self._trials: dict[Hashable, Mapping[str, Trial]] = {}
         self._given: dict[Hashable, Layouts] = {}
         """The layouts of the gradients of a stage's input, by its kind and those of the gradients that arrive, but of
         tensors that it only hands on."""
@@ -43,13 +49,17 @@ class Survey:
     def of(self, chain: WalkedChain) -> Survey:
         """A survey of the same chain, run in another way, with what is known of kinds of stages."""
         other = Survey(chain, self._stepped)
-        other._effects, other._given = self._effects, self._given
+        other._effects, other._trials, other._given = self._effects, self._trials, self._given
         return other
 
     @property
     def arriving(self) -> list[Layouts]:
         """The layouts of the gradients that arrive at each stage."""
         return self._layouts.arriving
+
+    def paying(self, number: int) -> set[str]:
+        """The keepers by which a stage is worth storing, by their names."""
+        return {name for name, trial in self._trials[self._alike[number]].items() if trial.pays}
 
     def laid_out_as_with_a_graph(self, number: int, output: Any) -> bool:
         """Whether a run of a stage without a graph has made an output that is laid out as one with a graph was."""
@@ -117,36 +127,53 @@ class Survey:
             arriving = self.arriving[number]
             asked = self._asked(number, arriving)
             made = None
-            if new or anywhere(asked not in self._given, chain.group, chain.device):
-                # A captured stage says all that it does, and has all parameters that it uses.
-                lost = LostGradients(name, function) if new and not isinstance(function, HasKind) else None
-                with During("measuring", name):
-                    self._given[asked], made = stage_layouts(
-                        chain.runner(number),
-                        value,
-                        chain.device,
-                        silent=chain.silent_of(number),
-                        arriving=self._to_run(number, arriving),
-                        before_backward=None if lost is None else lost.refuse,
-                    )
-            if new:
-                with During("measuring", name):
+            with During("measuring", name):
+                if new:
+                    self._trials[alike] = chain.runner(number).trials()
+                if new or anywhere(asked not in self._given, chain.group, chain.device):
+                    self._given[asked], made = self._run(number, value, new=new)
+                if new:
                     recorded = chain.runner(number).recorded(value)
                     self._effects[alike] = find_effects(function, value, made, chain.device, recorded)
                     if self._stepped:
                         self._refuse_foreign_parameters(number, value)
-            effects, steady = self._effects[alike]
-            remember_effects(function, effects)
-            remember_steady(function, steady)
-            if chain.layer_offers is not None:
-                with During("measuring", name):
-                    chain.layer_offers.look_at(function, name, alike, value, chain.device)
+                effects, steady = self._effects[alike]
+                remember_effects(function, effects)
+                remember_steady(function, steady)
+                if chain.layer_offers is not None:
+                    saved = max((trial.saved_bytes or 0 for trial in self._trials[alike].values()), default=0)
+                    chain.layer_offers.look_at(function, name, alike, value, chain.device, saved)
             # A stage of a known kind did not run, and its numbers are its own.
             value = chain.run(chain.runner(number), value) if made is None else made
             given = self._with_handed_on(number, self._given[asked], arriving)
             self._layouts.note(number, given, tensors_in(value))
         self.needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
         return value
+
+    def _run(self, number: int, value: Any, *, new: bool) -> tuple[Layouts, Any]:
+        """The layouts that a stage gives, and its output; if it is `new`, keepers are tried."""
+        chain, (name, function) = self._chain, self._stages[number]
+        runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
+        # A captured stage says all that it does, and has all parameters that it uses.
+        lost = LostGradients(name, function) if new and not isinstance(function, HasKind) else None
+        run = partial(
+            stage_layouts,
+            runner,
+            value,
+            chain.device,
+            silent=chain.silent_of(number),
+            arriving=self._to_run(number, self.arriving[number]),
+            before_backward=None if lost is None else lost.refuse,
+        )
+        for trial in trials[1:]:
+            # Of hooks inside of each other, autograd calls the innermost alone.
+            with suppress(RuntimeError), isolated(function, chain.device), torch.enable_grad():
+                trial.watch(runner.forward)(leaves_of(value))
+        if trials:
+            # Transforms of torch.func refuse hooks. What fails without hooks, too, fails again.
+            with suppress(RuntimeError):
+                return run(watch=trials[0].watch)
+        return run()
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
         """UnsupportedModelError if a stage reads a parameter that it does not have and that the backward steps."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rotor_profiling import isolated, leaves_of, storages, tensors_in
+from rotor_profiling import tensors_in
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_classes import is_fsdp_module
 from rotor_py.stage.protocol import StageOffers
@@ -47,14 +47,18 @@ class LayerParts:
         """Nothing: what was found is bound to these layers, and a copy finds its own."""
         return {**self.__dict__, "_found": {}, "_kinds": {}}
 
-    def look_at(self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device) -> None:
+    def look_at(
+        self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
+    ) -> None:
         """Find out how a layer of this kind can be stored on the input `value`, if no other one of the kind was seen.
 
-        Nothing of the layer is changed.
+        Nothing of the layer is changed. Of one that saves less than a mebibyte, `saved_bytes` beside its parameters,
+        input and output, nothing is found out.
         """
         self._found.pop(id(function), None)
         if kind not in self._kinds:
-            self._kinds[kind] = self._captured(function, name, value, device)
+            gains = saved_bytes >= _LEAST_BYTES and _may_gain(function, value)
+            self._kinds[kind] = self._captured(function, name, value, device) if gains else None
         first = self._kinds[kind]
         if first is not None:
             self._found[id(function)] = first if first.layer is function else first.of_kind(function, name)
@@ -75,8 +79,6 @@ class LayerParts:
         return self.of(function)
 
     def _captured(self, function: nn.Module, name: str, value: Any, device: torch.device) -> CapturedLayer | None:
-        if not _may_gain(function, value) or _saved_bytes(function, value, device) < _LEAST_BYTES:
-            return None
         # Not at the top: it imports TorchDynamo, which takes as long as importing the rest of torch.
         from rotor_py.capture.captured_layer import CapturedLayer
 
@@ -92,26 +94,3 @@ def _may_gain(function: nn.Module, value: Any) -> bool:
     # Those of modules inside of the layer are not there all the time. Without hooks, as now, only their class shows it.
     gathered_inside = any(is_fsdp_module(each) for each in function.modules() if each is not function)
     return not operator and plain and not gathered_inside and calls_forward_alone(function)
-
-
-def _saved_bytes(function: nn.Module, value: Any, device: torch.device) -> int:
-    """Bytes that autograd saves of a run of a layer, beside its parameters, input and output.
-
-    0 for a layer that refuses to be run with hooks, as one does that transforms functions: it has run without them.
-    """
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is torch.strided:
-            saved.update(storages([tensor]))
-        return tensor.detach()  # a result that is saved with its history would hold its own node, for good
-
-    leaf = leaves_of(value)
-    with isolated(function, device) as parameters, torch.enable_grad():
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                made = function(leaf)
-        except RuntimeError:
-            return 0
-        there = storages([*parameters, *function.parameters(), *function.buffers(), *tensors_in((leaf, made))])
-    return sum(nbytes for address, nbytes in saved.items() if address not in there)

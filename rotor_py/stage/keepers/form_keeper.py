@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from rotor_profiling.storage import tensors_in
+from rotor_profiling.storage import storages, tensors_in
 from rotor_py.stage.keepers.keeper import LEAST_BYTES, Form, Keeping
 from rotor_py.stage.keepers.readers import Need
-from rotor_py.stage.keepers.saved import Kept
+from rotor_py.stage.keepers.saved import Kept, Saved
 from rotor_py.stage.protocol import Run, offers_of
+from rotor_py.stage.ways.keeper import Trial
+
+K = TypeVar("K", bound=Keeping)
 
 _STATISTICS = 16
 """What is saved of a stage and is this much smaller than its input is one number for each row: a mean, or the logarithm
@@ -65,34 +68,68 @@ class FormKeeper:
         """`run`, a run of `function`, so that what its graph saves is in this form. It makes the same values."""
 
         def kept(value: Any) -> Any:
-            with self._keeping(self.form, function, value) as keeping:
+            with self._keeping(self.form, function, value, Keeping) as keeping:
                 output = run(value)
                 keeping.spare(tensors_in(output))
             return output
 
         return kept
 
-    def pays(self, run: Run, function: Callable[..., Any], value: Any) -> bool:
-        """Whether the form spares a part of what is saved that is worth measuring. `run` is run once."""
-        tried = _Tried(self.form)
-        try:
-            with self._keeping(tried, function, value) as keeping:
-                output = run(value)
-                keeping.settle(tensors_in(output))
-        except RuntimeError:
-            # Transforms of torch.func refuse hooks. What fails without hooks fails again when it is measured.
-            return False
-        held = {each.untyped_storage()._cdata for each in tensors_in(output)}
-        saved = sum(plain for plain, _ in tried.storages.values())
-        spared = sum(plain - kept for address, (plain, kept) in tried.storages.items() if address not in held)
-        return spared >= _LEAST_SHARE * saved and spared > 0
+    def trial(self, function: Callable[..., Any]) -> Trial:
+        """Tells whether the form spares a part of what is saved that is worth measuring, by a run of `function`."""
+        return _Trial(self, function)
 
-    def _keeping(self, form: Form, function: Callable[..., Any], value: Any) -> Keeping:
+    def _keeping(self, form: Form, function: Callable[..., Any], value: Any, kind: type[K]) -> K:
         inputs = tensors_in(value)
-        owned = [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
         largest = max((each.untyped_storage().nbytes() for each in inputs), default=0)
         least = LEAST_BYTES if self.form.exact else max(LEAST_BYTES, largest // _STATISTICS)
-        return Keeping(form, [*inputs, *owned], least_bytes=least)
+        return kind(form, [*inputs, *_owned(function)], least_bytes=least)
+
+
+class _Trial:
+    """A run of a stage whose graph saves everything as it is, and what it would save in the form of `keeper`."""
+
+    def __init__(self, keeper: FormKeeper, function: Callable[..., Any]) -> None:
+        self.pays = False
+        self.saved_bytes: int | None = None
+        self._keeper, self._function = keeper, function
+
+    def watch(self, run: Run) -> Run:
+        """`run`, which is watched."""
+
+        def watched(value: Any) -> Any:
+            tried = _Tried(self._keeper.form)
+            noting = self._keeper._keeping(tried, self._function, value, _Noting)
+            with noting:
+                output = run(value)
+                noting.settle(tensors_in(output))
+            outputs = {each.untyped_storage()._cdata for each in tensors_in(output)}
+            saved = sum(plain for plain, _ in tried.storages.values())
+            spared = sum(plain - kept for address, (plain, kept) in tried.storages.items() if address not in outputs)
+            self.pays = spared >= _LEAST_SHARE * saved and spared > 0
+            there = storages(tensors_in([value, output, _owned(self._function)]))
+            self.saved_bytes = sum(size for address, size in noting.seen.items() if address not in there)
+            return output
+
+        return watched
+
+
+class _Noting(Keeping):
+    """Notes all storages that autograd saves, and their bytes."""
+
+    def __init__(self, form: Form, untouched: Iterable[torch.Tensor], *, least_bytes: int) -> None:
+        super().__init__(form, untouched, least_bytes=least_bytes)
+        self.seen: dict[int, int] = {}
+
+    def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
+        """As `Keeping` does."""
+        if tensor.layout is torch.strided:
+            self.seen.update(storages([tensor]))
+        return super().save(tensor, for_numbers=for_numbers)
+
+
+def _owned(function: Callable[..., Any]) -> list[torch.Tensor]:
+    return [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
 
 
 class _Tried:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rotor_py.stage.protocol import Run
-from rotor_py.stage.ways.keeper import Keeper
+from rotor_py.stage.ways.keeper import Keeper, Known, Trial
 
 
 class _Elsewhere:
@@ -23,8 +23,8 @@ class _Elsewhere:
     def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
         return run
 
-    def pays(self, run: Run, function: Callable[..., Any], value: Any) -> bool:
-        return False  # it costs what the same way costs without it, beside the bytes that leave
+    def trial(self, function: Callable[..., Any]) -> Trial:
+        return Known(pays=False)  # it costs what the same way costs without it, beside the bytes that leave
 
 
 ELSEWHERE: Keeper = _Elsewhere()

@@ -3,9 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rotor_py.stage.protocol import Run
+
+
+class Trial(Protocol):
+    """Tells by a run of a stage whether a way to store it pays."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether the way is worth measuring, as far as a run has shown."""
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Bytes that the run has saved beside parameters, input and output, but for storages smaller than a page; None
+        if no run has shown it.
+        """
+
+    def watch(self, run: Run) -> Run:
+        """`run`, which is watched, and saves what it saves by itself. RuntimeError where hooks are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A trial that needs no run."""
+
+    pays: bool
+    saved_bytes: int | None = None
+
+    def watch(self, run: Run) -> Run:
+        """`run` itself."""
+        return run
 
 
 class Keeper(Protocol):
@@ -31,5 +61,5 @@ class Keeper(Protocol):
         It makes the same values.
         """
 
-    def pays(self, run: Run, function: Callable[..., Any], value: Any) -> bool:
-        """Whether the way is worth measuring for `run` on `value`, which may be run to find that out."""
+    def trial(self, function: Callable[..., Any]) -> Trial:
+        """What tells whether the way is worth measuring for the stage `function`."""
