@@ -25,7 +25,8 @@ from rotor_profiling.instruments import memory_meter
 from rotor_profiling.storage import local, wait_for
 from rotor_profiling.timing import several_processes
 from rotor_profiling.values import equal
-from rotor_py.stage.surroundings import Steady, Surroundings
+from rotor_py.stage.steady import Steady, shown_by
+from rotor_py.stage.surroundings import Surroundings
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +68,24 @@ def find_effects(
     """Run a stage on `value` without a graph, and compare with what it `made` with one. Nothing of it is changed.
 
     `made` is without its graph, with `requires_grad` where it had one. A stage that never does the same thing twice
-    does not count as dependent on the graph: a graph would not help. What surrounds the run is `recorded`; returned is
-    also what that shows of every first run, if it is like one.
+    does not count as dependent on the graph: a graph would not help. A single process has the run `recorded`, and finds
+    out what it shows of every first run.
     """
-    with isolated(function, device), torch.no_grad(), memory_meter(device) as meter, recorded as surroundings:
-        plain = _outputs(function, value)
-    attached, steady = _detached(made), surroundings[0].steady(function, meter.phases[""].rise)
-    differs = not _equal(plain, attached)
-    del plain
+    attached = _detached(made)
+    without_gradient = tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad)
+    if not several_processes():
+        with isolated(function, device), torch.no_grad(), memory_meter(device) as meter, recorded as surroundings:
+            plain = _outputs(function, value)
+        if _equal(plain, attached):
+            return GraphEffects(False, without_gradient), shown_by(surroundings[0], function, meter.phases[""].rise)
+        del plain  # what records it may have disturbed it
+    with isolated(function, device), torch.no_grad():
+        differs = not _equal(_outputs(function, value), attached)
     # Where a stage waits for other processes, all have to run it equally often, whatever each of them finds.
     if differs or several_processes():
-        steady = None
         with isolated(function, device), torch.enable_grad():
             differs = _equal(attached, _outputs(function, value)) and differs
-    without_gradient = tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad)
-    return GraphEffects(differs, without_gradient), steady
+    return GraphEffects(differs, without_gradient), None
 
 
 def run_with_graph(function: Callable[..., Any], value: Any) -> Any:

@@ -25,7 +25,8 @@ from rotor_py.stage.earlier_runs import EarlierRuns
 from rotor_py.stage.graph_effects import recall_effects, run_with_graph
 from rotor_py.stage.protocol import StageOffers, offers_of
 from rotor_py.stage.skipped_output import forward_skipping_output
-from rotor_py.stage.surroundings import Surroundings, before_first, recorded
+from rotor_py.stage.steady import before_first
+from rotor_py.stage.surroundings import Surroundings, recorded
 from rotor_py.stage.undo import Undo
 from rotor_py.stage.ways.keeper import Keeper, Trial
 from rotor_py.stage.ways.names import both, parted

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,12 +21,7 @@ from rotor_profiling.attributes import Attributes, Change
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
 from rotor_profiling.values import equal
 from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
-from rotor_py.stage.restored.decisions import (
-    Decisions,
-    decisions_recorded,
-    decisions_repeated,
-    remember_undecided,
-)
+from rotor_py.stage.restored.decisions import Decisions, decisions_recorded, decisions_repeated
 from rotor_py.stage.restored.other_streams import Drawn, other_draws
 from rotor_py.stage.restored.running_statistics import WrittenStatistics
 
@@ -39,20 +34,6 @@ _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 _moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 """Per stage, the positions of the buffers that other stages change, perhaps before it is run again."""
-
-
-_steady: WeakKeyDictionary[nn.Module, Steady] = WeakKeyDictionary()
-"""Per stage, what its first runs do, where that is all that they do."""
-
-
-class Steady(NamedTuple):
-    """What every first run of a stage does, that decides nothing and sets no attributes: whether it `draws` random
-    numbers, the positions of buffers that are `moving`, and the most bytes that it holds beyond those before it.
-    """
-
-    draws: bool
-    moving: frozenset[int]
-    rise: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +52,6 @@ class Surroundings:
     drawn: Drawn = ()
     changes: Callable[[], Sequence[Change]] = tuple
     """Finds the attributes that are not as they were any more, and what they were."""
-
-    def steady(self, function: Callable[..., Any], rise: int) -> Steady | None:
-        """What this run of `function`, which took `rise` bytes at most, shows of all first runs; None if later ones
-        take over more of what it did.
-        """
-        more = self.decisions or self.drawn or self.changes()
-        return None if more else Steady(self.random is not None, recall_moving(function), rise)
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
@@ -130,7 +104,7 @@ def recorded(
     """
     autocast = autocast_now(devices)
     before = RandomState.now(devices) if preserve_rng_state else None
-    slots = _own_buffers(function)
+    slots = own_buffers(function)
     copies = _copies(function, slots)
     versions = [tensor._version for _, _, tensor in slots]
     attributes = Attributes(function)
@@ -198,7 +172,7 @@ def _let_copies_track(module: nn.Module, stack: ExitStack) -> None:
 
 def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> Surroundings:
     """What surrounds `function` now: a run inside `restored` will be like one that begins at this moment."""
-    slots = _own_buffers(function)
+    slots = own_buffers(function)
     copies = _copies(function, slots)
     return Surroundings(
         autocast_now(devices),
@@ -206,28 +180,6 @@ def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> 
         tuple((slots[i], copy) for i, copy in copies.items()),
         changes=Attributes(function).changes,
     )
-
-
-def remember_steady(function: nn.Module, steady: Steady | None) -> None:
-    """Have first runs of a stage do what one of a stage like it was seen to do; None if that tells nothing."""
-    _steady.pop(function, None)
-    if steady is not None:
-        _steady[function] = steady
-        remember_moving(function, steady.moving)
-        remember_undecided(function)
-
-
-def before_first(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> tuple[Surroundings, int] | None:
-    """What surrounds `function` now, as its first run would find it, and the most bytes that this would hold; None if
-    only such a run tells.
-    """
-    known = _steady.get(function) if isinstance(function, nn.Module) else None
-    if known is None:
-        return None
-    slots = _own_buffers(function)
-    buffers = tuple((slots[i], slots[i][2].clone()) for i in sorted(known.moving))
-    random = RandomState.now(devices) if known.draws else None
-    return Surroundings(autocast_now(devices), random, buffers, slots=tuple(slots)), known.rise
 
 
 def _tracking_batch_norms(function: Callable[..., Any]) -> list[Any]:
@@ -240,7 +192,7 @@ def _tracking_batch_norms(function: Callable[..., Any]) -> list[Any]:
     ]
 
 
-def _own_buffers(function: Callable[..., Any]) -> list[Slot]:
+def own_buffers(function: Callable[..., Any]) -> list[Slot]:
     """The buffers of `function` that a forward in training may change, other than statistics that do not matter."""
     statistics = {id(module._buffers) for module in _tracking_batch_norms(function)}
     return [slot for slot in buffer_slots(function) if id(slot[0]) not in statistics]
@@ -278,7 +230,7 @@ def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iter
 
     A stage that only reads one has to find it in its second run as in its first.
     """
-    stages = [(function, _own_buffers(function)) for function in functions if isinstance(function, nn.Module)]
+    stages = [(function, own_buffers(function)) for function in functions if isinstance(function, nn.Module)]
     holders = Counter(address for _, slots in stages for address in {id(tensor) for _, _, tensor in slots})
     moved = {id(tensor) for tensor in also}
     moved |= {id(slots[i][2]) for function, slots in stages for i in _moving.get(function, ()) if i < len(slots)}
@@ -291,12 +243,12 @@ def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iter
 def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
     """The buffers of which a copy is kept while `function` may be run again, as far as its runs have shown."""
     known = recall_moving(function)
-    return [slot[2] for i, slot in enumerate(_own_buffers(function)) if i in known]
+    return [slot[2] for i, slot in enumerate(own_buffers(function)) if i in known]
 
 
 def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
     """The buffers that a forward of `function` may change, statistics included; all, until one has shown which."""
     known = _moving.get(function) if isinstance(function, nn.Module) else None
-    own = _own_buffers(function)
+    own = own_buffers(function)
     still = set() if known is None else {id(slot[2]) for i, slot in enumerate(own) if i not in known}
     return [slot for slot in buffer_slots(function) if id(slot[2]) not in still]

@@ -23,7 +23,7 @@ from rotor_py.stage.activity import During
 from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
-from rotor_py.stage.surroundings import Steady, remember_steady
+from rotor_py.stage.steady import Steady, remember_steady
 from rotor_py.stage.ways.keeper import Trial
 from rotor_solver.progress import Progress
 
