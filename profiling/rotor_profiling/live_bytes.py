@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rotor_profiling.predicted.followed_storages import FollowedStorages
-from rotor_profiling.storage import allocated
+from rotor_profiling.storage import allocated, local
 
 OperatorBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 """Bytes that an operator's kernel allocates while it runs, and frees: of (operator, arguments, keywords, result)."""
@@ -31,25 +31,29 @@ class LiveBytes(FollowedStorages):
         """The bytes that are alive, of storages created since the mode was made, or since `reset`."""
         self.peak = 0
         """The most bytes that were alive at once since the mode was made, or since `reset` or `begin_peak`."""
-        self.peak_with_given = 0
-        """The peak if nothing had been freed that was made between the last two calls of `begin_peak`."""
+        self.peak_with_held = 0
+        """The peak if nothing had been freed that somebody has asked to `hold`."""
         self._kinds, self._kind, self._scratch = kinds, kind, scratch
         self._sizes: dict[int, int] = {}
-        self._given: set[int] = set()
-        self._made: set[int] = set()
+        self._to_hold: set[int] = set()
         self._gone = 0
 
     def reset(self) -> None:
         """Forget what is alive: only storages created from here on count."""
         self.forget()
         self._sizes.clear()
-        self.now = self.peak = self.peak_with_given = self._gone = 0
-        self._given, self._made = set(), set()
+        self.now = self.peak = self.peak_with_held = self._gone = 0
+        self._to_hold.clear()
 
     def begin_peak(self) -> None:
         """Have the peak begin anew at what is alive now."""
-        self.peak = self.peak_with_given = self.now
-        self._given, self._made, self._gone = self._made, set(), 0
+        self.peak, self.peak_with_held = self.now, self.now + self._gone
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Count the storage of a tensor for `peak_with_held` as if it was there for good."""
+        number = self._followed.get(local(tensor).untyped_storage()._cdata)
+        if number in self._sizes:
+            self._to_hold.add(number)
 
     def follows(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type in self._kinds
@@ -57,15 +61,13 @@ class LiveBytes(FollowedStorages):
     def taken(self, number: int, size: int) -> None:
         self._sizes[number] = allocated(size, self._kind)
         self.now += self._sizes[number]
-        self._made.add(number)
         self._reach(self.now)
 
     def freed(self, number: int) -> None:
         size = self._sizes.pop(number)
         self.now -= size
-        self._made.discard(number)
-        if number in self._given:
-            self._given.remove(number)
+        if number in self._to_hold:
+            self._to_hold.remove(number)
             self._gone += size
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -73,4 +75,4 @@ class LiveBytes(FollowedStorages):
 
     def _reach(self, held: int) -> None:
         self.peak = max(self.peak, held)
-        self.peak_with_given = max(self.peak_with_given, held + self._gone)
+        self.peak_with_held = max(self.peak_with_held, held + self._gone)

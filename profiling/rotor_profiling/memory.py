@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 _MARK = "rotor_profiling.mark:"
+_HOLD = "rotor_profiling.hold:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class Phase:
     start: int
     peak: int
     end: int
-    peak_with_given: int | None = field(default=None, compare=False)
-    """The peak if nothing had been freed that the phase before made; None where a meter does not see single frees."""
+    peak_with_held: int | None = field(default=None, compare=False)
+    """The peak if nothing had been freed that somebody has asked to `hold`; None where single frees do not show."""
 
     @property
     def rise(self) -> int:
@@ -45,13 +46,16 @@ class MemoryMeter(Protocol):
     """A context manager that splits what runs inside it into named phases.
 
     `mark(name)` starts the phase `name`; it lasts until the next mark or the end of the context. `phases` can be read
-    once the context has been left. Work before the first mark belongs to the phase `""`.
+    once the context has been left. Work before the first mark belongs to the phase `""`. The storage of a tensor that
+    was made inside counts for `Phase.peak_with_held` after `hold(tensor)`, as if it was there for good.
     """
 
     @property
     def phases(self) -> dict[str, Phase]: ...
 
     def mark(self, name: str) -> None: ...
+
+    def hold(self, tensor: torch.Tensor) -> None: ...
 
     def __enter__(self) -> MemoryMeter: ...
 
@@ -82,11 +86,10 @@ class CpuMeter:
         return self
 
     def mark(self, name: str) -> None:
-        # An event among the allocations, so that one clock orders both.
-        _record_operators(True)
-        with torch.profiler.record_function(_MARK + name):
-            pass
-        _record_operators(False)
+        _record(_MARK + name)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        _record(f"{_HOLD}{tensor.untyped_storage().data_ptr()}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -101,13 +104,23 @@ class CpuMeter:
             self.phases, self.curve = _split(events)
 
 
+def _record(name: str) -> None:
+    # An event among the allocations, so that one clock orders both.
+    _record_operators(True)
+    with torch.profiler.record_function(name):
+        pass
+    _record_operators(False)
+
+
 def _record_operators(enabled: bool) -> None:
     """Whether profilers see the operators that this thread runs, as they do by default."""
     torch._C._autograd._enable_record_function(enabled)  # a switch of this thread, for which torch has no public name
 
 
 def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
-    """(time in ns, mark or "", address, bytes) of every mark and every CPU allocation (+) or free (-)."""
+    """(time in ns, mark or "", address, bytes) of every mark and every CPU allocation (+) or free (-); of what is held
+    from then on, without a mark and with 0 bytes.
+    """
     pending = list(roots)
     while pending:
         event = pending.pop()
@@ -120,6 +133,8 @@ def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
         pending.extend(event.children)
         if name.startswith(_MARK):
             yield event.start_time_ns, name, 0, 0
+        elif name.startswith(_HOLD):
+            yield event.start_time_ns, "", int(name.removeprefix(_HOLD)), 0
 
 
 def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], list[tuple[float, int]]]:
@@ -127,31 +142,30 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
     curve: list[tuple[float, int]] = []
     live: dict[int, int] = {}
     name, start, peak, held = "", 0, 0, 0  # before the first mark
-    given: set[int] = set()  # addresses of what the phase before made, and of what this one has made
-    made: set[int] = set()
-    gone, with_given = 0, 0
+    to_hold: set[int] = set()
+    gone, with_held = 0, 0  # bytes that should be there and are not, and the peak if they were
     for time, mark, address, size in events:
         if mark:
-            phases[name] = Phase(start, peak, held, with_given)
-            name, start, peak = mark.removeprefix(_MARK), held, held
-            given, made, gone, with_given = made, set(), 0, held
+            phases[name] = Phase(start, peak, held, with_held)
+            name, start, peak, with_held = mark.removeprefix(_MARK), held, held, held + gone
+        elif not size:
+            if address in live:
+                to_hold.add(address)
         else:
             # By address, not by the size of the free: a block that an earlier meter saw allocated is reported as well.
             # What an allocation finds at its address has been freed, by a thread whose events are not collected.
             freed = live.pop(address, 0)
             held -= freed
-            made.discard(address)
-            if address in given:
-                given.remove(address)
+            if address in to_hold:
+                to_hold.remove(address)
                 gone += freed
             if size > 0:
                 held += size
                 live[address] = size
-                made.add(address)
                 peak = max(peak, held)
-        with_given = max(with_given, held + gone)
+        with_held = max(with_held, held + gone)
         curve.append(((time - events[0][0]) / 1e9, held))
-    phases[name] = Phase(start, peak, held, with_given)
+    phases[name] = Phase(start, peak, held, with_held)
     return phases, curve
 
 
@@ -200,6 +214,9 @@ class CudaMeter:
         self.phases[self._name] = Phase(self._start, peak, held)
         self._name, self._start = name, held
         torch.cuda.reset_peak_memory_stats(self.device)  # to what is held now, so the next peak is that of its phase
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Counters do not tell when a single tensor is freed."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

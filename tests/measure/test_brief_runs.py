@@ -157,17 +157,16 @@ def test_bytes_are_those_of_runs_in_both_graphs(
     assert (fewer["first None"] > 0) == (layer is Deciding)
 
 
-@pytest.mark.parametrize("layer", [Gated, Convolutions])
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(("layer", "fewer"), [(Gated, True), (Convolutions, True), (Deciding, False)])
 def test_a_way_is_run_in_a_graph_of_its_own_only_where_that_shows_more(
-    layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+    layer: type[nn.Module], fewer: bool, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Gradients of parameters are freed where they are added to others, and held to the end in a graph of its own.
-    for fresh in (True, False):
-        _, runs = measured(layer(), monkeypatch, briefly=True, fresh=fresh)
-        ways = {name.removeprefix("forward ") for name in runs if name.startswith("forward ")} - {"None"}
-        assert ways
-        for way in ways:
-            assert (runs[f"attach {way}"] < runs[f"forward {way}"]) == fresh, way
+    _, runs = measured(layer(), monkeypatch, briefly=True, fresh=fresh)
+    ways = {name.removeprefix("forward ") for name in runs if name.startswith("forward ")} - {"None"}
+    assert ways
+    for way in ways:
+        assert (runs[f"attach {way}"] < runs[f"forward {way}"]) == fewer, way
 
 
 def test_a_way_that_another_one_stands_in_for_is_run_forward_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,40 +221,40 @@ def test_a_block_whose_free_was_not_reported_ends_where_its_address_is_given_out
     assert phases[""].peak == 110
 
 
-def test_a_phase_tells_what_it_would_have_taken_had_what_the_phase_before_made_been_kept() -> None:
+def test_a_phase_tells_what_it_would_have_taken_had_some_tensors_been_kept() -> None:
     with memory_meter(CPU) as meter:
         older = block(64)
         meter.mark("given")
         first, second = block(8), block(4)
-        scratch = block(100)
-        del scratch
+        meter.hold(first)
+        meter.hold(second.view(-1)[1:])  # a storage, whatever part of it
+        meter.hold(block(3)[:0])
         meter.mark("work")
-        later = block(2)
         del first, older
         higher = block(16)  # perhaps where `first` was
-        del higher, second
+        del second, higher
         lower = block(1)
         meter.mark("after")
-        del lower, later
-    # 64 kB are free, but of the phase before that one.
-    assert meter.phases["work"].peak == 64 * KIB + 14 * KIB
-    assert meter.phases["work"].peak_with_given == 64 * KIB + 14 * KIB
-    assert meter.phases["given"].peak_with_given == meter.phases["given"].peak
+        del lower
+    assert [meter.phases[name].peak for name in ("given", "work", "after")] == [79 * KIB, 76 * KIB, KIB]
+    held = [meter.phases[name].peak_with_held for name in ("given", "work", "after")]
+    assert held == [79 * KIB, (76 + 3) * KIB, (1 + 12 + 3) * KIB]
+
+
+def test_a_phase_in_which_more_is_made_than_was_held_would_have_taken_both() -> None:
     with memory_meter(CPU) as meter:
-        meter.mark("given")
-        first, second = block(8), block(4)
+        first = block(8)
+        meter.hold(first)
         meter.mark("work")
         del first
         higher = block(16)
-        del second, higher
-        lower = block(1)
-    assert meter.phases["work"] == Phase(12 * KIB, 20 * KIB, KIB)
-    assert meter.phases["work"].peak_with_given == 28 * KIB
-    del lower
+        del higher
+    assert meter.phases["work"] == Phase(8 * KIB, 16 * KIB, 0)
+    assert meter.phases["work"].peak_with_held == 24 * KIB
 
 
-def test_what_is_given_ends_where_its_address_is_given_out_again() -> None:
-    marks = [(0, "rotor_profiling.mark:given", 0, 0), (2, "rotor_profiling.mark:work", 0, 0)]
-    events = sorted([*marks, (1, "", 1000, 100), (3, "", 1000, 60), (4, "", 2000, 10), (5, "", 1000, -60)])
+def test_what_is_held_ends_where_its_address_is_given_out_again() -> None:
+    events = [(0, "", 1000, 100), (1, "", 1000, 0), (2, "rotor_profiling.mark:work", 0, 0)]
+    events += [(3, "", 1000, 60), (4, "", 2000, 10), (5, "", 1000, -60), (6, "", 3000, 0)]
     phases, _ = _split(events)
-    assert (phases["work"].peak, phases["work"].peak_with_given) == (100, 170)
+    assert (phases["work"].peak, phases["work"].peak_with_held) == (100, 170)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
+import torch
+
 from rotor_profiling.live_bytes import LiveBytes
 from rotor_profiling.memory import Phase
 
@@ -26,9 +28,13 @@ class PredictedMeter:
     def mark(self, name: str) -> None:
         live = self._live
         live.settle()
-        self.phases[self._name] = Phase(self._start, live.peak, live.now, live.peak_with_given)
+        self.phases[self._name] = Phase(self._start, live.peak, live.now, live.peak_with_held)
         self._name, self._start = name, live.now
         live.begin_peak()
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """As the other meters do."""
+        self._live.hold(tensor)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

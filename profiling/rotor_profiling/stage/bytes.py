@@ -13,8 +13,10 @@ from rotor_profiling.stage.released import released_bytes
 LEAST_SHARE = 0.05
 """The part of what is saved that a way has to spare: what it costs is found by clocks, and less is lost in their
 noise."""
+_SCALARS = 1024
+"""The most bytes that a few scalars take. CUDA allocates them in blocks of 512."""
 _AROUND = 2**14
-"""The most bytes that running a stage again takes beside the stage: scalars, and two random states of 5 kB."""
+"""The most bytes that it takes to run a stage again beside the stage: scalars, and two random states of 5 kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +117,13 @@ def _freed(letting_go: Phase, twins: Freed | None) -> Freed | None:
 def _in_own_by_training(phases: Mapping[str, Phase], training: GraphBytes) -> GraphBytes:
     """What a graph of its own is expected to take, by a run in training's.
 
-    They differ in the gradients of the output, which training's graph holds until they are used, and its own to the
-    end.
+    They differ in gradients, of the output, and of parameters where they are added to those that are there: training's
+    graph holds them until they are used, and its own to the end.
     """
     if "backward" not in phases:
         return training
     backward = phases["backward"]
-    most = backward.peak if backward.peak_with_given is None else backward.peak_with_given
+    most = backward.peak if backward.peak_with_held is None else backward.peak_with_held
     return training._replace(backward=max(phases["gradients"].peak, most) - phases["forward"].end)
 
 
@@ -147,8 +149,8 @@ def beyond_training(phases: Mapping[str, Phase], training: GraphBytes, own: Grap
     """
     expected = _in_own_by_training(phases, training)
     more = Beyond(own.kept - expected.kept, own.rise - expected.rise, own.backward - expected.backward)
-    alike = own.freed == expected.freed and "backward" in phases
-    return more if alike and all(-_AROUND <= each <= _AROUND for each in more) else None
+    little = max(abs(more.kept), abs(more.rise)) <= _AROUND and abs(more.backward) <= _SCALARS
+    return more if little and own.freed == expected.freed and "backward" in phases else None
 
 
 def bytes_of(way: WayBytes, made: Made, place: Place, nograd_temp: int) -> StageBytes:

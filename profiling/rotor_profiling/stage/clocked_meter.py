@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
+import torch
+
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.timing import Stopwatch
 
@@ -39,6 +41,10 @@ class ClockedMeter:
                 self._watch.cool(self._between_bytes)
             self._watch.lap()
             self._names.append(name)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """As the meter does."""
+        self._meter.hold(tensor)
 
     def __enter__(self) -> ClockedMeter:
         self._meter.__enter__()

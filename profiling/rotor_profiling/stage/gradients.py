@@ -47,13 +47,16 @@ def gradients_for(output: Any, silent: Sequence[int] = (), layouts: Layouts = ()
 
 
 def scalar_after(
-    output: Any, silent: Sequence[int] = (), layouts: Layouts = (), made: Callable[[], None] | None = None
+    output: Any,
+    silent: Sequence[int] = (),
+    layouts: Layouts = (),
+    made: Callable[[list[torch.Tensor]], None] | None = None,
 ) -> torch.Tensor | None:
     """A scalar whose backward hands every tensor in `output` a gradient that is made at that moment.
 
     The engine gives such a gradient away like one that another layer made, so its memory is freed as early as in
     training. A gradient that is passed to `backward` would be held by its caller. The tensors at the positions `silent`
-    get no gradient. Somebody may be told when they are `made`. Returns None if nothing in `output` has a graph.
+    get no gradient. Somebody may be told that they are `made`. Returns None if nothing in `output` has a graph.
     """
     makers = _makers(output, silent, layouts)
     tensors = [tensor for tensor, make in zip(tensors_in(output), makers, strict=True) if make]
@@ -64,7 +67,7 @@ def scalar_after(
 class _NewGradient(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, makers: list[_Maker], made: Callable[[], None] | None, *tensors: torch.Tensor
+        ctx: Any, makers: list[_Maker], made: Callable[[list[torch.Tensor]], None] | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
         ctx.makers, ctx.made = makers, made
         return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
@@ -73,7 +76,7 @@ class _NewGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         gradients = [make() for make in ctx.makers]
         if ctx.made is not None:
-            ctx.made()
+            ctx.made(gradients)
         return None, None, *gradients
 
 

@@ -113,7 +113,7 @@ def _measure_once(
         found[number] = WayBytes(training, own, gradients)
         seconds[number] = clocked.seconds
         # What a stage decides is held while it is run again, which may be where one way needs the most, or another.
-        if number == 0 and known is not None and _comparable(place, parameters):
+        if number == 0 and known is not None and _comparable(place):
             beyond = beyond_training(clocked.phases, training, own)
     # At the very end: its output is what the stage hands on, and not held while ways are measured.
     with ClockedMeter(memory_meter(place.device), watch) as clocked:
@@ -131,14 +131,13 @@ def _measure_once(
     )
 
 
-def _comparable(place: Place, parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether both graphs of a stage hold the same until a backward ends, but for the gradients of the output.
+def _comparable(place: Place) -> bool:
+    """Whether both graphs of a stage hold the same until a backward ends, but for gradients.
 
-    Not where gradients are added up, or used for a step: training's graph frees them then, and its own hands them on at
-    the end. Nor in the last stage: its backward begins with the output in training's graph, and without in its own.
+    Not where parameters are stepped, which training's graph does at once, and its own at the end. Nor in the last
+    stage: its backward begins with the output in training's graph, and without in its own.
     """
-    kept = place.fresh_gradients and not any(place.stepped)
-    return (kept or not parameters) and not place.output_held
+    return not any(place.stepped) and not place.output_held
 
 
 def _kept_by(runner: Runner, value: Any, place: Place, surroundings: Any) -> int:

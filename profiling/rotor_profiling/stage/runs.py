@@ -18,7 +18,7 @@ from rotor_profiling.stage.gradients import gradients_at, gradients_for, leaves_
 from rotor_profiling.stage.place import Place
 from rotor_profiling.stage.released import WatchedInput, can_be_watched, run_to_release
 from rotor_profiling.stage.runner import Runner
-from rotor_profiling.storage import storage_bytes, storages, tensors_in, wait_for
+from rotor_profiling.storage import local, storage_bytes, storages, tensors_in, wait_for
 
 
 def run_unmeasured(runner: Runner, value: Any) -> None:
@@ -68,7 +68,9 @@ def run_in_graph(
     meter.mark("forward")
     output = runner.forward(entered)
     meter.mark("between")
-    source = scalar_after(output, place.silent, place.arriving, made=partial(meter.mark, "backward"))
+    source = scalar_after(output, place.silent, place.arriving, made=partial(_begin_backward, meter))
+    # A graph of its own would hand them on at the end; here they are freed once they are added to those that are there.
+    hooks = [] if place.fresh_gradients else [each.register_hook(partial(_hold, meter)) for each in parameters]
     del entered
     with_input = 0 if watched is None else watched.let_go()
     meter.mark("end of forward")
@@ -81,9 +83,22 @@ def run_in_graph(
         meter.mark("gradients")
         source.backward(one)
         del one
+    for hook in hooks:
+        hook.remove()
     meter.mark("between")
     forget_if_fresh(parameters, place)
     return _freed(watched, with_input, with_output, place)
+
+
+def _begin_backward(meter: MemoryMeter, gradients: list[torch.Tensor]) -> None:
+    for gradient in gradients:
+        _hold(meter, gradient)
+    meter.mark("backward")
+
+
+def _hold(meter: MemoryMeter, gradient: torch.Tensor) -> None:
+    if gradient.layout is torch.strided:  # sparse ones, of an embedding, have no storage
+        meter.hold(local(gradient))
 
 
 def run_with_own_graph(
