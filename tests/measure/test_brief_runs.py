@@ -58,6 +58,18 @@ class Convolutions(nn.Module):
         return x + self.other(self.second(F.relu(self.norm(self.first(x)))))
 
 
+class Heavy(nn.Module):
+    """The gradients of its parameters are larger than all that it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 32 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.silu(self.inner(x[:, :1]).exp().sin()).unflatten(-1, (4, -1)).mean(-2)
+        return x + self.outer(y)
+
+
 class Scattered(nn.Module):
     """The gradient of its output is held on to by some of its parts, and not by others."""
 
@@ -135,7 +147,7 @@ def measured(
 
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(
-    "layer", [Gated, NewGelu, Attention, NormedDropout, Convolutions, Scattered, Doubled, Deciding]
+    "layer", [Gated, NewGelu, Attention, NormedDropout, Convolutions, Heavy, Scattered, Doubled, Deciding]
 )
 def test_bytes_are_those_of_runs_in_both_graphs(
     layer: type[nn.Module], fresh: bool, monkeypatch: pytest.MonkeyPatch
@@ -158,7 +170,7 @@ def test_bytes_are_those_of_runs_in_both_graphs(
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize(("layer", "fewer"), [(Gated, True), (Convolutions, True), (Deciding, False)])
+@pytest.mark.parametrize(("layer", "fewer"), [(Gated, True), (Convolutions, True), (Heavy, True), (Deciding, False)])
 def test_a_way_is_run_in_a_graph_of_its_own_only_where_that_shows_more(
     layer: type[nn.Module], fewer: bool, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
