@@ -146,19 +146,22 @@ def allocated_beside(present: list[torch.Tensor], device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) - storage_bytes(present) if device.type == "cuda" else 0
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]], *, times: bool = True) -> str:
+    """With `times`, overhead as well; that of the README is measured by `overhead.py`."""
+    columns = " time: predicted | time: measured |" if times else ""
     lines = [
         "| network | batch | least | store-all | limit | predicted | measured | measured / predicted "
-        "| time: predicted | time: measured | largest difference |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"|{columns} largest difference |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |" + " --- | --- |" * times,
     ]
     for row in rows:
         sizes = [format_bytes(row[f"{key}_bytes"]) for key in ("least", "store_all", "limit", "predicted", "measured")]
         shape = "×".join(map(str, row["input"]))
         ratio = row["measured_bytes"] / row["predicted_bytes"]
+        overhead = f" ×{row['predicted_overhead']:.2f} | ×{row['measured_overhead']:.2f} |" if times else ""
         lines.append(
             f"| {row['network']} | {shape} | {' | '.join(sizes)} | {ratio:.2%} "
-            f"| ×{row['predicted_overhead']:.2f} | ×{row['measured_overhead']:.2f} | {row['largest_difference']:g} |"
+            f"|{overhead} {row['largest_difference']:g} |"
         )
     return "\n".join(lines)
 
@@ -181,7 +184,7 @@ def main() -> None:
     print(table(rows))
     if options.write:
         everything = merged("networks", rows, device, NETWORKS, "network")
-        write("networks", table(everything), everything, device)
+        write("networks", table(everything, times=False), everything, device)
     if not all(row["inside_limit"] for row in rows):
         raise SystemExit("a measured peak is over its limit")
 

@@ -1,7 +1,7 @@
 """Seconds that can be trusted: the overhead that a plan promises beside the measured one, and what planning takes.
 
     python benchmarks/overhead.py              # on the CPU; prints the table. --only LLAMA for a part of a name
-    python benchmarks/overhead.py --write      # also into docs/report.md and benchmarks/results/
+    python benchmarks/overhead.py --write      # also into docs/report.md, the README and benchmarks/results/
     python benchmarks/overhead.py --busy       # the command five times beside two processes that only compute
 
 Networks and models of the README, and a Llama of 32 blocks, each at three limits: a quarter, half and three quarters
@@ -48,7 +48,7 @@ BATCHES = {
     "Llama": 16, "GPT-2": 16, "BERT": 16, "T5": 8, "ViT": 32, "Swin": 32,
     "ConvNeXt": 96, "ResNet": 96, "Mixtral": 16, "Whisper": 16, "U-Net": 16,
 }  # fmt: skip
-"""So many samples that a step takes a quarter of a second or more. With the four or eight of README's table, it takes
+"""So many samples that a step takes a fifth of a second or more. With the four or eight of README's table, it takes
 25 to 100 ms: Python is as much of that as an operator, and no ratio of two such steps is known to a point."""
 MODELS = {
     **{name: partial(make, batch=BATCHES[name]) for name, make in KNOWN.items()},
@@ -169,6 +169,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def short_table(rows: list[dict[str, Any]]) -> str:
+    """What is promised and measured at each limit alone, for the README."""
+    lines = ["| model | a quarter of the way | half | three quarters |", "| --- | --- | --- | --- |"]
+    for at in range(0, len(rows), len(SHARES) + 1):
+        *limited, whole = rows[at : at + len(SHARES) + 1]
+        pairs = [f"{_percent(row['predicted_overhead'])}, {_percent(row['measured_overhead'])}" for row in limited]
+        lines.append(f"| {whole['model']} | {' | '.join(pairs)} |")
+    return "\n".join(lines)
+
+
 def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
@@ -258,6 +268,7 @@ def main() -> None:
         if options.write:
             everything = merged("overhead", rows, CPU, (*NETWORKS, *MODELS))
             write("overhead", table(everything), everything, CPU, ROOT / "docs" / "report.md")
+            write("overhead", short_table(everything), everything, CPU)
 
 
 if __name__ == "__main__":
