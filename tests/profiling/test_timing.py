@@ -261,6 +261,7 @@ def test_under_a_meter_caches_are_written_over_before_what_comes_later_in_a_step
     with ClockedMeter(CpuMeter(), watch, 1234) as meter:
         for name, cooled in (("forward", 0), ("gradients", 1), ("backward", 1), ("attach", 2), ("replay", 2)):
             meter.mark(name)
+            meter.hold(torch.empty(1))
             assert watch.cooled == [1234] * cooled
 
 
@@ -270,11 +271,17 @@ def test_the_runs_under_a_meter_are_timed_without_its_marks() -> None:
             time.sleep(0.05)
             super().mark(name)
 
+        def hold(self, tensor: torch.Tensor) -> None:
+            time.sleep(0.05)
+            super().hold(tensor)
+
     with cpu_stopwatch() as watch:
         meter = ClockedMeter(Slow(), watch)
         with meter:
             meter.mark("work")
-            time.sleep(0.01)
+            time.sleep(0.005)
+            meter.hold(torch.empty(1))
+            time.sleep(0.005)
             meter.mark("between")
     assert 0.01 <= meter.seconds["work"] < 0.05
     assert set(meter.seconds) == {"", "work"}

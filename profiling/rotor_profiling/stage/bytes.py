@@ -114,16 +114,15 @@ def _freed(letting_go: Phase, twins: Freed | None) -> Freed | None:
     return None if twins is None else Freed(twins.input, max(0, twins.output - letting_go.kept))
 
 
-def _in_own_by_training(phases: Mapping[str, Phase], training: GraphBytes) -> GraphBytes:
-    """What a graph of its own is expected to take, by a run in training's.
+def _in_own_by_training(phases: Mapping[str, Phase], training: GraphBytes) -> GraphBytes | None:
+    """What a graph of its own is expected to take, by a run in training's; None if nothing shows it.
 
-    They differ in gradients, of the output, and of parameters where they are added to those that are there: training's
-    graph holds them until they are used, and its own to the end.
+    They differ in gradients, of the output and of parameters: training's graph holds them until they are used, and its
+    own to the end. So it has to be seen when each of them is freed: a way may need the most later than another one.
     """
-    if "backward" not in phases:
-        return training
-    backward = phases["backward"]
-    most = backward.peak if backward.peak_with_held is None else backward.peak_with_held
+    most = phases["backward"].peak_with_held if "backward" in phases else None
+    if most is None:
+        return None
     return training._replace(backward=max(phases["gradients"].peak, most) - phases["forward"].end)
 
 
@@ -136,7 +135,9 @@ class Beyond(NamedTuple):
 
     def add_to(self, phases: Mapping[str, Phase], training: GraphBytes) -> GraphBytes:
         """What a graph of its own takes in another way, by a run in training's."""
-        kept, rise, backward, freed = _in_own_by_training(phases, training)
+        expected = _in_own_by_training(phases, training)
+        assert expected is not None  # as for the stage stored whole
+        kept, rise, backward, freed = expected
         # Another way may hold the most at the end of its forward.
         return GraphBytes(kept + self.kept, rise + max(self.rise, self.kept), backward + self.backward, freed)
 
@@ -148,9 +149,11 @@ def beyond_training(phases: Mapping[str, Phase], training: GraphBytes, own: Grap
     expected, but for a little that is there beside the stage, it holds for the others.
     """
     expected = _in_own_by_training(phases, training)
+    if expected is None or own.freed != expected.freed:
+        return None
     more = Beyond(own.kept - expected.kept, own.rise - expected.rise, own.backward - expected.backward)
     little = max(abs(more.kept), abs(more.rise)) <= _AROUND and abs(more.backward) <= _SCALARS
-    return more if little and own.freed == expected.freed and "backward" in phases else None
+    return more if little else None
 
 
 def bytes_of(way: WayBytes, made: Made, place: Place, nograd_temp: int) -> StageBytes:

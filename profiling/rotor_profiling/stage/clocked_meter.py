@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -16,9 +18,8 @@ _LATER = ("gradients", "attach")
 class ClockedMeter:
     """`meter`, with the `seconds` of its phases by a `watch`, without those in which it marks them.
 
-    Of a phase of which there are several, they are those of the last one. The phase that the end of the context ends
-    has none, and without a watch, none has any. Before a backward, and before a run that makes a graph of its own,
-    other stages touch `between_bytes`.
+    Phases of one name add up. The phase that the end of the context ends has none, and without a watch, none has any.
+    Before a backward, and before a run that makes a graph of its own, other stages touch `between_bytes`.
     """
 
     def __init__(self, meter: MemoryMeter, watch: Stopwatch | None, between_bytes: int = 0) -> None:
@@ -33,18 +34,25 @@ class ClockedMeter:
 
     def mark(self, name: str) -> None:
         """Begin the phase `name`."""
-        if self._watch is not None:
-            self._watch.lap()
-        self._meter.mark(name)
-        if self._watch is not None:
-            if name in _LATER:
+        with self._uncounted(name):
+            self._meter.mark(name)
+            if self._watch is not None and name in _LATER:
                 self._watch.cool(self._between_bytes)
-            self._watch.lap()
-            self._names.append(name)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """As the meter does."""
-        self._meter.hold(tensor)
+        with self._uncounted(self._names[-1]):
+            self._meter.hold(tensor)
+
+    @contextmanager
+    def _uncounted(self, then: str) -> Iterator[None]:
+        """What happens in here takes no time; `then` is the phase that goes on, or begins."""
+        if self._watch is not None:
+            self._watch.lap()
+        yield
+        if self._watch is not None:
+            self._watch.lap()
+            self._names.append(then)
 
     def __enter__(self) -> ClockedMeter:
         self._meter.__enter__()
@@ -56,6 +64,7 @@ class ClockedMeter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._watch is not None:
-            laps = self._watch.stop()[::2]  # every other one is that of a mark
-            self.seconds = dict(zip(self._names, laps, strict=False))
+            laps = self._watch.stop()[::2]  # every other one does not count
+            for name, seconds in zip(self._names, laps, strict=False):
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._meter.__exit__(kind, error, trace)

@@ -5,7 +5,8 @@ A phase begins at each mark. What falls into "between" does not count: frees, an
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from rotor_profiling.stage.gradients import gradients_at, gradients_for, leaves_
 from rotor_profiling.stage.place import Place
 from rotor_profiling.stage.released import WatchedInput, can_be_watched, run_to_release
 from rotor_profiling.stage.runner import Runner
-from rotor_profiling.storage import local, storage_bytes, storages, tensors_in, wait_for
+from rotor_profiling.storage import storage_bytes, storages, tensors_in, wait_for
+from rotor_profiling.torch_classes import is_fake
 
 
 def run_unmeasured(runner: Runner, value: Any) -> None:
@@ -60,7 +62,9 @@ def run_in_graph(
     """Phases "forward", "end of forward", in which the output is let go of, and if there is a backward, "gradients" for
     the output and "backward", as in plain training.
 
-    Returns what the graph did not hold of twins of the input; None if it has none.
+    The meter is told to hold what a graph of its own would hand on at the end of its backward, and training's frees
+    once it is used. Returns what the graph did not hold of twins of the input; None if it has none, or if gradients are
+    of a kind that no meter can hold.
     """
     watched = _watched(value, place)
     entered = enter_graph(torch.empty(0, requires_grad=True), value if watched is None else watched.value)
@@ -68,9 +72,8 @@ def run_in_graph(
     meter.mark("forward")
     output = runner.forward(entered)
     meter.mark("between")
-    source = scalar_after(output, place.silent, place.arriving, made=partial(_begin_backward, meter))
-    # A graph of its own would hand them on at the end; here they are freed once they are added to those that are there.
-    hooks = [] if place.fresh_gradients else [each.register_hook(partial(_hold, meter)) for each in parameters]
+    holding = _Holding(meter)
+    source = scalar_after(output, place.silent, place.arriving, made=holding.begin_backward)
     del entered
     with_input = 0 if watched is None else watched.let_go()
     meter.mark("end of forward")
@@ -80,25 +83,49 @@ def run_in_graph(
     meter.mark("between")
     if source is not None:
         one = torch.ones_like(source)
-        meter.mark("gradients")
-        source.backward(one)
+        with holding.gradients_of(parameters):
+            meter.mark("gradients")
+            source.backward(one)
         del one
-    for hook in hooks:
-        hook.remove()
     meter.mark("between")
     forget_if_fresh(parameters, place)
-    return _freed(watched, with_input, with_output, place)
+    return None if holding.unknown else _freed(watched, with_input, with_output, place)
 
 
-def _begin_backward(meter: MemoryMeter, gradients: list[torch.Tensor]) -> None:
-    for gradient in gradients:
-        _hold(meter, gradient)
-    meter.mark("backward")
+class _Holding:
+    """Has `meter` hold gradients of the output, and of parameters: these are freed where they are added to others, or
+    where a parameter keeps a copy in its own layout.
+    """
 
+    def __init__(self, meter: MemoryMeter) -> None:
+        self.unknown = False
+        """whether there was a gradient that cannot be held"""
+        self._meter = meter
 
-def _hold(meter: MemoryMeter, gradient: torch.Tensor) -> None:
-    if gradient.layout is torch.strided:  # sparse ones, of an embedding, have no storage
-        meter.hold(local(gradient))
+    def begin_backward(self, gradients: Sequence[torch.Tensor]) -> None:
+        """These have been made for the output: begin the phase "backward"."""
+        for gradient in gradients:
+            self._hold(gradient)
+        self._meter.mark("backward")
+
+    @contextmanager
+    def gradients_of(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Hold what a backward in here brings to `parameters`."""
+        hooks = [parameter.register_hook(self._hold) for parameter in parameters]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hold(self, gradient: torch.Tensor) -> None:
+        if gradient.is_sparse:
+            self._hold(gradient._indices())
+            self._hold(gradient._values())
+        elif gradient.layout is torch.strided and (type(gradient) is torch.Tensor or is_fake(gradient)):
+            self._meter.hold(gradient)
+        else:
+            self.unknown = True
 
 
 def run_with_own_graph(

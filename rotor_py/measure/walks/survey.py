@@ -165,14 +165,19 @@ class Survey:
             arriving=self._to_run(number, self.arriving[number]),
             before_backward=None if lost is None else lost.refuse,
         )
-        for trial in trials[1:]:
-            # Of hooks inside of each other, autograd calls the innermost alone.
+        # Of hooks inside of each other, autograd calls the innermost alone. And no process must run a stage again that
+        # others do not.
+        together = trials[:1] if not several_processes() else []
+        for trial in trials[len(together) :]:
             with suppress(RuntimeError), isolated(function, chain.device), torch.enable_grad():
                 trial.watch(runner.forward)(leaves_of(value))
-        if trials:
-            # Transforms of torch.func refuse hooks. What fails without hooks, too, fails again.
-            with suppress(RuntimeError):
-                return run(watch=trials[0].watch)
+        for trial in together:
+            try:
+                return run(watch=trial.watch)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                continue  # transforms of torch.func refuse hooks; what fails without hooks, too, fails again
         return run()
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:

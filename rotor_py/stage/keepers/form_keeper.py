@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from rotor_profiling.storage import storages, tensors_in
-from rotor_py.stage.keepers.keeper import LEAST_BYTES, Form, Keeping
+from rotor_profiling.torch_classes import is_fake
+from rotor_py.stage.keepers.keeper import LEAST_BYTES, Form, Keeping, is_plain
 from rotor_py.stage.keepers.readers import Need
 from rotor_py.stage.keepers.saved import Kept, Saved
 from rotor_py.stage.protocol import Run, offers_of
@@ -109,6 +110,7 @@ class _Trial:
             self.pays = spared >= _LEAST_SHARE * saved and spared > 0
             there = storages(tensors_in([value, output, _owned(self._function)]))
             self.saved_bytes = sum(size for address, size in noting.seen.items() if address not in there)
+            tried.let_go()  # the graph holds it for as long as it is there itself
             return output
 
         return watched
@@ -123,7 +125,7 @@ class _Noting(Keeping):
 
     def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
         """As `Keeping` does."""
-        if tensor.layout is torch.strided:
+        if is_plain(tensor) or is_fake(tensor):
             self.seen.update(storages([tensor]))
         return super().save(tensor, for_numbers=for_numbers)
 
@@ -143,6 +145,10 @@ class _Tried:
         """of each, by its address: its bytes, and those in the other form that it is kept in at last"""
         self._form = form
         self._memory: list[torch.Tensor] = []  # held, so that no address is used twice
+
+    def let_go(self) -> None:
+        """Hold no tensors any more."""
+        self._memory.clear()
 
     def keep(self, memory: torch.Tensor) -> Kept | None:
         """Keep nothing."""
