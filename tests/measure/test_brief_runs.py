@@ -182,10 +182,13 @@ def measured(
     return found, runs
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+ALSO_ADDED = [Convolutions, Heavy, Padded, LookedUp]
+"""Layers for which it matters whether gradients add up."""
+LAYERS = [*ALSO_ADDED, Gated, NewGelu, Attention, NormedDropout, Scattered, Doubled, Deciding]
+
+
 @pytest.mark.parametrize(
-    "layer",
-    [Gated, NewGelu, Attention, NormedDropout, Convolutions, Heavy, Padded, LookedUp, Scattered, Doubled, Deciding],
+    ("layer", "fresh"), [*((layer, True) for layer in LAYERS), *((layer, False) for layer in ALSO_ADDED)]
 )
 def test_bytes_are_those_of_runs_in_both_graphs(
     layer: type[nn.Module], fresh: bool, monkeypatch: pytest.MonkeyPatch
@@ -212,7 +215,9 @@ def test_bytes_are_those_of_runs_in_both_graphs(
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize(("layer", "fewer"), [(Gated, True), (Convolutions, True), (Heavy, True), (Deciding, False)])
+@pytest.mark.parametrize(
+    ("layer", "fewer"), [(Gated, True), (Convolutions, True), (Heavy, True), (LookedUp, False), (Deciding, False)]
+)
 def test_a_way_is_run_in_a_graph_of_its_own_only_where_that_shows_more(
     layer: type[nn.Module], fewer: bool, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

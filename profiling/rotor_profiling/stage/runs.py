@@ -119,12 +119,9 @@ class _Holding:
                 hook.remove()
 
     def _hold(self, gradient: torch.Tensor) -> None:
-        if gradient.is_sparse:
-            self._hold(gradient._indices())
-            self._hold(gradient._values())
-        elif gradient.layout is torch.strided and (type(gradient) is torch.Tensor or is_fake(gradient)):
+        if gradient.layout is torch.strided and (type(gradient) is torch.Tensor or is_fake(gradient)):
             self._meter.hold(gradient)
-        else:
+        else:  # sparse ones, those of a table of embeddings, have several parts
             self.unknown = True
 
 
