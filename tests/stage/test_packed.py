@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from rotor_profiling import storage_bytes
 from rotor_profiling.storage import storages
+from rotor_py.stage.keepers import form_keeper
 from rotor_py.stage.keepers.bits import packed_bits, unpacked_bits
 from rotor_py.stage.keepers.form_keeper import FormKeeper
 from rotor_py.stage.keepers.keeper import Keeping
@@ -160,3 +162,14 @@ def test_to_look_at_a_number_is_no_decision_of_the_stage() -> None:
     expected, surroundings = packed.first(value)
     _, found = packed.attach(value.requires_grad_(), surroundings)
     assert torch.equal(found, expected)
+
+
+def test_a_trial_lets_go_of_what_it_has_seen_although_the_graph_is_there() -> None:
+    layer = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 64))
+    trial = FormKeeper(Packed()).trial(layer)
+    output = trial.watch(layer)(torch.randn(64, 64, requires_grad=True))
+    assert trial.pays
+    assert trial.saved_bytes
+    held = [each for each in gc.get_objects() if type(each) is form_keeper._Tried]
+    assert not any(each._memory for each in held)
+    assert output.requires_grad
