@@ -6,10 +6,11 @@
 
 Networks and models of the README, and a Llama of 32 blocks, each at three limits: a quarter, half and three quarters
 of the way from the least possible to storing everything. Batches of models are larger than there. A step is
-forward, loss and backward. Measured overhead is the median, over turns of a plain and a planned step, of their ratio;
-the clock stands still while another program has the core, and the C library gives no memory back between steps
-(`heap.py`). Planning is processor time, without that of TorchDynamo's capture, divided by that of a plain step. Spread
-is how far apart the times of one kind of stage were when the model was measured.
+forward, loss and backward. Measured overhead is the median, over turns of a plain and a planned step, of their ratio:
+as many turns as it takes to know it to three quarters of a point, and 60 at most. The clock stands still while another
+program has the core, and the C library gives no memory back between steps (`heap.py`). Planning is processor time,
+without that of TorchDynamo's capture, divided by that of a plain step. Spread is how far apart the times of one kind of
+stage were when the model was measured.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from report import ROOT, merged, write
 from torch import nn
 from torch._dynamo import convert_frame, eval_frame
 
+from rotor_profiling.timing import error_of_middle
 from rotor_py import Checkpointable, format_bytes
 from rotor_solver import simulate, store_all
 
@@ -54,6 +56,9 @@ MODELS = {
     **{name: partial(make, batch=BATCHES[name]) for name, make in KNOWN.items()},
     "Llama, 32 blocks": partial(llama, layers=32),
 }
+KNOWN_TO = 0.0075
+"""How well a measured ratio is to be known: much better than the three points that it may differ by."""
+MOST_TURNS = 60
 Step = Callable[[nn.Module], None]
 
 
@@ -136,7 +141,7 @@ def run(name: str, case: Any, repeats: int) -> list[dict[str, Any]]:
         begin = time.process_time()
         sequence = trained.compute_sequence(limit)
         solving = time.process_time() - begin
-        turns = [(seconds(step, plain), seconds(step, trained)) for _ in range(repeats + 2)][2:]
+        ratios = in_turns(step, plain, trained, repeats)
         rows.append(
             {
                 "model": name,
@@ -146,10 +151,22 @@ def run(name: str, case: Any, repeats: int) -> list[dict[str, Any]]:
                 "planning_seconds": took + solving,
                 "limit_bytes": limit,
                 "predicted_overhead": simulate(budget.chain, sequence).makespan / stored,
-                "measured_overhead": statistics.median(b / a for a, b in turns),
+                "measured_overhead": statistics.median(ratios),
+                "measured_to": error_of_middle(ratios),
             }
         )
     return rows
+
+
+def in_turns(step: Step, plain: nn.Module, trained: nn.Module, fewest: int) -> list[float]:
+    """How much longer a step of `trained` takes than one of `plain`, as ratios of steps taken in turns."""
+    ratios: list[float] = []
+    for each in (plain, trained) * 2:
+        seconds(step, each)  # not counted: the first steps of a plan get ready
+    while len(ratios) < fewest or (error_of_middle(ratios) > KNOWN_TO and len(ratios) < MOST_TURNS):
+        one = seconds(step, plain)
+        ratios.append(seconds(step, trained) / one)
+    return ratios
 
 
 def table(rows: list[dict[str, Any]]) -> str:
