@@ -10,7 +10,8 @@ forward, loss and backward. Measured overhead is the median, over turns of a pla
 as many turns as it takes to know it to three quarters of a point, and 60 at most. The clock stands still while another
 program has the core, and the C library gives no memory back between steps (`heap.py`). Planning is processor time,
 without that of TorchDynamo's capture, divided by that of a plain step. Spread is how far apart the times of one kind of
-stage were when the model was measured.
+stage were when the model was measured: other machines on the same host make it large, so beyond 3 % a new process
+plans anew, nine times at most, and what is promised is not looked at.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,6 +61,9 @@ MODELS = {
 KNOWN_TO = 0.0075
 """How well a measured ratio is to be known: much better than the three points that it may differ by."""
 MOST_TURNS = 60
+QUIET = 0.03
+"""The spread on an idle machine. The models here have 1 to 3 % then, and 5 to 15 % while others use memory."""
+MOST_TRIES = 10
 Step = Callable[[nn.Module], None]
 
 
@@ -123,16 +128,32 @@ def _timed(function: Callable[..., Any], found: list[float]) -> Callable[..., An
     return timed
 
 
-def run(name: str, case: Any, repeats: int) -> list[dict[str, Any]]:
-    """A row for each limit."""
-    model, inputs, step, loss = case
+def in_quiet(name: str, batch: int, image: int, repeats: int) -> list[dict[str, Any]]:
+    """What `run` finds in a process of its own, in one of the first `MOST_TRIES` that is quiet, or in the last."""
+    spawn = multiprocessing.get_context("spawn")
+    for tries in range(1, MOST_TRIES + 1):
+        with ProcessPoolExecutor(1, spawn) as process:  # a new one, where nothing is there from the last time
+            rows = process.submit(run, name, batch, image, repeats, 1.0 if tries == MOST_TRIES else QUIET).result()
+        if rows:
+            return [{**row, "tries": tries} for row in rows]
+    raise AssertionError("the last try takes what comes")
+
+
+def run(name: str, batch: int, image: int, repeats: int, bearable: float) -> list[dict[str, Any]]:
+    """A row for each limit; none if the spread is beyond what is `bearable`."""
+    logging.disable(logging.WARNING)
+    keep_free_memory()
+    torch.manual_seed(0)
+    model, inputs, step, loss = model_case(name) if name in MODELS else network_case(name, batch, image)
     plain = copy.deepcopy(model)
     for _ in range(2):
         step(plain)  # libraries get ready
     one = processor_seconds(step, plain)
     trained, took = planned(model, inputs, loss)
-    budget = trained.budget
+    budget, spread = trained.budget, trained.report().measurement.spread
     assert budget is not None
+    if spread > bearable:
+        return []
     least, full = budget.least_bytes(), budget.peak_bytes(store_all(budget.chain))
     stored = simulate(budget.chain, store_all(budget.chain)).makespan
     rows = []
@@ -146,7 +167,7 @@ def run(name: str, case: Any, repeats: int) -> list[dict[str, Any]]:
             {
                 "model": name,
                 "stages": len(trained.names),
-                "spread": trained.report().measurement.spread,
+                "spread": spread,
                 "planning_steps": (took + solving) / one,
                 "planning_seconds": took + solving,
                 "limit_bytes": limit,
@@ -278,9 +299,7 @@ def main() -> None:
                 everything = merged("overhead-busy", rows, CPU, (*NETWORKS, *MODELS))
                 write("overhead-busy", busy_table(everything), everything, CPU, ROOT / "docs" / "report.md")
             continue
-        torch.manual_seed(0)
-        case = model_case(name) if name in MODELS else network_case(name, options.batch, options.image)
-        rows = run(name, case, options.repeats)
+        rows = in_quiet(name, options.batch, options.image, options.repeats)
         print(table(rows).splitlines()[-1], flush=True)
         if options.write:
             everything = merged("overhead", rows, CPU, (*NETWORKS, *MODELS))
