@@ -6,16 +6,15 @@
 
 Networks and models of the README, and a Llama of 32 blocks, each at three limits: a quarter, half and three quarters
 of the way from the least possible to storing everything. Batches of models are larger than there. A step is
-forward, loss and backward. Measured overhead is the median, over turns of a plain and a planned step, of their ratio:
-as many turns as it takes to know it to a point, and 25 at most. The clock stands still while another program has the
-core, and the C library gives no memory back between steps (`heap.py`). Planning is processor time, without that of
-TorchDynamo's capture, divided by that of a plain step. Spread is how far apart the times of one kind of stage were when
-the model was measured.
+forward, loss and backward. Measured overhead is the median, over turns of a plain and a planned step, of their ratio;
+the clock stands still while another program has the core, and the C library gives no memory back between steps
+(`heap.py`). Planning is processor time, without that of TorchDynamo's capture, divided by that of a plain step. Spread
+is how far apart the times of one kind of stage were when the model was measured.
 
-All this is the median of three sessions, each of them a process that plans and steps once. Programs of other machines
-on the same host come and go within seconds, and take memory bandwidth: with one session, planned in one such state and
-stepped in another, the same code comes out 3 points apart or none. Planning is also begun anew, four times at most,
-where the spread is beyond 4 %: the machine is not idle then. What is promised is not looked at for that.
+All this is the median of several sessions, each of them a process that plans once and takes some turns. Where a process
+has its memory, and what other machines on the same host do, changes a ratio by one or two points, for all turns of a
+session alike. Planning is begun anew, four times at most, where the spread is beyond 4 %: the machine is not idle then.
+What is promised is not looked at for that.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ from report import ROOT, merged, write
 from torch import nn
 from torch._dynamo import convert_frame, eval_frame
 
-from rotor_profiling.timing import error_of_middle
 from rotor_py import Checkpointable, format_bytes
 from rotor_solver import simulate, store_all
 
@@ -62,10 +60,6 @@ MODELS = {
     **{name: partial(make, batch=BATCHES[name]) for name, make in KNOWN.items()},
     "Llama, 32 blocks": partial(llama, layers=32),
 }
-KNOWN_TO = 0.01
-"""How well a session has to know a measured ratio."""
-MOST_TURNS = 25
-SESSIONS = 3
 IDLE = 0.04
 """The most spread on an idle machine. The models here have 1 to 3 % then, and 5 to 15 % while others use memory."""
 MOST_TRIES = 5
@@ -133,9 +127,9 @@ def _timed(function: Callable[..., Any], found: list[float]) -> Callable[..., An
     return timed
 
 
-def sessions(name: str, batch: int, image: int, repeats: int) -> list[dict[str, Any]]:
-    """The medians of what `SESSIONS` find at each limit; the promises and steps of each are kept as well."""
-    found = [session(name, batch, image, repeats) for _ in range(SESSIONS)]
+def sessions(name: str, batch: int, image: int, repeats: int, many: int) -> list[dict[str, Any]]:
+    """The medians of what so `many` sessions find at each limit; the promises and steps of each are kept as well."""
+    found = [session(name, batch, image, repeats) for _ in range(many)]
     return [
         {
             **{key: each if isinstance(each, str) else statistics.median(row[key] for row in rows)
@@ -181,7 +175,7 @@ def run(name: str, batch: int, image: int, repeats: int, bearable: float) -> lis
         begin = time.process_time()
         sequence = trained.compute_sequence(limit)
         solving = time.process_time() - begin
-        ratios = in_turns(step, plain, trained, repeats)
+        turns = [(seconds(step, plain), seconds(step, trained)) for _ in range(repeats + 2)][2:]
         rows.append(
             {
                 "model": name,
@@ -191,22 +185,10 @@ def run(name: str, batch: int, image: int, repeats: int, bearable: float) -> lis
                 "planning_seconds": took + solving,
                 "limit_bytes": limit,
                 "predicted_overhead": simulate(budget.chain, sequence).makespan / stored,
-                "measured_overhead": statistics.median(ratios),
-                "measured_to": error_of_middle(ratios),
+                "measured_overhead": statistics.median(b / a for a, b in turns),
             }
         )
     return rows
-
-
-def in_turns(step: Step, plain: nn.Module, trained: nn.Module, fewest: int) -> list[float]:
-    """How much longer a step of `trained` takes than one of `plain`, as ratios of steps taken in turns."""
-    ratios: list[float] = []
-    for each in (plain, trained) * 2:
-        seconds(step, each)  # not counted: the first steps of a plan get ready
-    while len(ratios) < fewest or (error_of_middle(ratios) > KNOWN_TO and len(ratios) < MOST_TURNS):
-        one = seconds(step, plain)
-        ratios.append(seconds(step, trained) / one)
-    return ratios
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -240,7 +222,7 @@ def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-def beside_others(name: str, batch: int, image: int, times: int) -> dict[str, Any]:
+def beside_others(name: str, batch: int, image: int, times: int, repeats: int) -> dict[str, Any]:
     """The command, so often, beside two processes that only compute: how far apart limits and real steps are.
 
     The steps of all plans are timed in turns once the machine is quiet.
@@ -264,7 +246,7 @@ def beside_others(name: str, batch: int, image: int, times: int) -> dict[str, An
                 each.kill()
         trained = [Checkpointable(copy.deepcopy(model), loss=loss, fresh_grads=True, plan=plan) for plan in plans]
         limits = [json.loads(Path(plan).read_text())["mem_limit"] for plan in plans]
-    turns = [(seconds(step, model), *(seconds(step, each) for each in trained)) for _ in range(MOST_TURNS + 2)][2:]
+    turns = [(seconds(step, model), *(seconds(step, each) for each in trained)) for _ in range(repeats + 2)][2:]
     taken = [statistics.median(turn[1 + at] / turn[0] for turn in turns) for at in range(times)]
     return {"model": name, "limits": limits, "limits_apart": max(limits) / min(limits) - 1,
             "steps": taken, "steps_apart": max(taken) / min(taken) - 1}  # fmt: skip
@@ -299,7 +281,8 @@ def _compute() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7, help="turns at least")
+    parser.add_argument("--repeats", type=int, default=9, help="turns of a session")
+    parser.add_argument("--sessions", type=int, default=5)
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--image", type=int, default=96)
     parser.add_argument("--only", default="", help="part of a name")
@@ -312,13 +295,13 @@ def main() -> None:
         if options.only.lower() not in name.lower():
             continue
         if options.busy:
-            rows = [beside_others(name, options.batch, options.image, 5)]
+            rows = [beside_others(name, options.batch, options.image, 5, options.repeats)]
             print(busy_table(rows).splitlines()[-1], flush=True)
             if options.write:
                 everything = merged("overhead-busy", rows, CPU, (*NETWORKS, *MODELS))
                 write("overhead-busy", busy_table(everything), everything, CPU, ROOT / "docs" / "report.md")
             continue
-        rows = sessions(name, options.batch, options.image, options.repeats)
+        rows = sessions(name, options.batch, options.image, options.repeats, options.sessions)
         print(table(rows).splitlines()[-1], flush=True)
         if options.write:
             everything = merged("overhead", rows, CPU, (*NETWORKS, *MODELS))
