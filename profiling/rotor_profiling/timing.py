@@ -93,16 +93,14 @@ def spread(samples: list[float]) -> float:
     return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / middle if middle else 0.0
 
 
-def error_of(samples: list[float], few: int = 0) -> float:
-    """By how much the least of the `samples` may be longer than on a quiet machine, or of so `few` like them; 0 for a
-    single one.
+def error_of(samples: list[float]) -> float:
+    """By how much the least of the `samples` may be longer than on a quiet machine; 0 for a single one.
 
     A machine makes a run longer, and never shorter. If delays are exponential, the least of n runs has an n-th of the
     mean delay left, and this is an unbiased estimate of it.
     """
-    count = len(samples)
-    left = (sum(samples) / count - min(samples)) / (count - 1) if count > 1 else 0.0
-    return left * count / few if few else left
+    more = len(samples) - 1
+    return (sum(samples) / len(samples) - min(samples)) / more if more else 0.0
 
 
 def error_of_middle(samples: list[float]) -> float:

@@ -227,19 +227,6 @@ def test_a_way_that_one_run_has_is_known_no_better_than_the_stage() -> None:
     assert errors_of(twice)[1].forward_seconds == 0
 
 
-def test_a_single_turn_may_hide_all_the_delay_that_runs_have_had() -> None:
-    # Four runs have been delayed by a second on average. The least of the four has a quarter of that left; a single
-    # turn has all of it, even where the forwards of all runs are known well.
-    delays = (0.0, 0.5, 1.0, 1.5)
-    runs = [StageRun(1.0, ((1.0 + delay, 2.0 + 2 * delay),), None) for delay in delays]
-    runs[0] = replace(runs[0], ways=(*runs[0].ways, (1.5, 2.5)), again=0.5)
-    (stored, other), mean = errors_of(runs), 1.0
-    assert error_of([each.ways[0][0] for each in runs]) == pytest.approx(mean / 4)
-    assert other.forward_seconds == pytest.approx(mean)
-    assert other.backward_seconds == pytest.approx(2 * mean)
-    assert stored.skipped_output_seconds == pytest.approx(mean)
-
-
 def test_a_skipped_output_that_was_timed_once_is_known_no_better_than_its_forward() -> None:
     twice = [run(forward=1.0, again=0.5), run(forward=3.0, again=2.5)]
     once = [run(forward=1.0, again=0.5), replace(run(forward=3.0), again=None)]

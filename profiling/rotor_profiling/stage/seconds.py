@@ -245,8 +245,8 @@ def _difference(whole: list[float], turns: Sequence[tuple[float, float]]) -> tup
     more, less = map(list, zip(*turns, strict=True))
     # A turn that was slow altogether has a difference, too, where runs alone say little.
     error = min(hypot(error_of(more), error_of(less)), error_of_middle([one - other for one, other in turns]))
-    # A few turns may be alike by chance, and one always is. What all runs have been delayed by says what they may hide.
-    return min(more) - min(less), max(error, error_of(whole, len(more))) if len(more) < len(whole) else error
+    # Timed less often than the stage itself, it is known no better than that.
+    return min(more) - min(less), max(error, error_of(whole)) if len(more) < len(whole) else error
 
 
 def _ways_of(runs: Sequence[StageRun]) -> int:
