@@ -198,8 +198,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for at in range(0, len(rows), len(SHARES) + 1):
         *limited, whole = rows[at : at + len(SHARES) + 1]
-        seconds = limited[0].get("planning_seconds")  # older rows have none
-        planning = f"{limited[0]['planning_steps']:.0f} steps" + ("" if seconds is None else f", {seconds:.1f} s")
+        planning = f"{limited[0]['planning_steps']:.0f} steps, {limited[0]['planning_seconds']:.1f} s"
         pairs = [f"{_percent(row['predicted_overhead'])}, {_percent(row['measured_overhead'])}" for row in limited]
         lines.append(
             f"| {whole['model']} | {whole['stages']} | {planning} "
@@ -282,7 +281,7 @@ def _compute() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9, help="turns of a session")
-    parser.add_argument("--sessions", type=int, default=5)
+    parser.add_argument("--sessions", type=int, default=5, help="of each model")
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--image", type=int, default=96)
     parser.add_argument("--only", default="", help="part of a name")
