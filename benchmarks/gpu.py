@@ -21,6 +21,7 @@ machine too, takes the rows from a DIR that is there. Needs torch 2.11 and Pytho
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -59,6 +60,9 @@ def run_here(part: int, row: str, options: argparse.Namespace) -> dict[str, Any]
     from report import versions
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gc.collect()  # of the row before, in the same process
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     folder = options.work / f"part{part}"
     folder.mkdir(parents=True, exist_ok=True)
     setting = Setting(folder, device, tiny=options.tiny, traces=not options.no_traces)

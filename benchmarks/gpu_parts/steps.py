@@ -62,7 +62,8 @@ class Trainee:
 
     def forward_backward(self) -> torch.Tensor:
         with self.case.precision(self.device):
-            loss = self.case.loss(self.run(self.sample))
+            output = self.run(self.sample)  # held through the backward, as in most loops, and as plans promise
+            loss = self.case.loss(output)
         loss.backward()
         return loss.detach()
 

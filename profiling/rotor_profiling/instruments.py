@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -105,10 +106,22 @@ class _MeasuredOnCuda:
     storages: Storages = _Addresses(_CUDA_BLOCK)
 
     def memory_meter(self, device: torch.device) -> MemoryMeter:
+        _wake_engine(device)
         return CudaMeter(device)
 
     def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
         return nullcontext(cuda_stopwatch(device))
+
+
+@cache
+def _wake_engine(device: torch.device) -> None:
+    """Have the thread in which PyTorch's engine runs backwards on `device` take the device's context.
+
+    cuBLAS warns that it has to set the context where a matrix product comes first, as in the backward of a stage.
+    """
+    with torch.enable_grad():
+        scalar = torch.zeros((), device=device, requires_grad=True)
+        torch.autograd.grad(scalar.exp(), scalar)
 
 
 _MEASURED: dict[str, Instruments] = {"cpu": _MeasuredOnCpu(), "cuda": _MeasuredOnCuda()}

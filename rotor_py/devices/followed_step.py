@@ -17,7 +17,7 @@ from rotor_profiling.storage import local
 from rotor_py.devices.device import Device
 from rotor_py.devices.requests import Allocate, Event, Free, most_bytes
 from rotor_py.devices.roofline import Roofline
-from rotor_py.devices.scratch import scratch_bytes, workspace_bytes
+from rotor_py.devices.scratch import WORKSPACES, scratch_bytes, workspace_bytes
 
 
 class FollowedStep(FollowedStorages):
@@ -43,7 +43,8 @@ class FollowedStep(FollowedStorages):
 
     def hold_workspace(self) -> None:
         """Count what libraries allocate once, and keep."""
-        self.events.append(Allocate("workspace", workspace_bytes(self._device)))
+        each = workspace_bytes(self._device) // WORKSPACES
+        self.events += [Allocate(f"workspace {number}", each) for number in range(WORKSPACES)]
 
     def begin(self) -> None:
         """All that has been told so far was there before the step."""

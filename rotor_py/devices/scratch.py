@@ -25,6 +25,10 @@ aten = torch.ops.aten
 
 _RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)
 """Since torch 2.8."""
+WORKSPACES = 2
+"""Of cuBLAS: of the thread that runs forwards, and of the one in which PyTorch's engine runs backwards."""
+_THREADS = 132 * 2048
+"""That run at once, on an H100."""
 _FLOAT = 4
 _LONG = 8
 _Call = tuple[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any], Any]
@@ -37,15 +41,19 @@ def scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapp
 
 
 def workspace_bytes(device: Device) -> int:
-    """What PyTorch allocates for cuBLAS at the first matrix product, for each stream, and keeps; none on a CPU.
+    """What PyTorch allocates for cuBLAS at the first matrix products, and keeps, in bytes; none on a CPU.
 
-    Source: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp.
+    Sources: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp; and the pool of handles there, of
+    which each thread has its own, so that there are as many workspaces as `WORKSPACES`. On an H100 with torch 2.11,
+    64 MiB are what is left when a transformer has been trained and is gone.
     """
     if device.vendor == "cpu":
         return 0
     if device.vendor == "amd":
-        return 128 * 2**20 if device.compute_capability[0] == 9 else 32 * 2**20
-    return 32 * 2**20 if device.compute_capability[0] >= 9 else 2 * 4096 * 1024 + 8 * 16 * 1024
+        each = 128 * 2**20 if device.compute_capability[0] == 9 else 32 * 2**20
+    else:
+        each = 32 * 2**20 if device.compute_capability[0] >= 9 else 2 * 4096 * 1024 + 8 * 16 * 1024
+    return WORKSPACES * each
 
 
 def _flash_backward(call: _Call) -> int:
@@ -125,6 +133,32 @@ def _im2col(call: _Call) -> int:
     return int(given.numel() * given.element_size()) if out.numel() > given.numel() else 0
 
 
+def _sum(call: _Call) -> int:
+    """Of leading dimensions, as of the gradient of a bias."""
+    given, sizes = tensors_in(call[1])[0], argument(*call[:3], "dim")
+    dims = sorted(each % given.dim() for each in sizes or ())
+    if not dims or dims != list(range(len(dims))) or not given.is_contiguous():
+        return 0
+    rows = 1
+    for size in given.shape[: len(dims)]:
+        rows *= size
+    return _column_sums(rows, given.numel() // max(rows, 1))
+
+
+def _column_sums(rows: int, width: int) -> int:
+    """`setReduceConfig` and `global_memory_size` in Reduce.cuh: rows are divided among blocks, which add up in memory.
+
+    A block has 32 threads of 4 columns each, and 4 rows at a time; each adds 16 to 256 numbers. On an H100, sums of
+    1024 to 4096 rows of 256 to 1024 columns took these bytes, and sums of 512 rows none.
+    """
+    if rows < 1024:
+        return 0
+    columns = -(-width // 128)
+    most = -(-_THREADS // (128 * columns))
+    blocks = max(min(most, -(-rows // 64)), -(-rows // 1024))
+    return _FLOAT * width * 128 * blocks if columns <= _THREADS // 128 and blocks > 1 else 0
+
+
 def _norm_backward(call: _Call) -> int:
     """`LaunchGammaBetaBackwardCUDAKernel` in layer_norm_kernel.cu: long batches of narrow rows are summed in two steps.
 
@@ -140,7 +174,8 @@ def _norm_backward(call: _Call) -> int:
         return 0
     parts = min(32 * 1024 // warps, -(-rows // 32))
     weights = given[-1].element_size()
-    return (1 if call[0].overloadpacket is _RMS_NORM_BACKWARD else 2) * parts * width * weights
+    tables = 1 if call[0].overloadpacket is _RMS_NORM_BACKWARD else 2
+    return tables * parts * width * weights + _column_sums(parts, width)
 
 
 def _convolution(call: _Call) -> int:
@@ -170,6 +205,7 @@ _SCRATCH: dict[Any, Callable[[_Call], int]] = {
     aten._unsafe_index_put: _index_put,
     aten.im2col: _im2col,
     aten.sort: _sort,
+    aten.sum: _sum,
     aten.native_layer_norm_backward: _norm_backward,
     _RMS_NORM_BACKWARD: _norm_backward,
     aten.convolution: _convolution,

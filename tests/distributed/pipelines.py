@@ -25,7 +25,7 @@ from rotor_profiling import tensors_in
 from rotor_py import Checkpointable
 from rotor_py.distributed.pipelining import buffer_bytes, microbatches_in_flight, whole_backward
 from rotor_solver import store_all
-from tests.distributed.processes import device, here, kept, least_peak, random_state
+from tests.distributed.processes import device, here, kept, least_peak, present_bytes, random_state
 
 SCHEDULES: dict[str, Any] = {
     "GPipe": ScheduleGPipe,
@@ -176,6 +176,7 @@ def planned_in_the_first_step(rank: int, name: str, limit: int, static: bool) ->
     options = {"input_args": sample, "output_args": sample} if static else {}
     expected = trained(Pipeline(rank, name, "chain", None, options))
     pipeline = Pipeline(rank, name, "chain", None, options)
+    limit += present_bytes()
     planned = [
         Checkpointable(model, mem_limit=limit + (index > 0) * 10**5) for index, model in enumerate(pipeline.models)
     ]

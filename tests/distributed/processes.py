@@ -30,6 +30,7 @@ class Processes:
 
     def __init__(self, count: int, meeting: Path, backend: str = "gloo") -> None:
         context = _begin_by(backend)
+        self.backend = backend
         pairs = [context.Pipe() for _ in range(count)]
         self.connections = [ours for ours, _ in pairs]
         self.processes = [
@@ -98,7 +99,8 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
 
 def present_bytes() -> int:
     """What the process has on a CUDA device, which counts in a limit; 0 on the CPU, where it does not."""
-    gc.collect()
+    for _ in range(3):  # what a graph in C++ held is garbage only once that is gone
+        gc.collect()
     return allocated_bytes(device()) or 0
 
 

@@ -99,7 +99,7 @@ def test_kinds_of_steps_that_were_measured_take_turns(processes: Processes, kind
 
 def test_a_limit_that_is_too_small_on_one_rank_is_refused_on_all(processes: Processes) -> None:
     limits = [10**9] * len(processes.processes)
-    limits[-1] = 10**5
+    limits[-1] = 10**5  # in all, and not beside what is there already
     (said,) = set(processes.run(training.refusal, "chain", limits))
     who = "rank 0: " if len(limits) > 1 else ""
     assert said.startswith(f"InfeasibleError: {who}a training step needs at least")

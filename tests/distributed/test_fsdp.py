@@ -28,7 +28,7 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(processes: Process
 def test_stages_are_packed_inside_the_limit(processes: Processes) -> None:
     for sequence, different, limit, predicted, measured in processes.run(fsdp.packed):
         assert different == []
-        assert "^" in sequence
+        assert "^" in sequence or processes.backend == "nccl"  # where it may be faster to run stages again
         assert measured <= predicted <= limit
 
 

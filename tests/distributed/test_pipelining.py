@@ -89,6 +89,8 @@ def test_the_schedule_tells_how_many_microbatches_are_in_flight(processes: Proce
 
 @pytest.mark.parametrize("name", ["1F1B", pytest.param("interleaved", marks=pytest.mark.slow), "zero-bubble"])
 def test_bytes_to_send_and_receive_are_known_beforehand(processes: Processes, name: str) -> None:
+    if len(processes.processes) == 1:
+        pytest.skip("a single device sends nothing")
     for found, said in processes.run(pipelines.buffers, name):
         # Losses and counters are a few bytes per microbatch.
         assert said[1] - said[0] == pytest.approx(found[1] - found[0], abs=200)

@@ -94,7 +94,7 @@ def test_of_several_devices_each_holds_its_part() -> None:
     batch = torch.randn(4, WIDTH)
     with pytest.raises(InfeasibleError, match=r"before measuring: .* for 133 kB parameters, 133 kB gradients"):
         estimate(made, batch, "h100:2", loss=torch.mean, mem_limit="200kB")
-    assert estimate(made, batch, "h100:8", loss=torch.mean, mem_limit="34.2MB").fits  # 33.6 MB are for cuBLAS
+    assert estimate(made, batch, "h100:8", loss=torch.mean, mem_limit="67.8MB").fits  # 67.1 MB are for cuBLAS
 
 
 def test_one_of_several_processes_goes_on_and_is_warned(caplog: pytest.LogCaptureFixture) -> None:

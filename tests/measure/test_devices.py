@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from rotor_profiling.instruments import using
 from rotor_profiling.optimizer import _on_meta
 from rotor_profiling.storage import allocated
 from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.devices.table import find_device
 from rotor_py.measure import budget, fixed_memory
 from rotor_py.measure.cut import refuse_random_state_of_its_own
+from rotor_py.predict.prediction import prediction_for
 from tests.checkpointable.steps import square
 
 CUDA = torch.device("cuda")
@@ -40,6 +43,14 @@ def test_buckets_that_are_there_when_it_is_measured_are_counted_once(monkeypatch
     alone, there, to_come = fixed
     assert there.total == alone.total
     assert to_come.total == alone.total + sent
+
+
+def test_there_is_room_for_blocks_that_the_allocator_does_not_cut() -> None:
+    assert fixed_memory.unsplit_bytes(CUDA, 10**6) == 10**4
+    assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 8 * 2**20
+    assert fixed_memory.unsplit_bytes(torch.device("cpu"), 40 * 10**9) == 0
+    with using(prediction_for(find_device("h100"))):  # whose allocator is simulated
+        assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 0
 
 
 def test_layers_that_could_not_draw_the_same_numbers_again_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,8 @@ def test_a_model_larger_than_this_machine_is_planned_without_its_memory() -> Non
     def made() -> nn.Module:
         return nn.Sequential(*(nn.Linear(2**17, 2**17, dtype=torch.bfloat16) for _ in range(2)))  # 69 GB
 
-    report = estimate(made, torch.empty(8, 2**17, dtype=torch.bfloat16, device="meta"), "b200", loss=torch.mean)
+    batch = torch.empty(8, 2**17, dtype=torch.bfloat16, device="meta")
+    report = estimate(made, batch, "b200", loss=torch.mean, fresh_grads=True)
     assert report.budget.fixed.parameters > 68 * 10**9
 
 

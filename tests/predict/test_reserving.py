@@ -127,7 +127,7 @@ class Unread(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
 
     def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for layer in self.layers:

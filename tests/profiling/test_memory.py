@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 from queue import Queue
 from threading import Thread
@@ -168,6 +169,18 @@ def test_on_cuda_phases_peaks_and_ends_are_those_of_the_allocator(cuda: torch.de
         odd = torch.empty(1, device=cuda)
     assert meter.phases == {"": Phase(0, 4 * KIB, 4 * KIB), "work": Phase(4 * KIB, 20 * KIB, 4 * KIB + 512)}
     del kept, odd
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_backward_that_begins_with_a_matrix_product_is_measured_without_a_warning(cuda: torch.device) -> None:
+    """In a process of its own: once a backward has run, cuBLAS has what it warns of."""
+    measured = (
+        "import torch; from rotor_profiling import memory_meter; "
+        "layer = torch.nn.Linear(64, 64, device='cuda'); given = torch.randn(8, 64, device='cuda')\n"
+        "with memory_meter(given.device): layer(given).backward(torch.randn(8, 64, device='cuda'))"
+    )
+    ran = subprocess.run([sys.executable, "-c", measured], capture_output=True, text=True, check=True)
+    assert "context" not in ran.stderr
 
 
 def test_the_curve_of_a_step_says_what_was_held_when_and_its_highest_point_is_the_peak() -> None:
