@@ -217,8 +217,11 @@ def test_other_ways_are_timed_again_only_beyond_the_fewest_runs() -> None:
     assert times.wanted(["a"]) == {0}
     assert times.all_ways_wanted("a")
     assert times.again_wanted("a")
-    times.add("short", StageRun(1e-3, ((1e-3, 2e-3), (2e-3, 2e-3)), None))  # its first call shows in its time
-    assert times.all_ways_wanted("short")
+    times.expect("short", 2)
+    times.add("short", StageRun(1e-3, ((1e-3, 2e-3), (2e-3, 2e-3)), None))
+    assert times.all_ways_wanted("short")  # its first call shows in the time of a step that is short as well
+    assert times.wanted(["a", "short"])
+    assert not times.all_ways_wanted("short")
 
 
 def test_ways_of_many_stages_are_timed_twice_among_the_fewest_runs() -> None:

@@ -42,6 +42,8 @@ BUSY = 0.05
 """The machine is busy if the thread waits for a core for this part of the time."""
 FIRST_CALL_SECONDS = 0.0002
 """A guess: what code takes longer when it is called for the first time, as it is in the run that shows bytes."""
+FIRST_CALLS_BEARABLE = 0.001
+"""So much of a step may be wrong by the first calls of one kind's ways."""
 TOO_FAR = 0.10
 """Times that are known no better than this are not taken from an earlier run."""
 
@@ -125,7 +127,9 @@ class StageTimes:
         # Processes have to run equally often, and their clocks differ.
         if several_processes() or not self._missing(kind) or self._short_of_ways(kind):
             return True
-        return self._runs[kind][-1].total * GOOD_ENOUGH < FIRST_CALL_SECONDS
+        stages = self._stages if kind in self._stages else Counter((kind,))
+        step = sum(many * self._runs[each][-1].total for each, many in stages.items() if each in self._runs)
+        return step * FIRST_CALLS_BEARABLE < stages[kind] * FIRST_CALL_SECONDS
 
     def again_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to show what it takes to run again."""
