@@ -127,6 +127,8 @@ class StageTimes:
         # Processes have to run equally often, and their clocks differ.
         if several_processes() or not self._missing(kind) or self._short_of_ways(kind):
             return True
+        if self._runs[kind][-1].total * GOOD_ENOUGH >= FIRST_CALL_SECONDS:
+            return False
         stages = self._stages if kind in self._stages else Counter((kind,))
         step = sum(many * self._runs[each][-1].total for each, many in stages.items() if each in self._runs)
         return step * FIRST_CALLS_BEARABLE < stages[kind] * FIRST_CALL_SECONDS
