@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --out DIR --part 2      # the device, measured, beside the table of devices
     python benchmarks/gpu.py --out DIR --part 3      # ResNet-50; 4: GPT-2 medium; 5: Llama 1B; 6: a U-Net
     python benchmarks/gpu.py --out DIR --part 1      # the tests marked `gpu`, file by file
-    python benchmarks/gpu.py --out DIR --table       # the tables of what DIR has; --write: into the pages, too
+    python benchmarks/gpu.py --out DIR --table       # the tables of what DIR has; --write: into the pages and results/gpu.json
     python benchmarks/gpu.py --out DIR --tiny        # small models, on the CPU as well: a rehearsal
 
 Without a part, rows come by what they show (`gpu_parts/order.py`): the calibration; of each model what `estimate` says
@@ -25,6 +25,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = [str(ROOT / folder) for folder in ("", "benchmarks", "solver", "profiling", "cli")]
 sys.path[:0] = FOLDERS
 
+RESULTS = ROOT / "benchmarks" / "results"
 CALL_SECONDS = 8 * 60
 ROW_SECONDS = 4 * 60
 TESTS = 1
@@ -198,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small models; on the CPU if there is no GPU")
     parser.add_argument("--again", action="store_true", help="run rows again that failed or were skipped")
     parser.add_argument("--table", action="store_true", help="print the tables; run nothing")
-    parser.add_argument("--write", action="store_true", help="the tables also into docs/devices.md and the README")
+    parser.add_argument("--write", action="store_true", help="also docs/devices.md, the README, results/gpu.json")
     parser.add_argument("--no-traces", action="store_true", help="neither traces nor snapshots of memory")
     parser.add_argument("--in-process", action="store_true", help="rows in this process: faster, and a crash ends all")
     parser.add_argument("--seconds", type=float, default=CALL_SECONDS, help="for this call [default: 480]")
@@ -210,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error("--row needs --part 2 to 6")
         run_here(options.part, options.row, options)
         return
-    from gpu_parts.packing import pack, rows_in, unpack
+    from gpu_parts.packing import SUMMARY, pack, rows_in, unpack
 
     unpack(options.out, options.work)
     if not options.table:
@@ -228,6 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
     pack(options.work, options.out, text)
     print(text)
     if options.write:
+        shutil.copyfile(options.out / SUMMARY, RESULTS / "gpu.json")
         put(ROOT / "docs" / "devices.md", text)
         put(ROOT / "README.md", short_table(rows))
 

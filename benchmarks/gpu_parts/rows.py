@@ -115,6 +115,7 @@ def planned(case: Case, setting: Setting, limit: str, *, compiled: bool = False)
         "predicted_peak_bytes": budget.peak_bytes(network.sequence),
         "predicted_seconds": predicted,
         "predicted_overhead": predicted / simulate(budget.chain, stored).makespan,
+        "sequence": str(network.sequence),
         **_results(trainee, f"planned-{limit}", setting),
     }
 
