@@ -45,12 +45,14 @@ def test_buckets_that_are_there_when_it_is_measured_are_counted_once(monkeypatch
     assert to_come.total == alone.total + sent
 
 
-def test_there_is_room_for_blocks_that_the_allocator_does_not_cut() -> None:
+def test_there_is_room_for_blocks_that_the_allocator_does_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fixed_memory.unsplit_bytes(CUDA, 10**6) == 10**4
     assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 8 * 2**20
     assert fixed_memory.unsplit_bytes(torch.device("cpu"), 40 * 10**9) == 0
     with using(prediction_for(find_device("h100"))):  # whose allocator is simulated
         assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 0
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 0
 
 
 def test_layers_that_could_not_draw_the_same_numbers_again_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
