@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --out DIR --part 2      # the device, measured, beside the table of devices
     python benchmarks/gpu.py --out DIR --part 3      # ResNet-50; 4: GPT-2 medium; 5: Llama 1B; 6: a U-Net
     python benchmarks/gpu.py --out DIR --part 1      # the tests marked `gpu`, file by file
-    python benchmarks/gpu.py --out DIR --table       # the tables of what DIR has; --write: into the pages and results/gpu.json
+    python benchmarks/gpu.py --out DIR --table       # the tables of what DIR has; --write: into pages and results, too
     python benchmarks/gpu.py --out DIR --tiny        # small models, on the CPU as well: a rehearsal
 
 Without a part, rows come by what they show (`gpu_parts/order.py`): the calibration; of each model what `estimate` says

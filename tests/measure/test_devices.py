@@ -46,6 +46,8 @@ def test_buckets_that_are_there_when_it_is_measured_are_counted_once(monkeypatch
 
 
 def test_there_is_room_for_blocks_that_the_allocator_does_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
     assert fixed_memory.unsplit_bytes(CUDA, 10**6) == 10**4
     assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 8 * 2**20
     assert fixed_memory.unsplit_bytes(torch.device("cpu"), 40 * 10**9) == 0

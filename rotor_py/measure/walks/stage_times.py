@@ -18,8 +18,8 @@ from rotor_py.measure.measurement import Ends
 # Guesses, but for this: times that are wrong by 30 % for each stage, independently, cost a plan 1.4 % at most.
 FEWEST_RUNS = 2
 MANY_STAGES = 4
-"""Ways of a kind with so many stages are timed twice among the fewest runs: what is wrong with one counts for each stage,
-and in a first run stored whole comes first, and takes as long as first runs do, which hides what ways take beyond it."""
+"""Ways of a kind with so many stages are timed twice among the fewest runs: what is wrong with one counts for each
+stage. In the first run, stored whole comes first, and is as slow as first runs are, which hides what ways take more."""
 MOST_RUNS = 16
 MOST_WALKS = 16
 """A walk takes a forward at least, and as long as several steps where all stages are timed in all ways."""
