@@ -137,7 +137,8 @@ def _sum(call: _Call) -> int:
     """Of leading dimensions, as of the gradient of a bias."""
     given, sizes = tensors_in(call[1])[0], argument(*call[:3], "dim")
     dims = sorted(each % given.dim() for each in sizes or ())
-    if not dims or dims != list(range(len(dims))) or not given.is_contiguous():
+    leading = dims and len(dims) < given.dim() and dims == list(range(len(dims)))
+    if not leading or not given.is_contiguous():
         return 0
     rows = 1
     for size in given.shape[: len(dims)]:
