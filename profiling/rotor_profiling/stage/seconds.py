@@ -233,8 +233,14 @@ def _longer(runs: Sequence[StageRun], number: int, phase: int) -> tuple[float, f
     """How much longer a way takes than the first, forward (0) or backward (1), and how wrong that may be."""
     if number == 0:
         return 0.0, 0.0
+    whole = [run.ways[0][phase] for run in runs]
     both = [(run.ways[number][phase], run.ways[0][phase]) for run in runs if number < len(run.ways)]
-    return _difference([run.ways[0][phase] for run in runs], both)
+    longer, wrong = _difference(whole, both)
+    if len(both) == 1:
+        # Often that is the first run of all, which is slow at its beginning, where the stage is stored whole. To say
+        # that a way takes too long is the lesser evil: its plan is not chosen, but what is promised is kept.
+        longer = both[0][0] - min(whole)
+    return longer, wrong
 
 
 def _difference(whole: list[float], turns: Sequence[tuple[float, float]]) -> tuple[float, float]:

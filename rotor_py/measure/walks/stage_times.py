@@ -6,7 +6,6 @@ every walk; and its caches are as cold as in a step. Stages of one kind share th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from math import hypot
 
@@ -17,9 +16,6 @@ from rotor_py.measure.measurement import Ends
 
 # Guesses, but for this: times that are wrong by 30 % for each stage, independently, cost a plan 1.4 % at most.
 FEWEST_RUNS = 2
-MANY_STAGES = 4
-"""Ways of a kind with so many stages are timed twice among the fewest runs: what is wrong with one counts for each
-stage. In the first run, stored whole comes first, and is as slow as first runs are, which hides what ways take more."""
 MOST_RUNS = 16
 MOST_WALKS = 16
 """A walk takes a forward at least, and as long as several steps where all stages are timed in all ways."""
@@ -42,8 +38,6 @@ BUSY = 0.05
 """The machine is busy if the thread waits for a core for this part of the time."""
 FIRST_CALL_SECONDS = 0.0002
 """A guess: what code takes longer when it is called for the first time, as it is in the run that shows bytes."""
-FIRST_CALLS_BEARABLE = 0.001
-"""So much of a step may be wrong by the first calls of one kind's ways."""
 TOO_FAR = 0.10
 """Times that are known no better than this are not taken from an earlier run."""
 
@@ -51,8 +45,8 @@ TOO_FAR = 0.10
 class StageTimes:
     """The runs of the stages of some kinds, as far as they have been timed.
 
-    `own` is what the executor takes for each. Other ways than whole, and what it takes to run again, are timed once or
-    twice among the fewest runs, since they take long. Timed `briefly`, runs beyond the fewest end soon.
+    `own` is what the executor takes for each. Other ways than whole, and what it takes to run again, are timed once
+    among the fewest runs, since they take long. Timed `briefly`, runs beyond the fewest end soon.
     """
 
     def __init__(self, own: OwnSeconds | None = None, *, briefly: bool = False) -> None:
@@ -61,7 +55,6 @@ class StageTimes:
         self._runs: dict[Hashable, list[StageRun]] = {}
         self._settled: set[Hashable] = set()
         self._ways: dict[Hashable, int] = {}
-        self._stages: Counter[Hashable] = Counter()
         self._busy = False
 
     def expect(self, kind: Hashable, ways: int) -> None:
@@ -109,7 +102,6 @@ class StageTimes:
 
         With `only_fewest`, those that have not been timed as often as any stage is.
         """
-        self._stages = Counter(kinds)
         few = {kind for kind in kinds if self._missing(kind)} - self._settled
         # Processes have to run equally often, but their clocks differ: then no clock decides.
         if not few and not only_fewest and not several_processes():
@@ -125,31 +117,24 @@ class StageTimes:
     def all_ways_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to time it in all ways, or stored whole alone."""
         # Processes have to run equally often, and their clocks differ.
-        if several_processes() or not self._missing(kind) or self._short_of_ways(kind):
+        if several_processes() or not self._missing(kind) or self._never_all_ways(kind):
             return True
-        if self._runs[kind][-1].total * GOOD_ENOUGH >= FIRST_CALL_SECONDS:
-            return False
-        stages = self._stages if kind in self._stages else Counter((kind,))
-        step = sum(many * self._runs[each][-1].total for each, many in stages.items() if each in self._runs)
-        return step * FIRST_CALLS_BEARABLE < stages[kind] * FIRST_CALL_SECONDS
+        return self._runs[kind][-1].total * GOOD_ENOUGH < FIRST_CALL_SECONDS
 
     def again_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to show what it takes to run again."""
         return several_processes() or not self._missing(kind) or self._never_again(kind)
 
     def _missing(self, kind: Hashable) -> int:
-        """How many runs a kind still needs; some of them have all ways, and one shows what it takes to run again."""
+        """How many runs a kind still needs; one of them has all ways, and one shows what it takes to run again."""
         short = FEWEST_RUNS - len(self._runs.get(kind, ()))
-        return max(short, int(self._never_again(kind)), self._short_of_ways(kind))
+        return max(short, int(self._never_again(kind) or self._never_all_ways(kind)))
 
     def _never_again(self, kind: Hashable) -> bool:
         return all(run.again is None for run in self._runs.get(kind, ()))
 
-    def _short_of_ways(self, kind: Hashable) -> int:
-        """How many runs with all ways a kind still needs."""
-        ways = self._ways.get(kind, 1)
-        wanted = 2 if ways > 1 and self._stages[kind] >= MANY_STAGES else 1
-        return max(0, wanted - sum(len(run.ways) >= ways for run in self._runs.get(kind, ())))
+    def _never_all_ways(self, kind: Hashable) -> bool:
+        return all(len(run.ways) < self._ways.get(kind, 1) for run in self._runs.get(kind, ()))
 
     def spread(self, kinds: Sequence[Hashable]) -> float:
         """How far times of one kind of stage are apart, as a part of them: the mean of all, weighted by time."""
