@@ -52,7 +52,7 @@ from rotor_solver import simulate, store_all
 CPU = torch.device("cpu")
 BATCHES = {
     "Llama": 16, "GPT-2": 16, "BERT": 16, "T5": 8, "ViT": 32, "Swin": 32,
-    "ConvNeXt": 96, "ResNet": 96, "Mixtral": 16, "Whisper": 16, "U-Net": 16,
+    "ConvNeXt": 144, "ResNet": 96, "Mixtral": 16, "Whisper": 16, "U-Net": 32,
 }  # fmt: skip
 """So many samples that a step takes a fifth of a second or more. With the four or eight of README's table, it takes
 25 to 100 ms: Python is as much of that as an operator, and no ratio of two such steps is known to a point."""

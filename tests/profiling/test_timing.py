@@ -109,7 +109,9 @@ def test_a_backward_at_once_finds_in_caches_what_the_run_before_it_has_made() ->
     (found,) = estimate([timed, replace(timed, again=2.25, at_once=4.5), StageRun(1.0, ((2.0, 5.25),), None)])
     assert (found.skipped_output_seconds, found.nograd_seconds) == (0.75, 1.0)  # 2 - 2.25 + 5 - 4
     assert watch.cooled == [1234, 1234]
-    assert [tensor.data_ptr() for tensor in watch.warmed] == [value.data_ptr()]
+    given, gradient = watch.warmed
+    assert given.data_ptr() == value.data_ptr()
+    assert torch.equal(gradient, torch.ones(2, 4))
     # Both backwards add their gradients up, as in a step that has some.
     assert layer.bias.grad is not None
     assert layer.bias.grad.tolist() == [2 * len(value)] * 4  # the output gets ones

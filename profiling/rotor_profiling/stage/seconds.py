@@ -125,6 +125,8 @@ def time_stage(
         given = [(tensor, gradient) for tensor, gradient in zip(tensors, arrived, strict=True) if gradient is not None]
         del made, tensors
         watch.cool(between_bytes)
+        # In a step, the stage after it has just made these, and let go of as much: of memory that is in caches.
+        watch.warm(local(gradient).clone() for _, gradient in given)
         lap()
         if given:
             torch.autograd.backward([tensor for tensor, _ in given], [gradient for _, gradient in given])
