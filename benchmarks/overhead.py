@@ -201,7 +201,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         planning = f"{limited[0]['planning_steps']:.0f} steps, {limited[0]['planning_seconds']:.1f} s"
         pairs = [f"{_percent(row['predicted_overhead'])}, {_percent(row['measured_overhead'])}" for row in limited]
         lines.append(
-            f"| {whole['model']} | {whole['stages']} | {planning} "
+            f"| {whole['model']} | {whole['stages']:.0f} | {planning} "
             f"| {whole['spread']:.0%} | {_percent(whole['measured_overhead'])} | {'; '.join(pairs)} |"
         )
     return "\n".join(lines)
