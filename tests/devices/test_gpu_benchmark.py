@@ -214,7 +214,7 @@ def test_the_calibration_stands_beside_the_table() -> None:
     row = {"status": "done", "measured": asdict(replace(known, bandwidth=3e12)), "table": asdict(known), "toml": "[a]"}
     text = tables.calibrated(row)
     assert f"| bandwidth | 3e+12 | {known.bandwidth:.4g} |" in text
-    assert "```toml\n[a]\n```" in text
+    assert "```text\n[a]\n```" in text
     assert tables.calibrated({**row, "table": None})
     assert tables.calibrated({"status": "skipped"}) == ""
 
