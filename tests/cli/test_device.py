@@ -376,11 +376,11 @@ def test_a_default_limit_leaves_room_for_what_is_reserved_and_a_given_one_is_kep
 @pytest.mark.slow
 def test_how_large_a_batch_is_predicted(plan, model_file, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    given = ("--device", "l4", "--mem-limit", "12MB", "--batch")
+    given = ("--device", "l4", "--mem-limit", "20.5MB", "--batch")
     result = plan(model_file(), *given, "max", "--html", page)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
-    for words in ("is the largest inside 12.0 MB", "samples a second predicted", "No step was taken, and no batch was"):
+    for words in ("is the largest inside 20.5 MB", "samples a second predicted", "No step was taken, and no batch was"):
         assert words in text
     assert "</i>measured<" not in page.read_text()
     found = json.loads(plan(model_file(), *given, "best", "--json", "-").stdout)
