@@ -229,6 +229,19 @@ def test_a_way_that_one_run_has_is_known_no_better_than_the_stage() -> None:
     assert errors_of(twice)[1].forward_seconds == 0
 
 
+def test_a_way_that_one_run_has_is_compared_with_the_least_of_all_runs() -> None:
+    """That run is often the first of all, slow at its beginning, where the stage is stored whole."""
+    first, later = StageRun(1.0, ((3.0, 4.0), (3.0, 4.0)), None), StageRun(1.0, ((2.0, 3.0),), None)
+    whole, other = estimate([replace(first, again=2.0), later])
+    assert (whole.forward_seconds, whole.backward_seconds) == (2.0, 3.0)
+    assert (other.forward_seconds, other.backward_seconds) == (3.0, 4.0)
+    # Two runs that have it are enough to compare within them.
+    both = estimate(
+        [replace(first, again=2.0), StageRun(1.0, ((2.0, 3.0), (2.5, 3.25)), None), StageRun(1.0, ((1.5, 2.5),), None)]
+    )
+    assert (both[1].forward_seconds, both[1].backward_seconds) == (2.0, 2.75)
+
+
 def test_a_skipped_output_that_was_timed_once_is_known_no_better_than_its_forward() -> None:
     twice = [run(forward=1.0, again=0.5), run(forward=3.0, again=2.5)]
     once = [run(forward=1.0, again=0.5), replace(run(forward=3.0), again=None)]
