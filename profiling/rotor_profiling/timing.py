@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import contextmanager
 from math import sqrt
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,10 +16,6 @@ import torch.distributed as dist
 FEWEST_RUNS = 3
 MOST_RUNS = 7
 ENOUGH_SECONDS = 0.02
-PRIVATE = 2**23
-"""Bytes: some times what a core has in caches for itself."""
-_MOST_CACHED = 2**26
-"""Caches are taken to be no larger, so that writing them over takes two milliseconds."""
 
 
 class Stopwatch(Protocol):
@@ -42,12 +35,6 @@ class Stopwatch(Protocol):
 
     def warm(self, tensors: Iterable[torch.Tensor]) -> None:
         """Have in caches what a stage finds there when it runs for the first time: its input, which was just made."""
-
-    def cool(self, nbytes: int = PRIVATE) -> None:
-        """Write over as much of the caches as other stages do that touch `nbytes`, as far as a device has caches.
-
-        In a step, other stages run between the forward of a stage and its backward, or its next run.
-        """
 
     def stop(self) -> list[float]:
         """The seconds of all laps since the start."""
@@ -142,21 +129,6 @@ def _waiting_for_a_core() -> Iterator[Callable[[], float]]:
         os.close(file)
 
 
-@cache
-def _others() -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Memory that is written so that caches hold nothing else; none of torch's, whose memory is counted."""
-    return np.zeros(min(_cached_bytes() * 5 // 4, _MOST_CACHED) // 4, np.float32)
-
-
-def _cached_bytes() -> int:
-    """Bytes of the largest cache of a core, shared or not, as Linux tells them; `PRIVATE` at least."""
-    sizes = [PRIVATE]
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        with suppress(OSError, ValueError):
-            sizes.append(int(file.read_text().strip().removesuffix("K")) * 1024)
-    return max(sizes)
-
-
 class _CpuStopwatch:
     """Seconds in which this thread runs, or waits for something else than a core."""
 
@@ -197,10 +169,6 @@ class _CpuStopwatch:
             for tensor in tensors:
                 tensor.sum()
 
-    def cool(self, nbytes: int = PRIVATE) -> None:
-        others = _others()[: nbytes // 4]
-        np.add(others, 1, out=others)
-
     def stop(self) -> list[float]:
         # One clock counts in nanoseconds, and the other may not: a lap without work may come out negative.
         return [max(0.0, after - before) for before, after in zip(self._times, self._times[1:], strict=False)]
@@ -222,9 +190,6 @@ class _CudaStopwatch:
         self.lap()
 
     def warm(self, tensors: Iterable[torch.Tensor]) -> None: ...
-
-    def cool(self, nbytes: int = PRIVATE) -> None:
-        """Its caches are small beside what a stage writes."""
 
     def lap(self) -> None:
         event = torch.cuda.Event(enable_timing=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,10 @@ from rotor_py.stage.protocol import Run, StageOffers
 from rotor_py.stage.ways.watched import calling_instead, calls_forward_alone
 
 _log = logging.getLogger("rotor_py")
+
+
+class _NothingGainedError(Exception):
+    """A layer has no way to be stored but whole."""
 
 
 class CapturedLayer(StageOffers):
@@ -106,9 +110,11 @@ class CapturedLayer(StageOffers):
                 stage = self._stage(graph, arguments)
                 if stage is not None:
                     stage.ways_for(graph.enter(arguments)[0])
+                    if not stage.ways():  # whatever follows, and that would take as long as a forward
+                        raise _NothingGainedError
                 return graph.run_unplanned(arguments)
 
-        with isolated(self.layer, device), torch.enable_grad(), operators_as_called():
+        with isolated(self.layer, device), torch.enable_grad(), operators_as_called(), suppress(_NothingGainedError):
             self._forward.call((leaves_of(value),), {}, run)
         self._let_go()
         if len(graphs) != 1 or self._forward.breaks_at is not None or graphs[0].answers:

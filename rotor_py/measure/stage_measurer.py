@@ -36,7 +36,7 @@ from rotor_profiling import (
 from rotor_profiling.attributes import kept_bytes
 from rotor_profiling.instruments import stopwatch
 from rotor_profiling.isolate import trained_parameters
-from rotor_profiling.stage.seconds import OwnSeconds
+from rotor_profiling.stage.timed_stage import AsNode
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.measure.cache.kept_kinds import KeptKinds
@@ -69,8 +69,8 @@ from rotor_solver.progress import Progress
 class StageMeasurer:
     """Measures the stages of a chain on the input `value`, of equal ones the first.
 
-    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. `own` is what
-    the executor takes for a stage beside its operators. The backward steps the parameters in `stepped`. Stages may be
+    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. A stage
+    is timed `as_node` of a graph, if that is given. The backward steps the parameters in `stepped`. Stages may be
     stored by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory, and their inputs kept as
     checkpoints in the fewer bits of the word `rounding`. The processes of `group` measure the same stages together.
     With `cache`, kinds of stages that an earlier run has measured are not measured again. What layers offer beside what
@@ -88,7 +88,7 @@ class StageMeasurer:
         fresh_gradients: bool = False,
         silent: tuple[int, ...] = (),
         group: dist.ProcessGroup | None = None,
-        own: OwnSeconds | None = None,
+        as_node: AsNode | None = None,
         cache: bool = True,
         stepped: SteppedParameters = NONE_STEPPED,
         keepers: Sequence[Keeper] = (),
@@ -112,7 +112,8 @@ class StageMeasurer:
         """The kinds of which more is known than is kept for the next run."""
         self._movable = MovableBytes(device, group) if elsewhere else None
         self._rounding = None if rounding is None else BorderRounding(rounding, device)
-        self._times = StageTimes(own, briefly=briefly)
+        self._as_node = as_node
+        self._times = StageTimes(briefly=briefly)
         self._briefly = briefly
         self._kept = KeptKinds(
             measurement_cache(device, fresh_gradients, preserve_rng_state, tuple(keeper.name for keeper in keepers))
@@ -205,9 +206,7 @@ class StageMeasurer:
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
         ways = tuple(of_kind[kind][1] for kind in self._kinds)
         ends = {
-            kind: self._times.ends(kind, known.weighed.ways, joins=known.joins)
-            for kind, known in self._known.items()
-            if kind in of_kind
+            kind: self._times.ends(kind, known.weighed.ways) for kind, known in self._known.items() if kind in of_kind
         }
         return Measurement(
             names=tuple(name for name, _ in self._stages),
@@ -286,23 +285,14 @@ class StageMeasurer:
                         kind = self._kinds[number]
                         found = self._known[kind]
                         ways = self._stored(number, found.weighed.ways if self._times.all_ways_wanted(kind) else ())
-                        place = replace(found.place, between_bytes=self._between_bytes(number))
                         again = self._times.again_wanted(kind)
-                        run, output = time_ways(ways, value, place, watch, again=again)
+                        run, output = time_ways(ways, value, found.place, watch, as_node=self._as_node, again=again)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
                         output = self._chain.run_without_graph(self._chain.runner(number), value)
                     value = self._handed_on(number, output)
                     del output
             self._times.note_waiting(watch.waiting)
-
-    def _between_bytes(self, number: int) -> int:
-        """What later stages make, and read again before this one's backward; unknown ones, as much as known ones."""
-        later = len(self._stages) - 1 - number
-        made = [self._known[kind].weighed.bytes[0].saved_bytes for kind in self._kinds]
-        if len(made) == len(self._stages):
-            return sum(made[number + 1 :])
-        return later * sum(made) // len(made) if made else later * self._input_bytes
 
     def _handed_on(self, number: int, output: Any) -> Any:
         """The output of a stage as the input of the next one, with `requires_grad` where training has it."""
@@ -337,14 +327,11 @@ class StageMeasurer:
             parameters = storages(trained_parameters(function))
             owned = (*self._owned, *parameters, *beside)
             fresh = self._fresh_gradients or any(each is not None for each in stepped)
-            between = self._between_bytes(number)
-            place = Place(
-                self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped, between
-            )
+            place = Place(self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped)
             weighed, output = self._weigh(number, value, place, kind)
             self._times.expect(kind, 1 + len(weighed.ways))
             # Without the addresses of this stage: it is timed with others of its kind.
-            self._known[kind] = _Found(replace(place, owned=()), weighed, offers_of(function).joins)
+            self._known[kind] = _Found(replace(place, owned=()), weighed)
         self._kinds.append(kind)
         known = self._known[kind]
         remember_moving(function, known.weighed.moving)
@@ -392,7 +379,7 @@ class StageMeasurer:
         """The costs of stages of a kind that are stored whole, and of the other ways to store them."""
         known = self._known[kind]
         weighed = known.weighed
-        whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind, joins=known.joins))
+        whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind))
         ways = worth_choosing(whole, list(map(Way, weighed.ways, others)))
         if self._movable is not None:
             ways = (*ways, *self._movable.ways(kind, whole, ways))
@@ -405,8 +392,6 @@ class _Found:
 
     place: Place
     weighed: Weighed
-    joins: bool
-    """whether it runs as one with stages around it that are stored whole, too"""
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:

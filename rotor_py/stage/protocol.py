@@ -58,11 +58,6 @@ class StageOffers:
         """The stages that are joined in this one, in turn."""
         return (self,)
 
-    @property
-    def joins(self) -> bool:
-        """Whether it can run as one with stages that follow it, or that it follows, if these can."""
-        return False
-
     def run_through(self, following: Sequence[StageOffers]) -> RunThrough | None:
         """How to run the stage and those that follow it as one; None if they have to run one by one."""
         return None
@@ -128,10 +123,6 @@ class _Joined(StageOffers):
     @property
     def parts(self) -> Sequence[StageOffers]:
         return [inner for part in self._parts for inner in part.parts]
-
-    @property
-    def joins(self) -> bool:
-        return bool(self._parts) and all(part.joins for part in self._parts)
 
     def gather_begun(self) -> None:
         for part in self._parts:

@@ -53,8 +53,8 @@ def with_times(monkeypatch: pytest.MonkeyPatch, factors: Sequence[float]) -> Non
     def add_other(times: StageTimes, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
         seconds = factors[runs[kind] % len(factors)]
         runs[kind] += 1
-        again = None if run.again is None else seconds
-        ADD(times, kind, StageRun(seconds, ((seconds, seconds),) * len(run.ways), again), exact=exact)
+        node = run.node and (seconds, 2 * seconds)
+        ADD(times, kind, StageRun(((seconds, seconds),) * len(run.ways), node), exact=exact)
 
     monkeypatch.setattr(StageTimes, "add", add_other)
 

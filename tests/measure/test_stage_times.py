@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,15 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling.stage.place import Place
-from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds
+from rotor_profiling.stage.seconds import StageRun
 from rotor_py import Checkpointable
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.execute.own_seconds import own_seconds
+from rotor_py.execute.lone_node import lone_node
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_py.measure.walks.stage_times import FEWEST_RUNS, MOST_PER_WALK, MOST_RUNS, MOST_WALKS, StageTimes
-from rotor_py.stage.protocol import offers_of
 
 pytestmark = pytest.mark.timed
 
@@ -31,7 +30,7 @@ def timed(times: StageTimes, kinds: list[str], noise: float, generator: random.R
         walks.append(wanted)
         for position in wanted:
             seconds = (1 + ord(kinds[position])) * generator.uniform(1, 1 + noise)
-            times.add(kinds[position], StageRun(seconds, ((seconds, seconds),), seconds))
+            times.add(kinds[position], StageRun(((seconds, seconds),), (seconds, 2 * seconds)))
     return walks
 
 
@@ -66,9 +65,9 @@ def test_on_a_noisy_machine_stages_are_timed_more_often_but_not_for_ever() -> No
 def test_a_stage_of_little_time_may_be_noisy() -> None:
     times = StageTimes()
     for _ in range(FEWEST_RUNS):
-        times.add("long", StageRun(1.0, ((1.0, 2.0),), 1.0))
+        times.add("long", StageRun(((1.0, 2.0),), (1.0, 3.0)))
     for seconds in (0.001, 0.003, 0.009):
-        times.add("short", StageRun(seconds, ((seconds, seconds),), seconds))
+        times.add("short", StageRun(((seconds, seconds),), (seconds, 2 * seconds)))
     assert not times.wanted(["long", *["short"] * 16])
     assert times.wanted(["short"] * 16) == {1, 9}
 
@@ -78,7 +77,7 @@ def test_errors_of_many_kinds_make_up_for_each_other_and_those_of_one_kind_do_no
     times = StageTimes()
     for kind in set(kinds):
         for seconds in (1.0, 1.05, 1.1):
-            times.add(kind, StageRun(seconds, ((seconds, seconds),), seconds))
+            times.add(kind, StageRun(((seconds, seconds),), (seconds, 2 * seconds)))
     assert bool(times.wanted(list(kinds))) == (len(set(kinds)) == 1)
 
 
@@ -86,7 +85,7 @@ def test_of_kinds_that_are_not_known_well_those_are_timed_again_that_matter() ->
     times = StageTimes(briefly=True)
     for kind, seconds in (("large", 1.0), ("medium", 0.3), ("small", 0.01), ("tiny", 0.002)):
         for factor in (1.0, 1.5, 2.0):
-            times.add(kind, StageRun(seconds, ((factor * seconds, factor * seconds),), seconds))
+            times.add(kind, StageRun(((factor * seconds, factor * seconds),), (seconds, 2 * seconds)))
     assert times.wanted(["small", "large", "tiny", "medium"] * 4) == {5, 7, 13, 15}
 
 
@@ -96,7 +95,7 @@ def test_runs_beyond_the_fewest_end_when_they_have_taken_as_long_as_a_step_or_fo
     def add(*seconds: float) -> None:
         for each in seconds:
             for times in (of_plan, of_curve):
-                times.add("a", StageRun(each, ((each, each), (each, each)), each))
+                times.add("a", StageRun(((each, each), (each, each)), (each, 2 * each)))
 
     add(1.0, 3.0)  # 6 s for each second, of a step that takes 12 s
     assert of_plan.wanted(["a"] * 4)
@@ -114,7 +113,7 @@ def test_there_are_few_walks_however_noisy_the_machine_is(monkeypatch: pytest.Mo
     def noisy(runners: Any, *arguments: Any, **options: Any) -> Any:
         run, output = time_ways(runners, *arguments, **options)
         seconds = noise.uniform(1, 9)
-        return StageRun(seconds, ((seconds, seconds),) * len(run.ways), seconds), output
+        return StageRun(((seconds, seconds),) * len(run.ways), (seconds, 2 * seconds)), output
 
     def counting(measurer: StageMeasurer, wanted: set[int]) -> None:
         walks[0] += 1
@@ -131,7 +130,7 @@ def test_there_are_few_walks_however_noisy_the_machine_is(monkeypatch: pytest.Mo
 
 def test_runs_of_an_earlier_time_count_unless_the_machine_was_busy() -> None:
     def runs(*seconds: float) -> list[StageRun]:
-        return [StageRun(each, ((each, each),), each) for each in seconds]
+        return [StageRun(((each, each),), (each, 2 * each)) for each in seconds]
 
     times = StageTimes()
     times.settle("quiet", runs(1.0, 1.02, 1.0))
@@ -157,32 +156,11 @@ def test_stages_are_timed_walk_by_walk_and_not_several_times_in_a_row(monkeypatc
     assert order[: FEWEST_RUNS * len(widths)] == widths * FEWEST_RUNS
 
 
-def test_stages_are_timed_as_far_from_their_backward_as_they_are_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between their forward and their backward, later ones write over as much as they make."""
-    found: dict[int, list[int]] = {}
-
-    def noted(run: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(runners: Any, value: Any, place: Place, *rest: Any, **options: Any) -> Any:
-            found.setdefault(runners[0].function.weight.shape[0], []).append(place.between_bytes)
-            return run(runners, value, place, *rest, **options)
-
-        return noting
-
-    for name in ("measure_ways", "time_ways"):
-        monkeypatch.setattr(stage_measurer, name, noted(getattr(stage_measurer, name)))
-    widths, rows = [8, 16, 24, 32], 64
-    layers = nn.Sequential(*(nn.Linear(a, b) for a, b in zip([4, *widths], widths, strict=False)))
-    Checkpointable(layers, loss=torch.sum, cache=False).measure(torch.randn(rows, 4))
-    made = [4 * rows * width for width in widths]
-    assert [seen[-1] for seen in found.values()] == [sum(made[number + 1 :]) for number in range(len(widths))]
-    assert found[32] == [0] * len(found[32])
-
-
 def test_the_run_that_shows_bytes_is_the_first_of_the_fewest() -> None:
     times = StageTimes()
-    times.add("a", StageRun(1.0, ((1.0, 2.0),), None))
+    times.add("a", StageRun(((1.0, 2.0),)))
     assert times.wanted(["a"] * 4) == {1}
-    times.add("a", StageRun(1.0, ((1.0, 2.0),), 0.75))
+    times.add("a", StageRun(((1.0, 2.0),), (1.0, 2.75)))
     assert not times.wanted(["a"] * 4)
     assert times.of("a")[0].skipped_output_seconds == 0.25
 
@@ -190,16 +168,16 @@ def test_the_run_that_shows_bytes_is_the_first_of_the_fewest() -> None:
 def test_a_stage_is_timed_again_where_other_ways_are_not_known_well() -> None:
     times = StageTimes()
     for longer in (0.1, 0.9):  # the stage stored whole takes the same in each run
-        times.add("a", StageRun(1.0, ((1.0, 2.0), (1.0 + longer, 2.0)), 1.0))
+        times.add("a", StageRun(((1.0, 2.0), (1.0 + longer, 2.0)), (1.0, 3.0)))
     assert times.wanted(["a"]) == {0}
     known = StageTimes()
     for longer in (0.5, 0.51):
-        known.add("a", StageRun(1.0, ((1.0, 2.0), (1.0 + longer, 2.0)), 1.0))
+        known.add("a", StageRun(((1.0, 2.0), (1.0 + longer, 2.0)), (1.0, 3.0)))
     assert not known.wanted(["a"])
 
 
 def test_other_ways_are_timed_again_only_beyond_the_fewest_runs() -> None:
-    first, second = StageRun(1.0, ((1.0, 2.0), (1.5, 2.5)), None), StageRun(1.0, ((1.0, 2.0),), 0.75)
+    first, second = StageRun(((1.0, 2.0), (1.5, 2.5))), StageRun(((1.0, 2.0),), (1.0, 2.75))
     assert StageTimes().all_ways_wanted("a")
     times = StageTimes()
     times.expect("a", 2)
@@ -217,20 +195,20 @@ def test_other_ways_are_timed_again_only_beyond_the_fewest_runs() -> None:
     assert times.wanted(["a"]) == {0}
     assert times.all_ways_wanted("a")
     assert times.again_wanted("a")
-    times.add("short", StageRun(1e-3, ((1e-3, 2e-3), (2e-3, 2e-3)), None))  # its first call shows in its time
+    times.add("short", StageRun(((1e-3, 2e-3), (2e-3, 2e-3))))  # its first call shows in its time
     assert times.all_ways_wanted("short")
 
 
 def test_what_a_run_takes_again_is_timed_once_among_the_fewest_runs() -> None:
     times = StageTimes()
-    times.add("a", StageRun(1.0, ((1.0, 2.0),), 0.75))
+    times.add("a", StageRun(((1.0, 2.0),), (1.0, 2.75)))
     assert times.wanted(["a"]) == {0}
     assert not times.again_wanted("a")
 
 
 def test_beside_other_programs_times_have_to_agree_better() -> None:
     """Without a limit: a limit that is read off the curve moves with all times."""
-    runs = [StageRun(1.0, ((1.0, each),), 1.0) for each in (2.0, 2.03)]
+    runs = [StageRun(((1.0, each),), (1.0, 1.0 + each)) for each in (2.0, 2.03)]
     for waiting, briefly, wanted in ((0.01, False, set()), (0.3, False, {0}), (0.3, True, set())):
         times = StageTimes(briefly=briefly)
         for each in runs:
@@ -255,49 +233,34 @@ def test_where_a_walk_takes_little_times_have_to_agree_better() -> None:
     for stages, briefly, wanted in ((1, False, 0), (12, False, 2), (12, True, 0)):
         times = StageTimes(briefly=briefly)
         for backward in (2.0, 2.03):
-            times.add("a", StageRun(1.0, ((1.0, backward),), 1.0, 2.0))
+            times.add("a", StageRun(((1.0, backward),), (1.0, 3.0)))
         assert len(times.wanted(["a"] * stages)) == wanted
 
 
 def test_what_a_run_takes_again_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotor_py.measure.walks.stage_times.FEWEST_RUNS", 1)
     times = StageTimes()
-    times.add("a", StageRun(1.0, ((1.0, 2.0),), None))
+    times.add("a", StageRun(((1.0, 2.0),)))
     assert times.wanted(["a"]) == {0}
 
 
-def test_a_node_takes_time_and_it_counts_where_a_stage_is_one() -> None:
-    own = own_seconds()
-    assert own is own_seconds()
-    assert own.call > 0
-    assert own.engine > 0
-    assert own.call + own.engine < own.node < 0.1
-    model = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss=torch.sum)
+def test_a_stage_that_is_a_node_takes_more_than_its_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a millisecond, as in a step; on a device that works meanwhile, it takes its runs."""
+
+    def waits(runner: Any) -> Callable[[Any], Any]:
+        run = lone_node(runner)
+
+        def running(value: Any) -> Any:
+            time.sleep(0.05)
+            return run(value)
+
+        return running
+
+    monkeypatch.setattr("rotor_py.plan.sources.running.lone_node", waits)
+    model = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss=torch.sum, cache=False)
     model.measure(torch.randn(2, 4))
     assert model.budget is not None
-    assert all(stage.nograd_time >= own.node + own.engine for stage in model.budget.chain.stages)
-
-
-def test_in_a_step_a_stage_takes_less_than_alone_and_a_node_all_of_it() -> None:
-    alone = StageSeconds(nograd_seconds=2.0, forward_seconds=3.0, backward_seconds=5.0, skipped_output_seconds=0.5)
-    own = OwnSeconds(node=1.0, call=0.25, engine=0.125)
-    joined, by_itself = (own.in_a_step(alone, joins=joins) for joins in (True, False))
-    assert joined == StageSeconds(2.0 + 1.0 + 0.25 + 0.125, 3.0 - 0.25, 5.0 - 0.125, 0.5)
-    assert by_itself == StageSeconds(2.0 + 1.0 + 0.125, 3.0, 5.0 - 0.125, 0.5)
-    for each in (joined, by_itself):  # as a node it runs without a graph, forward again and backward: nothing is lost
-        assert each.nograd_seconds + each.forward_seconds + each.backward_seconds == 2.0 + 1.0 + 3.0 + 5.0
-    short = StageSeconds(0.5, 0.5, 0.0625, 0.5)
-    assert own.in_a_step(short, joins=True) == StageSeconds(1.625, 0.5, 0.0, 0.5)  # skips no more than it takes
-
-
-def test_only_stages_stored_whole_run_as_one_with_others() -> None:
-    times = StageTimes(OwnSeconds(node=1.0, call=0.25, engine=0.125))
-    for _ in range(FEWEST_RUNS):
-        times.add("a", StageRun(1.0, ((1.0, 2.0), (1.5, 2.5)), 1.0))
-    assert [each.forward_seconds for each in times.of("a", joins=True)] == [0.75, 1.5]
-    assert [each.forward_seconds for each in times.of("a")] == [1.0, 1.5]
-    for end in times.ends("a", ["in part"], joins=True):
-        assert [end[name].forward_seconds for name in ("", "in part")] == [0.75, 1.5]
+    assert all(0.05 <= stage.nograd_time < 0.1 for stage in model.budget.chain.stages)
 
 
 class Branches(nn.Module):
@@ -313,9 +276,8 @@ class Branches(nn.Module):
         return value
 
 
-@pytest.mark.parametrize(("model", "joins"), [(Branches(), True), (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), False)])
-def test_stages_of_a_captured_graph_run_as_one_and_layers_do_not(model: nn.Module, joins: bool) -> None:
+@pytest.mark.parametrize(("model", "as_one"), [(Branches(), True), (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), False)])
+def test_stages_of_a_captured_graph_run_as_one_and_layers_do_not(model: nn.Module, as_one: bool) -> None:
     planned = Checkpointable(model, torch.randn(2, 4), "1GB", loss=torch.sum)
-    assert [offers_of(function).joins for function in planned.functions] == [joins] * len(planned.functions)
     pieces = [stage for stage in planned.functions if isinstance(stage, GraphStage)]
-    assert (bool(pieces) and pieces[0].run_through(pieces[1:]) is not None) == joins
+    assert (bool(pieces) and pieces[0].run_through(pieces[1:]) is not None) == as_one

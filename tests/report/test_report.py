@@ -54,7 +54,7 @@ def test_a_noisy_machine_is_told_of(factors: tuple[float, float], noisy: bool, m
 
     def add_other(times: StageTimes, kind: Hashable, run: StageRun, **more: bool) -> None:
         now = next(seconds)
-        add(times, kind, StageRun(now, ((now, now),) * len(run.ways), run.again and now), **more)
+        add(times, kind, StageRun(((now, now),) * len(run.ways), run.node and (now, 2 * now)), **more)
 
     monkeypatch.setattr(StageTimes, "add", add_other)
     model = Checkpointable(nn.Sequential(nn.Linear(4, 4)), mem_limit="1GB", cache=False)

@@ -38,9 +38,6 @@ class PredictedStopwatch(TorchDispatchMode):
 
     def warm(self, tensors: Iterable[torch.Tensor]) -> None: ...
 
-    def cool(self, nbytes: int = 0) -> None:
-        """Costs are those of operators whose inputs come from memory."""
-
     def stop(self) -> list[float]:
         return self._laps
 

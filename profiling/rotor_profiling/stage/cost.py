@@ -16,8 +16,9 @@ from rotor_profiling.stage.measured_ways import MeasuredWays, measure_bytes
 from rotor_profiling.stage.place import Place
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.stage.runs import run_unmeasured
-from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, time_stage
+from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate
 from rotor_profiling.stage.stepping import bytes_after_replay, stand_in_steps
+from rotor_profiling.stage.timed_stage import AsNode, time_stage
 from rotor_profiling.timing import FEWEST_RUNS, Stopwatch
 
 
@@ -96,7 +97,13 @@ def _with_room_after_replay(found: StageBytes, nbytes: int) -> StageBytes:
 
 
 def time_ways(
-    runners: Sequence[Runner], value: Any, place: Place, watch: Stopwatch, *, again: bool = True
+    runners: Sequence[Runner],
+    value: Any,
+    place: Place,
+    watch: Stopwatch,
+    *,
+    as_node: AsNode | None = None,
+    again: bool = True,
 ) -> tuple[StageRun, Any]:
     """The seconds of one run of a stage in each way, and its output without a graph: see `time_stage`."""
     with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
@@ -108,6 +115,6 @@ def time_ways(
             fresh_gradients=place.fresh_gradients,
             silent=place.silent,
             arriving=place.arriving,
-            between_bytes=place.between_bytes,
+            as_node=as_node,
             again=again,
         )

@@ -106,8 +106,10 @@ def _maker(tensor: torch.Tensor, strides: Strides | None) -> _Maker:
 
 def _ones(shape: torch.Size, strides: Strides, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     found = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # By memory, since the elements of an expanded tensor (a sum's gradient) share theirs, and `fill_` refuses that.
-    found.as_strided((found.untyped_storage().nbytes() // found.itemsize,), (1,)).fill_(1)
+    # By memory, since the elements of an expanded tensor (a sum's gradient) share theirs, and `fill_` refuses that. Its
+    # storage must not be asked for in Python: the engine would not add to the gradient in place from then on.
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    found.as_strided((reach if 0 not in shape else 0,), (1,)).fill_(1)
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rotor_profiling.clocked_meter import ClockedMeter
 from rotor_profiling.instruments import memory_meter
 from rotor_profiling.stage.bytes import (
     Beyond,
@@ -20,7 +21,6 @@ from rotor_profiling.stage.bytes import (
     in_training,
     least,
 )
-from rotor_profiling.stage.clocked_meter import ClockedMeter
 from rotor_profiling.stage.place import Place
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.stage.runs import (
@@ -100,7 +100,7 @@ def _measure_once(
         if other and clearly_less(other.kept, _kept_by(runner, value, place, surroundings)):
             continue
         forget_if_fresh(parameters, place)
-        with ClockedMeter(memory_meter(place.device), watch, place.between_bytes) as clocked:
+        with ClockedMeter(memory_meter(place.device), watch) as clocked:
             twins = run_in_graph(runner, value, parameters, place, clocked)
             apart = None if beyond else run_with_own_graph(runner, value, place, clocked, surroundings)
         training = in_training(clocked.phases, twins)
@@ -116,17 +116,14 @@ def _measure_once(
         if number == 0 and known is not None and _comparable(place):
             beyond = beyond_training(clocked.phases, training, own)
     # At the very end: its output is what the stage hands on, and not held while ways are measured.
-    with ClockedMeter(memory_meter(place.device), watch) as clocked:
-        output = run_again(runners[0], value, surroundings, clocked)
+    with memory_meter(place.device) as meter:
+        output = run_again(runners[0], value, surroundings, meter)
     made = made_by(output, place)
-    temp = max(0, max(rise, clocked.phases["again"].rise) - made.activation_bytes)
+    temp = max(0, max(rise, meter.phases["again"].rise) - made.activation_bytes)
     ways = [found.get(number) for number in range(len(runners))]
-    # Training skips an output where it can, and adds gradients to those that are there. Measuring does neither.
-    as_in_training = not runners[0].can_skip_output and (place.fresh_gradients or not parameters)
     return MeasuredWays(
         tuple(None if way is None else bytes_of(way, made, place, temp) for way in ways),
-        # Not of the phase "first": what the stage decides is watched there.
-        None if watch is None else _run_of(clocked.seconds["again"], seconds, again=as_in_training),
+        None if watch is None else _run_of(seconds),
         output,
     )
 
@@ -147,14 +144,6 @@ def _kept_by(runner: Runner, value: Any, place: Place, surroundings: Any) -> int
     return meter.phases["attach"].kept
 
 
-def _run_of(nograd: float, seconds: Mapping[int, Mapping[str, float]], *, again: bool) -> StageRun:
-    """A run of the stage, by the `seconds` of phases in each way. With `again`, its run with a graph of its own is as
-    in training.
-    """
-    ways = [way for _, way in sorted(seconds.items())]
-    return StageRun(
-        nograd,
-        tuple((way["forward"], way.get("gradients", 0.0) + way.get("backward", 0.0)) for way in ways),
-        ways[0]["attach"] if again else None,
-        ways[0]["replay"] if again and "backward" in ways[0] else None,
-    )
+def _run_of(seconds: Mapping[int, Mapping[str, float]]) -> StageRun:
+    """A run of the stage, by the `seconds` of phases in each way."""
+    return StageRun(tuple((way["forward"], way.get("backward", 0.0)) for _, way in sorted(seconds.items())))

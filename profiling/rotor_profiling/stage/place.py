@@ -9,7 +9,6 @@ import torch
 
 from rotor_profiling.stage.gradients import Layouts
 from rotor_profiling.stage.stepping import Stepped
-from rotor_profiling.timing import PRIVATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Place:
     of those that are kept beside the chain: they count neither as |a_{i+1}| nor as saved, only as in memory while the
     stage runs. `silent` are the positions of those that get no gradient although they could. `arriving` are the layouts
     of the gradients that the backward is given for the output's tensors. `stepped` says which parameters the backward
-    steps. Between its forward and its backward, other stages touch `between_bytes`.
+    steps.
     """
 
     device: torch.device
@@ -35,4 +34,3 @@ class Place:
     silent: Sequence[int] = ()
     arriving: Layouts = ()
     stepped: Stepped = ()
-    between_bytes: int = PRIVATE

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot
-from typing import Any
 
-import torch
-
-from rotor_profiling.stage.entry import enter_graph
-from rotor_profiling.stage.gradients import Layouts, gradients_for
-from rotor_profiling.stage.runner import Runner
-from rotor_profiling.storage import local, tensors_in, wait_for
-from rotor_profiling.timing import PRIVATE, Stopwatch, error_of, error_of_middle, spread
+from rotor_profiling.timing import error_of, error_of_middle, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,208 +20,90 @@ class StageSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnSeconds:
-    """What an executor takes for a stage beside its operators, in seconds.
-
-    `node` is that of a stage which is a node of the graph, beside its runs and its backward. The others are what a
-    stage takes because it is timed by itself: `call` in its forward, `engine` in its backward, which somebody has to
-    begin.
-    """
-
-    node: float = 0.0
-    call: float = 0.0
-    engine: float = 0.0
-
-    def in_a_step(self, alone: StageSeconds, *, joins: bool) -> StageSeconds:
-        """The seconds that a stage takes in a step, by those that it took `alone`.
-
-        In a step, the engine comes to its backward on its way; and if it `joins` the stages around it, its forward is a
-        part of theirs. A node runs alone in a step, too: it gets both back with its run without a graph, of which it
-        has at least one.
-        """
-        skipped = alone.skipped_output_seconds
-        forward = max(skipped, alone.forward_seconds - self.call) if joins else alone.forward_seconds
-        return StageSeconds(
-            nograd_seconds=alone.nograd_seconds + self.node + self.engine + (alone.forward_seconds - forward),
-            forward_seconds=forward,
-            backward_seconds=max(0.0, alone.backward_seconds - self.engine),
-            skipped_output_seconds=skipped,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class StageRun:
     """The seconds of one run of a stage in all ways, one right after the other.
 
-    Without a graph; forward and backward in each way with one, or in the first of them alone; and, for that one, the
-    forward run `again`, with a graph of its own, and the backward that follows `at_once`: what the stage has made is
-    still in caches. None where that was not timed.
+    Forward and backward in each way with a graph, or in the first of them alone; and as a `node`, which has no graph in
+    the forward, and runs the stage again in the backward. None where that was not timed.
     """
 
-    nograd: float
     ways: tuple[tuple[float, float], ...]
-    again: float | None
-    at_once: float | None = None
+    node: tuple[float, float] | None = None
 
     @property
     def total(self) -> float:
         """Forward and backward in the first way: what a plain step takes."""
-        forward, backward = self.ways[0]
-        return forward + backward
+        return sum(self.ways[0])
 
     @property
     def all_seconds(self) -> float:
         """What measuring took."""
-        return self.nograd + sum(map(sum, self.ways)) + (self.again or 0.0) + (self.at_once or 0.0)
-
-
-def time_stage(
-    runners: Sequence[Runner],
-    value: Any,
-    parameters: Sequence[torch.Tensor],
-    watch: Stopwatch,
-    *,
-    fresh_gradients: bool = False,
-    silent: Sequence[int] = (),
-    arriving: Layouts = (),
-    between_bytes: int = PRIVATE,
-    again: bool = True,
-) -> tuple[StageRun, Any]:
-    """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
-
-    `runners` has one runner for each way to run it with a graph, and `parameters` are those that the stage trains; the
-    rest is explained at `Place`. Without `again`, the run with a graph of its own is left out. Ways are timed one right
-    after the other, because from moment to moment a busy machine differs by more than they do.
-    """
-    laps: list[str] = []  # what the laps are; those without a name are not counted
-
-    def lap(name: str = "") -> None:
-        watch.lap()
-        laps.append(name)
-
-    origin = torch.empty(0, requires_grad=True)
-    for runner in runners:
-        runner.make_ready()
-    watch.warm(map(local, tensors_in(value)))
-    watch.start()
-    with torch.no_grad():
-        output, surroundings = runners[0].first(value)
-    lap("nograd")
-    for runner in runners:
-        _prepare(parameters, fresh_gradients)
-        entered = enter_graph(origin, value)
-        lap()
-        made = runner.forward(entered)
-        lap("forward")
-        tensors = tensors_in(made)
-        arrived = gradients_for(made, silent, arriving)
-        given = [(tensor, gradient) for tensor, gradient in zip(tensors, arrived, strict=True) if gradient is not None]
-        del made, tensors
-        watch.cool(between_bytes)
-        # In a step, the stage after it has just made these, and let go of as much: of memory that is in caches.
-        watch.warm(local(gradient).clone() for _, gradient in given)
-        lap()
-        if given:
-            torch.autograd.backward([tensor for tensor, _ in given], [gradient for _, gradient in given])
-        lap("backward")
-        del given, entered  # else they would be freed inside the next lap
-        if again and runner is runners[0]:
-            _prepare(parameters, fresh_gradients)
-            watch.cool(between_bytes)
-            lap()
-            # The output is let go of with the run: its size is another one if it is skipped.
-            attached, made = runner.attach(value, surroundings, skip_output=runner.can_skip_output)
-            del made
-            lap("again")
-            # An exact clock knows no caches: it would only see how autograd is asked for these gradients.
-            if not watch.exact and any(gradient is not None for gradient in arrived):
-                made_at_once = attached.backward(arrived)
-                wait_for([each for each in made_at_once if each is not None])
-                _add_up(parameters, made_at_once[len(tensors_in(value)) :])
-                del made_at_once
-                lap("at once")
-            del attached
-        del arrived
-    seconds: dict[str, list[Any]] = {}
-    for name, each in zip(laps, watch.stop(), strict=True):
-        seconds.setdefault(name, []).append(each)
-    ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
-    (again_seconds,), (at_once,) = (seconds.get(name, [None]) for name in ("again", "at once"))
-    return StageRun(seconds["nograd"][0], ways, again_seconds, at_once), output
-
-
-def _add_up(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Add `gradients` to those that parameters have, as the engine does in a step; new ones it takes as they are."""
-    with torch.no_grad():
-        for parameter, gradient in zip(parameters, gradients, strict=False):
-            if gradient is not None and parameter.grad is not None and parameter.grad.shape == gradient.shape:
-                parameter.grad += gradient
+        return sum(map(sum, self.ways)) + sum(self.node or ())
 
 
 def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
     """The seconds of a stage in each way, from some of its runs, or of stages like it: the least of each.
 
-    Other ways than the first are estimated by how much longer they take, in the runs that have them. One has all ways.
+    Other ways than the first are estimated by how much longer they take, in the runs that have them; so is running the
+    stage again. One run has all ways, and one that of a node.
     """
-    return _estimated(runs, 0.0)
+    return estimate_at(runs, 0)
 
 
 def cautious(runs: Sequence[StageRun]) -> list[StageSeconds]:
-    """The seconds of a stage in each way, where what plans differ in takes as much longer as `errors_of` says.
+    """The seconds of a stage in each way, where what plans differ in takes as long as it may.
 
     A solver takes what seems cheap. Of several ways that are known equally well, the one that seems cheapest is dearer
-    than it seems, on average: plans would promise less than they take. Forward and backward of the first way are in
-    each plan once, and stay as they are.
+    than it seems, on average: plans would promise less than they take.
     """
-    return _estimated(runs, 1.0)
+    return estimate_at(runs, 1)
 
 
-def _estimated(runs: Sequence[StageRun], errors: float) -> list[StageSeconds]:
-    """`errors`: how many of them are added to what plans differ in."""
+def estimate_at(runs: Sequence[StageRun], end: int) -> list[StageSeconds]:
+    """The same at the `end` of what is possible, the least (-1) or the most (1), or in between (0).
+
+    Forward and backward of the first way are in each plan once, and stay as they are.
+    """
     forward, backward = (min(run.ways[0][phase] for run in runs) for phase in (0, 1))
-    without = [run.nograd for run in runs]
-    # What is run again with a graph of its own may skip its output, and has to make that graph. If making it takes
-    # longer than it saves, that is counted with the run without a graph: such a stage has at least one.
-    saved, wrong = _saved(runs)
-    saved -= errors * wrong
-    nograd = min(without) + errors * error_of(without) + max(0.0, -saved)
+    without, longer, wrong = _run_again(runs)
+    longer += end * wrong
+    # A backward that runs the stage again may skip its output, and makes that graph anew. If that takes longer than it
+    # saves, it is counted with the run without a graph: such a stage has at least one.
+    nograd = without + max(0.0, longer)
     # Noise can make it larger than a forward, which `Chain` refuses.
-    skipped = max(0.0, min(saved, nograd, forward))
+    skipped = max(0.0, min(-longer, nograd, forward))
     found = []
     for number in range(_ways_of(runs)):
         # Stored in part, a stage does all that it does when stored whole, and more: a difference below zero is noise.
-        longer_forward, longer_backward = (
-            max(0.0, longer) + errors * error for longer, error in (_longer(runs, number, phase) for phase in (0, 1))
-        )
-        found.append(StageSeconds(nograd, forward + longer_forward, backward + longer_backward, skipped))
+        longer_by = (_longer(runs, number, phase) for phase in (0, 1))
+        more, later = (max(0.0, max(0.0, least) + end * error) for least, error in longer_by)
+        found.append(StageSeconds(nograd, forward + more, backward + later, skipped))
     return found
 
 
-def errors_of(runs: Sequence[StageRun]) -> list[StageSeconds]:
-    """How many seconds `estimate` may be wrong by, in each way: see `error_of`.
+def error_of_ways(runs: Sequence[StageRun]) -> float:
+    """By how many seconds it may be wrong how much longer a way of a stage takes than the first: the worst of all."""
+    return max(sum(_longer(runs, number, phase)[1] for phase in (0, 1)) for number in range(_ways_of(runs)))
 
-    Of forward and backward, it is how much longer other ways take than the first: theirs is wrong by as much as its.
+
+def error_of_node(runs: Sequence[StageRun]) -> float:
+    """By how many seconds it may be wrong how much longer a stage takes as a node of the graph."""
+    return _run_again(runs)[2]
+
+
+def spread_of(runs: Sequence[StageRun]) -> float:
+    """How far apart the runs of a stage are: the middle half of them, as a part of their median."""
+    return spread([run.total for run in runs])
+
+
+def _run_again(runs: Sequence[StageRun]) -> tuple[float, float, float]:
+    """The forward of a node; how much longer its backward takes than forward and backward in training's graph; and how
+    wrong both together may be.
     """
-    _, skipped = _saved(runs)
-    nograd = error_of([run.nograd for run in runs]) + skipped  # of which it has a part, if a graph takes longer
-    return [
-        StageSeconds(nograd, _longer(runs, number, 0)[1], _longer(runs, number, 1)[1], skipped)
-        for number in range(_ways_of(runs))
-    ]
-
-
-def _saved(runs: Sequence[StageRun]) -> tuple[float, float]:
-    """How much less than in training's graph a stage takes that is run again, and how wrong that may be: its forward,
-    and its backward, which follows at once.
-    """
-    forwards, backwards = ([run.ways[0][phase] for run in runs] for phase in (0, 1))
-    both = [(run.ways[0][0], run.again) for run in runs if run.again is not None]
-    saved, wrong = _difference(forwards, both)
-    later = [(run.ways[0][1], run.at_once) for run in runs if run.at_once is not None]
-    if not later:
-        return saved, wrong
-    sooner, error = _difference(backwards, later)
-    return saved + sooner, hypot(wrong, error)
+    nodes = [(run.node, run.total) for run in runs if run.node is not None]
+    forwards = [node[0] for node, _ in nodes]
+    longer, wrong = _difference([run.total for run in runs], [(node[1], whole) for node, whole in nodes])
+    return min(forwards), longer, hypot(wrong, error_of(forwards))
 
 
 def _longer(runs: Sequence[StageRun], number: int, phase: int) -> tuple[float, float]:
@@ -259,17 +134,3 @@ def _difference(whole: list[float], turns: Sequence[tuple[float, float]]) -> tup
 
 def _ways_of(runs: Sequence[StageRun]) -> int:
     return max(len(run.ways) for run in runs)
-
-
-def spread_of(runs: Sequence[StageRun]) -> float:
-    """How far apart the runs of a stage are: the middle half of them, as a part of their median."""
-    return spread([run.total for run in runs])
-
-
-def _prepare(parameters: Sequence[torch.Tensor], fresh_gradients: bool) -> None:
-    """Have gradients where training has some before a backward, and only there."""
-    for parameter in parameters:
-        if fresh_gradients:
-            parameter.grad = None
-        elif parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)

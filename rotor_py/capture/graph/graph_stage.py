@@ -123,13 +123,9 @@ class GraphStage(nn.Module, StageOffers, HasKind):
             return super().forward_by(way, skip_output=skip_output)
         return partial(self._run_in_part, parts.found[way], parts.graph(way, skip_output=skip_output))
 
-    @property
-    def joins(self) -> bool:
-        return self._marked is None
-
     def run_through(self, following: Sequence[StageOffers]) -> RunThrough | None:
         stages = tuple(each for each in following if isinstance(each, GraphStage))
-        if not self.joins or len(stages) < len(following):
+        if self._marked is not None or len(stages) < len(following):
             return None
         if stages not in self._runs:
             if len(self._runs) == _MOST_RUNS:

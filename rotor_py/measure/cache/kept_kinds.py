@@ -62,7 +62,7 @@ def _weighed(data: dict[str, Any]) -> Weighed:
         for way in data["bytes"]
     )
     ways = tuple(map(str, data["ways"]))
-    if len(found) != 1 + len(ways) or all(run["again"] is None for run in data["runs"]):
+    if len(found) != 1 + len(ways) or all(run["node"] is None for run in data["runs"]):
         raise ValueError("a stage is stored whole, and in each of its ways, and was run")
     return Weighed(
         found, int(data["decided_bytes"]), frozenset(map(int, data["moving"])), ways, bool(data.get("undecided"))
@@ -71,5 +71,7 @@ def _weighed(data: dict[str, Any]) -> Weighed:
 
 def _run(data: dict[str, Any]) -> StageRun:
     ways = tuple((float(forward), float(backward)) for forward, backward in data["ways"])
-    again, at_once = (None if data[name] is None else float(data[name]) for name in ("again", "at_once"))
-    return StageRun(float(data["nograd"]), ways, again, at_once)
+    if data["node"] is None:
+        return StageRun(ways)
+    forward, backward = map(float, data["node"])
+    return StageRun(ways, (forward, backward))

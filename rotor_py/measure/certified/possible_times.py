@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rotor_profiling import StageCost
-from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds, errors_of, estimate
+from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate_at
 from rotor_py.measure.measurement import Ends, Measurement, Way
 from rotor_py.stage.ways.elsewhere import ELSEWHERE
 from rotor_py.stage.ways.names import parted
@@ -30,31 +30,10 @@ class PossibleTimes:
         return PossibleTimes(change(self.found), change(self.least), change(self.most))
 
 
-def ends_of(runs: Sequence[StageRun], ways: Sequence[str], own: OwnSeconds, *, joins: bool) -> Ends:
-    """The ends of the intervals of a stage's times, of which these `runs` are known, in each of its `ways`.
-
-    They are times in a step: `own` is what the executor takes, and stored whole, the stage may `join` those around it.
-    """
-    found, errors = estimate(runs), errors_of(runs)
-    names = ("", *ways)
-    whole, wrong = found[0], errors[0]
-    # A chain refuses to skip more than a forward takes, in a step. What both ends have more of makes no difference.
-    forward = max(whole.forward_seconds, whole.skipped_output_seconds + wrong.skipped_output_seconds + own.call)
-
-    def end(sign: int) -> dict[str, StageSeconds]:
-        nograd = max(0.0, whole.nograd_seconds + sign * wrong.nograd_seconds)
-        # What is skipped makes a plan faster, so its other end goes with this one. It has run without a graph before,
-        # and skips a part of that.
-        skipped = min(nograd, max(0.0, whole.skipped_output_seconds - sign * wrong.skipped_output_seconds))
-        ends = {}
-        for name, way, error in zip(names, found, errors, strict=True):
-            longer = max(0.0, way.forward_seconds - whole.forward_seconds + sign * error.forward_seconds)
-            later = max(0.0, way.backward_seconds - whole.backward_seconds + sign * error.backward_seconds)
-            alone = StageSeconds(nograd, forward + longer, whole.backward_seconds + later, skipped)
-            ends[name] = own.in_a_step(alone, joins=joins and not name)
-        return ends
-
-    return end(-1), end(1)
+def ends_of(runs: Sequence[StageRun], ways: Sequence[str]) -> Ends:
+    """The ends of the intervals of a stage's times, of which these `runs` are known, in each of its `ways`."""
+    least, most = (dict(zip(("", *ways), estimate_at(runs, end), strict=True)) for end in (-1, 1))
+    return least, most
 
 
 def possible_times(found: Measurement) -> PossibleTimes:

@@ -6,10 +6,17 @@ every walk; and its caches are as cold as in a step. Stages of one kind share th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import hypot
 
-from rotor_profiling.stage.seconds import OwnSeconds, StageRun, StageSeconds, cautious, errors_of, spread_of
+from rotor_profiling.stage.seconds import (
+    StageRun,
+    StageSeconds,
+    cautious,
+    error_of_node,
+    error_of_ways,
+    spread_of,
+)
 from rotor_profiling.timing import error_of, several_processes
 from rotor_py.measure.certified.possible_times import ends_of
 from rotor_py.measure.measurement import Ends
@@ -45,12 +52,11 @@ TOO_FAR = 0.10
 class StageTimes:
     """The runs of the stages of some kinds, as far as they have been timed.
 
-    `own` is what the executor takes for each. Other ways than whole, and what it takes to run again, are timed once
-    among the fewest runs, since they take long. Timed `briefly`, runs beyond the fewest end soon.
+    Other ways than whole, and what it takes to run again, are timed once among the fewest runs, since they take long.
+    Timed `briefly`, runs beyond the fewest end soon.
     """
 
-    def __init__(self, own: OwnSeconds | None = None, *, briefly: bool = False) -> None:
-        self._own = own or OwnSeconds()
+    def __init__(self, *, briefly: bool = False) -> None:
         self._briefly = briefly
         self._runs: dict[Hashable, list[StageRun]] = {}
         self._settled: set[Hashable] = set()
@@ -85,17 +91,13 @@ class StageTimes:
         """The runs of stages of a `kind`."""
         return self._runs[kind]
 
-    def of(self, kind: Hashable, *, joins: bool = False) -> list[StageSeconds]:
-        """The seconds of stages of a `kind` in a step, in each way; stored whole, it may be that one `joins` others.
+    def of(self, kind: Hashable) -> list[StageSeconds]:
+        """The seconds of stages of a `kind`, in each way; what plans choose by takes as long as it may (`cautious`)."""
+        return cautious(self._runs[kind])
 
-        What plans choose by takes as long as it may: see `cautious`.
-        """
-        found = cautious(self._runs[kind])
-        return [self._own.in_a_step(way, joins=joins and not number) for number, way in enumerate(found)]
-
-    def ends(self, kind: Hashable, ways: Sequence[str], *, joins: bool = False) -> Ends:
+    def ends(self, kind: Hashable, ways: Sequence[str]) -> Ends:
         """The least and the most of these seconds, for a stage that may be stored in these `ways`."""
-        return ends_of(self._runs[kind], ways, self._own, joins=joins)
+        return ends_of(self._runs[kind], ways)
 
     def wanted(self, kinds: Sequence[Hashable], *, only_fewest: bool = False) -> set[int]:
         """Which stages of a chain to time in the next walk, by position; `kinds` has that of each stage.
@@ -117,13 +119,21 @@ class StageTimes:
     def all_ways_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to time it in all ways, or stored whole alone."""
         # Processes have to run equally often, and their clocks differ.
-        if several_processes() or not self._missing(kind) or self._never_all_ways(kind):
+        if several_processes() or self._never_all_ways(kind):
             return True
+        if not self._missing(kind):
+            return self._in_doubt(kind, error_of_ways)
         return self._runs[kind][-1].total * GOOD_ENOUGH < FIRST_CALL_SECONDS
 
     def again_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to show what it takes to run again."""
-        return several_processes() or not self._missing(kind) or self._never_again(kind)
+        if several_processes() or self._never_again(kind):
+            return True
+        return not self._missing(kind) and self._in_doubt(kind, error_of_node)
+
+    def _in_doubt(self, kind: Hashable, error: Callable[[Sequence[StageRun]], float]) -> bool:
+        """Whether what plans choose by is not known as well as the time of a step has to be."""
+        return error(self._runs[kind]) > GOOD_ENOUGH * self._seconds(kind)
 
     def _missing(self, kind: Hashable) -> int:
         """How many runs a kind still needs; one of them has all ways, and one shows what it takes to run again."""
@@ -131,7 +141,7 @@ class StageTimes:
         return max(short, int(self._never_again(kind) or self._never_all_ways(kind)))
 
     def _never_again(self, kind: Hashable) -> bool:
-        return all(run.again is None for run in self._runs.get(kind, ()))
+        return all(run.node is None for run in self._runs.get(kind, ()))
 
     def _never_all_ways(self, kind: Hashable) -> bool:
         return all(len(run.ways) < self._ways.get(kind, 1) for run in self._runs.get(kind, ()))
@@ -176,14 +186,13 @@ class StageTimes:
         timed = sum(run.all_seconds for kind in every for run in self._runs[kind])
         timed += sum(many * max(run.all_seconds for run in self._runs[kind]) for kind, many in every.items())
         walks = 1 + max(len(self._runs[kind]) // many for kind, many in every.items())
-        forward = sum(min(run.nograd for run in self._runs[kind]) for kind in kinds)
+        forward = sum(min(run.ways[0][0] for run in self._runs[kind]) for kind in kinds)
         return timed + walks * forward <= LITTLE * sum(map(self._seconds, kinds))
 
     def _error_of_ways(self, kind: Hashable) -> float:
         """How well it is known how much longer the ways of a stage take, as a part of the stage's time."""
-        worst = max(way.forward_seconds + way.backward_seconds for way in errors_of(self._runs[kind]))
         seconds = self._seconds(kind)
-        return worst / seconds if seconds else 0.0
+        return error_of_ways(self._runs[kind]) / seconds if seconds else 0.0
 
     def _seconds(self, kind: Hashable) -> float:
         found = self.of(kind)[0]

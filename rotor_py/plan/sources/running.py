@@ -13,7 +13,7 @@ from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import is_sharded
 from rotor_py.execute import regions
 from rotor_py.execute.guarded_tape import GuardedTape
-from rotor_py.execute.own_seconds import own_seconds
+from rotor_py.execute.lone_node import lone_node
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.stepped_parameters import stepped_parameters
@@ -74,5 +74,5 @@ def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
         "rounding": None if _stays_exact(model) else settings.rounding,
         "stepped": stepped_parameters(model, settings.step_in_backward),
         # Elsewhere the device works meanwhile, also where it is predicted.
-        "own": own_seconds() if how.device.type == "cpu" and prediction() is None else None,
+        "as_node": lone_node if how.device.type == "cpu" and prediction() is None else None,
     }

@@ -11,19 +11,15 @@ import torch
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.timing import Stopwatch
 
-_LATER = ("gradients", "attach")
-"""What runs after other stages have run: not the backward that follows a run at once."""
-
 
 class ClockedMeter:
     """`meter`, with the `seconds` of its phases by a `watch`, without those in which it marks them.
 
     Phases of one name add up. The phase that the end of the context ends has none, and without a watch, none has any.
-    Before a backward, and before a run that makes a graph of its own, other stages touch `between_bytes`.
     """
 
-    def __init__(self, meter: MemoryMeter, watch: Stopwatch | None, between_bytes: int = 0) -> None:
-        self._meter, self._watch, self._between_bytes = meter, watch, between_bytes
+    def __init__(self, meter: MemoryMeter, watch: Stopwatch | None) -> None:
+        self._meter, self._watch = meter, watch
         self._names = [""]
         self.seconds: dict[str, float] = {}
 
@@ -36,8 +32,6 @@ class ClockedMeter:
         """Begin the phase `name`."""
         with self._uncounted(name):
             self._meter.mark(name)
-            if self._watch is not None and name in _LATER:
-                self._watch.cool(self._between_bytes)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """As the meter does."""
