@@ -162,8 +162,10 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
             if size > 0:
                 held += size
                 live[address] = size
-                peak = max(peak, held)
-        with_held = max(with_held, held + gone)
+                if held > peak:
+                    peak = held
+        if held + gone > with_held:
+            with_held = held + gone
         curve.append(((time - events[0][0]) / 1e9, held))
     phases[name] = Phase(start, peak, held, with_held)
     return phases, curve

@@ -230,7 +230,7 @@ class Squeezed(nn.Module):
 
 
 @pytest.mark.parametrize(("layer", "some"), [(Squeezed, False), (Block, True)])
-def test_a_layer_is_captured_once_whether_or_not_it_can_be_stored_in_part(
+def test_a_layer_is_captured_once_and_its_graph_run_where_that_can_be_stored_in_part(
     layer: type[nn.Module], some: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captures = []
@@ -246,8 +246,17 @@ def test_a_layer_is_captured_once_whether_or_not_it_can_be_stored_in_part(
         captured(*args, **options)
         captures.clear()
 
+    runs = []
+    running = captured_layer.CapturedGraph.run_unplanned
+
+    def noted(graph: captured_layer.CapturedGraph, arguments: Any) -> Any:
+        runs.append(graph)
+        return running(graph, arguments)
+
+    monkeypatch.setattr(captured_layer.CapturedGraph, "run_unplanned", noted)
     monkeypatch.setattr(captured_layer.CapturedForward, "__init__", counted)
     monkeypatch.setattr(captured_layer.CapturedLayer, "__init__", uncounted)
     planned, _ = measured(layer(), nn.Linear(WIDTH, WIDTH))
     assert bool(names(planned)[0]) == some
     assert [options["open_sizes"] for options in captures] == [True]
+    assert len(runs) == some

@@ -199,6 +199,17 @@ def test_other_ways_are_timed_again_only_beyond_the_fewest_runs() -> None:
     assert times.all_ways_wanted("short")
 
 
+def test_beyond_the_fewest_runs_only_what_is_in_doubt_is_timed_again() -> None:
+    """That a stage takes longer in one run than in another says nothing of how much longer a way takes, or a node."""
+    for longer, later, ways, node in ((0.5, 0.5, False, False), (0.9, 0.5, True, False), (0.5, 0.9, False, True)):
+        times = StageTimes()
+        times.expect("a", 2)
+        times.add("a", StageRun(((1.0, 2.0), (1.5, 2.0)), (1.0, 3.5)))
+        times.add("a", StageRun(((1.0, 2.5), (1.0 + longer, 2.5)), (1.0, 3.5 + later)))
+        assert times.wanted(["a"]) == {0}
+        assert (times.all_ways_wanted("a"), times.again_wanted("a")) == (ways, node)
+
+
 def test_what_a_run_takes_again_is_timed_once_among_the_fewest_runs() -> None:
     times = StageTimes()
     times.add("a", StageRun(((1.0, 2.0),), (1.0, 2.75)))

@@ -168,12 +168,13 @@ def _decides(func: Any, given: Any, made: Any) -> bool:
     """Whether an operator went from numbers, which may differ in their last digits, to what is either this or that."""
     if _not_the_stage.get() or func.overloadpacket in _NO_DECISIONS or made is None:
         return False
-    if not any(map(_is_number, tree_leaves(given))):
-        return False
-    if func.overloadpacket in _SELECTIONS:
-        return True
-    view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-    return not view and not any(map(_is_number, tree_leaves(made)))
+    if func.overloadpacket not in _SELECTIONS:
+        # Most operators make one tensor of numbers, which is seen at once.
+        if _is_number(made) or any(map(_is_number, tree_leaves(made))):
+            return False
+        if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+            return False  # a view
+    return any(map(_is_number, tree_leaves(given)))
 
 
 def _is_number(value: Any) -> bool:
