@@ -1,7 +1,7 @@
 """A stage alone as a node of the caller's graph, to be timed with all that this takes beside its operators.
 
-A node takes a frame, entries in a tape, a run that is recorded, and a backward inside a backward: half a millisecond,
-as long as a small stage itself. It is the code that replays a sequence, and so takes what it takes in training.
+A node takes a frame, entries in a tape, a run that is recorded, and a backward inside a backward: as long
+as a small stage itself. It is the code that replays a sequence, and so takes what it takes in training.
 """
 
 from __future__ import annotations
