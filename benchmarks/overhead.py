@@ -7,9 +7,9 @@
 Networks and models of the README, and a Llama of 32 blocks, each at three limits: a quarter, half and three quarters
 of the way from the least possible to storing everything. Batches of models are larger than there. A step is
 forward, loss and backward. Measured overhead is the median, over turns of a plain and a planned step, of their ratio;
-the clock stands still while another program has the core, and the C library gives no memory back between steps
-(`heap.py`). Planning is processor time, without that of TorchDynamo's capture, divided by that of a plain step. Spread
-is how far apart the times of one kind of stage were when the model was measured.
+the clock stands still while another program has the core, and the C library gives no memory back between steps and
+has it in large pages (`heap.py`). Planning is processor time, without that of TorchDynamo's capture, divided by that of
+a plain step. Spread is how far apart the times of one kind of stage were when the model was measured.
 
 All this is the median of several sessions, each of them a process that plans once and takes some turns. Where a process
 has its memory, and what other machines on the same host do, changes a ratio by one or two points, for all turns of a
@@ -40,7 +40,7 @@ import torch
 from clock import seconds_of
 from ecosystem import MODELS as KNOWN
 from ecosystem import llama
-from heap import keep_free_memory
+from heap import ask_for_large_pages, keep_free_memory
 from networks import LEAST_IMAGE, NETWORKS, SHARES
 from report import ROOT, merged, write
 from torch import nn
@@ -226,6 +226,8 @@ def beside_others(name: str, batch: int, image: int, times: int, repeats: int) -
 
     The steps of all plans are timed in turns once the machine is quiet.
     """
+    logging.disable(logging.WARNING)
+    keep_free_memory()
     torch.manual_seed(0)
     model, _, step, loss = model_case(name) if name in MODELS else network_case(name, batch, image)
     spawn = multiprocessing.get_context("spawn")
@@ -289,12 +291,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    keep_free_memory()
+    ask_for_large_pages()
+    spawn = multiprocessing.get_context("spawn")
     for name in (*NETWORKS, *MODELS):
         if options.only.lower() not in name.lower():
             continue
         if options.busy:
-            rows = [beside_others(name, options.batch, options.image, 5, options.repeats)]
+            with ProcessPoolExecutor(1, spawn) as process:
+                rows = [process.submit(beside_others, name, options.batch, options.image, 5, options.repeats).result()]
             print(busy_table(rows).splitlines()[-1], flush=True)
             if options.write:
                 everything = merged("overhead-busy", rows, CPU, (*NETWORKS, *MODELS))

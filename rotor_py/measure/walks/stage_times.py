@@ -39,7 +39,7 @@ GOOD_ENOUGH = 0.02
 WELL_KNOWN = 0.003
 """The same without a limit, beside other programs, where all runs may be disturbed alike, and differ by less than they
 are wrong by; and where a walk takes little, since most stages are of few kinds."""
-LITTLE = 4
+LITTLE = 5
 """In plain steps: what all runs may take together where times have to be well known only because that takes little."""
 BUSY = 0.05
 """The machine is busy if the thread waits for a core for this part of the time."""
@@ -62,6 +62,8 @@ class StageTimes:
         self._settled: set[Hashable] = set()
         self._ways: dict[Hashable, int] = {}
         self._busy = False
+        self._plenty = False
+        """Whether the next walk may time more than it has to, since that takes little."""
 
     def expect(self, kind: Hashable, ways: int) -> None:
         """Stages of this `kind` are stored in so many `ways`, the first of which is whole."""
@@ -118,33 +120,38 @@ class StageTimes:
 
     def all_ways_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to time it in all ways, or stored whole alone."""
+        many = self._runs_in_all_ways(kind)
         # Processes have to run equally often, and their clocks differ.
-        if several_processes() or self._never_all_ways(kind):
+        if several_processes() or not many:
             return True
         if not self._missing(kind):
-            return self._in_doubt(kind, error_of_ways)
+            return self._in_doubt(kind, many, error_of_ways)
         return self._runs[kind][-1].total * GOOD_ENOUGH < FIRST_CALL_SECONDS
 
     def again_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to show what it takes to run again."""
-        if several_processes() or self._never_again(kind):
+        many = self._runs_as_node(kind)
+        if several_processes() or not many:
             return True
-        return not self._missing(kind) and self._in_doubt(kind, error_of_node)
+        return not self._missing(kind) and self._in_doubt(kind, many, error_of_node)
 
-    def _in_doubt(self, kind: Hashable, error: Callable[[Sequence[StageRun]], float]) -> bool:
-        """Whether what plans choose by is not known as well as the time of a step has to be."""
-        return error(self._runs[kind]) > GOOD_ENOUGH * self._seconds(kind)
+    def _in_doubt(self, kind: Hashable, many: int, error: Callable[[Sequence[StageRun]], float]) -> bool:
+        """Whether what plans choose by, shown by so `many` runs, is not known as well as the time of a step has to be.
+
+        Of a single run, nobody knows how wrong it is.
+        """
+        return (self._plenty and many == 1) or error(self._runs[kind]) > GOOD_ENOUGH * self._seconds(kind)
 
     def _missing(self, kind: Hashable) -> int:
         """How many runs a kind still needs; one of them has all ways, and one shows what it takes to run again."""
         short = FEWEST_RUNS - len(self._runs.get(kind, ()))
-        return max(short, int(self._never_again(kind) or self._never_all_ways(kind)))
+        return max(short, int(not self._runs_as_node(kind) or not self._runs_in_all_ways(kind)))
 
-    def _never_again(self, kind: Hashable) -> bool:
-        return all(run.node is None for run in self._runs.get(kind, ()))
+    def _runs_as_node(self, kind: Hashable) -> int:
+        return sum(run.node is not None for run in self._runs.get(kind, ()))
 
-    def _never_all_ways(self, kind: Hashable) -> bool:
-        return all(len(run.ways) < self._ways.get(kind, 1) for run in self._runs.get(kind, ()))
+    def _runs_in_all_ways(self, kind: Hashable) -> int:
+        return sum(len(run.ways) >= self._ways.get(kind, 1) for run in self._runs.get(kind, ()))
 
     def spread(self, kinds: Sequence[Hashable]) -> float:
         """How far times of one kind of stage are apart, as a part of them: the mean of all, weighted by time."""
@@ -163,7 +170,8 @@ class StageTimes:
         errors = {kind: max(_error(self._runs[kind]), self._error_of_ways(kind)) for kind in seconds}
         # Stages are timed in turns, so that those of one kind are not slow because those of another are.
         wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
-        good = WELL_KNOWN if not briefly and (self._busy or self._takes_little(kinds)) else GOOD_ENOUGH
+        self._plenty = not briefly and self._takes_little(kinds)
+        good = WELL_KNOWN if self._plenty or (self._busy and not briefly) else GOOD_ENOUGH
         bearable = good * sum(seconds.values())
         taken = sum(run.all_seconds for kind in seconds for run in self._runs[kind][FEWEST_RUNS:])
         steps = MOST_STEPS if briefly else MOST_STEPS_BESIDE_OTHERS if self._busy else MOST_STEPS_OF_CURVES
