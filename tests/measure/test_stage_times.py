@@ -248,6 +248,22 @@ def test_where_a_walk_takes_little_times_have_to_agree_better() -> None:
         assert len(times.wanted(["a"] * stages)) == wanted
 
 
+@pytest.mark.parametrize(("stages", "briefly", "again"), [(12, False, True), (12, True, False), (1, False, False)])
+def test_what_one_run_alone_shows_is_timed_again_where_a_walk_takes_little(
+    stages: int, briefly: bool, again: bool
+) -> None:
+    times = StageTimes(briefly=briefly)
+    times.expect("a", 2)
+    times.add("a", StageRun(((1.0, 2.0), (1.0, 2.5))))
+    times.add("a", StageRun(((1.0, 2.03),), (1.0, 3.0)))
+    times.wanted(["a"] * stages)
+    assert times.all_ways_wanted("a") == times.again_wanted("a") == again
+    times.add("a", StageRun(((1.0, 2.02), (1.0, 2.51)), (1.0, 3.01)))
+    times.wanted(["a"] * stages)
+    assert not times.all_ways_wanted("a")
+    assert not times.again_wanted("a")
+
+
 def test_what_a_run_takes_again_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotor_py.measure.walks.stage_times.FEWEST_RUNS", 1)
     times = StageTimes()

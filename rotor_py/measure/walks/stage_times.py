@@ -63,7 +63,7 @@ class StageTimes:
         self._ways: dict[Hashable, int] = {}
         self._busy = False
         self._plenty = False
-        """Whether the next walk may time more than it has to, since that takes little."""
+        """Whether the next walk may time more than is in doubt, since that takes little."""
 
     def expect(self, kind: Hashable, ways: int) -> None:
         """Stages of this `kind` are stored in so many `ways`, the first of which is whole."""
@@ -110,6 +110,7 @@ class StageTimes:
         # Processes have to run equally often, but their clocks differ: then no clock decides.
         if not few and not only_fewest and not several_processes():
             few = self._uncertain(kinds, briefly=self._briefly)
+            self._plenty = not self._briefly and self._takes_little(kinds)
         found: set[int] = set()
         for kind in few:
             at = [position for position, each in enumerate(kinds) if each == kind]
@@ -170,8 +171,7 @@ class StageTimes:
         errors = {kind: max(_error(self._runs[kind]), self._error_of_ways(kind)) for kind in seconds}
         # Stages are timed in turns, so that those of one kind are not slow because those of another are.
         wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
-        self._plenty = not briefly and self._takes_little(kinds)
-        good = WELL_KNOWN if self._plenty or (self._busy and not briefly) else GOOD_ENOUGH
+        good = WELL_KNOWN if not briefly and (self._busy or self._takes_little(kinds)) else GOOD_ENOUGH
         bearable = good * sum(seconds.values())
         taken = sum(run.all_seconds for kind in seconds for run in self._runs[kind][FEWEST_RUNS:])
         steps = MOST_STEPS if briefly else MOST_STEPS_BESIDE_OTHERS if self._busy else MOST_STEPS_OF_CURVES
@@ -190,7 +190,7 @@ class StageTimes:
 
     def _takes_little(self, kinds: Sequence[Hashable]) -> bool:
         """Whether stages of all kinds may be timed once more, by what that has taken so far."""
-        every = {kind: min(MOST_PER_WALK, kinds.count(kind)) for kind in kinds}
+        every = {kind: min(MOST_PER_WALK, kinds.count(kind)) for kind in set(kinds)}
         timed = sum(run.all_seconds for kind in every for run in self._runs[kind])
         timed += sum(many * max(run.all_seconds for run in self._runs[kind]) for kind, many in every.items())
         walks = 1 + max(len(self._runs[kind]) // many for kind, many in every.items())
