@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from rotor_profiling.caches import OtherData
+
 # Guesses. Fewer runs make times that jump from plan to plan, more runs make measuring take minutes.
 FEWEST_RUNS = 3
 MOST_RUNS = 7
@@ -35,6 +37,9 @@ class Stopwatch(Protocol):
 
     def warm(self, tensors: Iterable[torch.Tensor]) -> None:
         """Have in caches what a stage finds there when it runs for the first time: its input, which was just made."""
+
+    def cool(self) -> None:
+        """Have nothing in caches, as in a step, where other stages run between a stage's forward and its backward."""
 
     def stop(self) -> list[float]:
         """The seconds of all laps since the start."""
@@ -138,6 +143,7 @@ class _CpuStopwatch:
         self._waited = waited
         self._times: list[float] = []
         self._made = time.perf_counter(), waited()
+        self._other: OtherData | None = None
 
     @property
     def waiting(self) -> float:
@@ -169,6 +175,11 @@ class _CpuStopwatch:
             for tensor in tensors:
                 tensor.sum()
 
+    def cool(self) -> None:
+        if self._other is None:
+            self._other = OtherData()
+        self._other.read()
+
     def stop(self) -> list[float]:
         # One clock counts in nanoseconds, and the other may not: a lap without work may come out negative.
         return [max(0.0, after - before) for before, after in zip(self._times, self._times[1:], strict=False)]
@@ -190,6 +201,8 @@ class _CudaStopwatch:
         self.lap()
 
     def warm(self, tensors: Iterable[torch.Tensor]) -> None: ...
+
+    def cool(self) -> None: ...
 
     def lap(self) -> None:
         event = torch.cuda.Event(enable_timing=True)

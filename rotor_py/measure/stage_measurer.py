@@ -285,8 +285,10 @@ class StageMeasurer:
                         kind = self._kinds[number]
                         found = self._known[kind]
                         ways = self._stored(number, found.weighed.ways if self._times.all_ways_wanted(kind) else ())
-                        again = self._times.again_wanted(kind)
-                        run, output = time_ways(ways, value, found.place, watch, as_node=self._as_node, again=again)
+                        again, cold = self._times.again_wanted(kind), self._times.cold_wanted(kind)
+                        run, output = time_ways(
+                            ways, value, found.place, watch, as_node=self._as_node, again=again, cold=cold
+                        )
                         self._times.add(kind, run, exact=watch.exact)
                     else:
                         output = self._chain.run_without_graph(self._chain.runner(number), value)

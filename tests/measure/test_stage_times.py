@@ -89,7 +89,7 @@ def test_of_kinds_that_are_not_known_well_those_are_timed_again_that_matter() ->
     assert times.wanted(["small", "large", "tiny", "medium"] * 4) == {5, 7, 13, 15}
 
 
-def test_runs_beyond_the_fewest_end_when_they_have_taken_as_long_as_a_step_or_four_for_curves() -> None:
+def test_runs_beyond_the_fewest_end_when_they_have_taken_as_long_as_a_step_or_two_for_curves() -> None:
     of_plan, of_curve = StageTimes(briefly=True), StageTimes()
 
     def add(*seconds: float) -> None:
@@ -191,11 +191,11 @@ def test_other_ways_are_timed_again_only_beyond_the_fewest_runs() -> None:
     times.add("a", second)
     assert [each.forward_seconds for each in times.of("a")] == [1.0, 1.5]
     assert not times.wanted(["a"])
-    times.add("a", replace(second, ways=((1.5, 2.5),)))
+    times.add("a", replace(second, ways=((1.5, 2.5),), node=None))
     assert times.wanted(["a"]) == {0}
     assert times.all_ways_wanted("a")
     assert times.again_wanted("a")
-    times.add("short", StageRun(((1e-3, 2e-3), (2e-3, 2e-3))))  # its first call shows in its time
+    times.add("short", StageRun(((1e-3, 1e-3), (2e-3, 1e-3))))  # its first call shows in its time
     assert times.all_ways_wanted("short")
 
 
@@ -258,6 +258,7 @@ def test_what_one_run_alone_shows_is_timed_again_where_a_walk_takes_little(
     times.add("a", StageRun(((1.0, 2.03),), (1.0, 3.0)))
     times.wanted(["a"] * stages)
     assert times.all_ways_wanted("a") == times.again_wanted("a") == again
+    assert times.cold_wanted("a")
     times.add("a", StageRun(((1.0, 2.02), (1.0, 2.51)), (1.0, 3.01)))
     times.wanted(["a"] * stages)
     assert not times.all_ways_wanted("a")

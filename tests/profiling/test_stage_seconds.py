@@ -103,6 +103,14 @@ def test_a_way_that_one_run_has_is_known_no_better_than_the_stage() -> None:
     assert error_of_ways(twice) == 0
 
 
+def test_a_way_is_compared_in_runs_with_cold_caches_if_there_are_any() -> None:
+    warm = StageRun(((1.0, 2.0), (1.1, 2.1)), (1.0, 3.0))
+    cold = StageRun(((1.2, 2.2), (1.5, 2.9)), (1.0, 3.0), cold=True)
+    found = estimate([warm, cold])
+    assert found[1].forward_seconds - found[0].forward_seconds == pytest.approx(0.3)
+    assert found[1].backward_seconds - found[0].backward_seconds == pytest.approx(0.7)
+
+
 def test_a_way_that_one_run_has_is_compared_with_the_least_of_all_runs() -> None:
     """That run is often the first of all, slow at its beginning, where the stage is stored whole."""
     first, later = StageRun(((3.0, 4.0), (3.0, 4.0))), StageRun(((2.0, 3.0),), (2.0, 5.0))

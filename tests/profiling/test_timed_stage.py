@@ -33,6 +33,8 @@ class Scripted:
     def __init__(self, *seconds: float) -> None:
         self.seconds = [each for one in seconds for each in (100.0, one)]
         self.laps, self.warmed = 0, list[torch.Tensor]()
+        self.cooled = list[int]()
+        """after how many laps caches were emptied"""
         self.gradients = list[bool]()
         """whether the parameter had a gradient when each lap began"""
 
@@ -43,6 +45,9 @@ class Scripted:
 
     def warm(self, tensors: Iterable[torch.Tensor]) -> None:
         self.warmed += tensors
+
+    def cool(self) -> None:
+        self.cooled.append(self.laps)
 
     def stop(self) -> list[float]:
         assert self.laps == len(self.seconds)
@@ -59,9 +64,12 @@ class Scripted:
 def test_a_stage_is_timed_in_training_and_as_a_node(as_node: Any, laps: Any, expected: tuple[float, float]) -> None:
     layer, watch = nn.Linear(4, 4), Scripted(*laps)
     value = torch.randn(2, 4, requires_grad=True)
-    run, output = time_stage([StageRunner(layer, "layer")], value, [*layer.parameters()], watch, as_node=as_node)
-    assert run == StageRun(((2.0, 5.0),), expected)
+    runners, parameters = [StageRunner(layer, "layer")], [*layer.parameters()]
+    run, output = time_stage(runners, value, parameters, watch, as_node=as_node, cold=True)
+    assert run == StageRun(((2.0, 5.0),), expected, cold=True)
     assert torch.equal(output, layer(value))
+    # Cold are caches between each forward and its backward: what was made for the gradient is warm again.
+    assert watch.cooled == ([2, 6] if as_node else [2])
     assert output.is_leaf
     # Warm are the input before each run, and each gradient that arrives.
     arrived = watch.warmed[1::2] if as_node else watch.warmed[1:2]
@@ -73,11 +81,11 @@ def test_a_stage_is_timed_in_training_and_as_a_node(as_node: Any, laps: Any, exp
 
 
 def test_a_node_is_left_out_if_nobody_asks_for_it() -> None:
-    layer, value = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    run, output = time_stage(
-        [StageRunner(layer, "layer")], value, [*layer.parameters()], Scripted(1.0, 2.0), again=False
-    )
+    layer, watch = nn.Linear(4, 4), Scripted(1.0, 2.0)
+    value = torch.randn(2, 4, requires_grad=True)
+    run, output = time_stage([StageRunner(layer, "layer")], value, [*layer.parameters()], watch, again=False)
     assert run == StageRun(((1.0, 2.0),))
+    assert not watch.cooled
     assert torch.equal(output, layer(value))
 
 

@@ -38,6 +38,8 @@ class PredictedStopwatch(TorchDispatchMode):
 
     def warm(self, tensors: Iterable[torch.Tensor]) -> None: ...
 
+    def cool(self) -> None: ...
+
     def stop(self) -> list[float]:
         return self._laps
 

@@ -104,6 +104,7 @@ def time_ways(
     *,
     as_node: AsNode | None = None,
     again: bool = True,
+    cold: bool = False,
 ) -> tuple[StageRun, Any]:
     """The seconds of one run of a stage in each way, and its output without a graph: see `time_stage`."""
     with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
@@ -117,4 +118,5 @@ def time_ways(
             arriving=place.arriving,
             as_node=as_node,
             again=again,
+            cold=cold,
         )

@@ -24,11 +24,13 @@ class StageRun:
     """The seconds of one run of a stage in all ways, one right after the other.
 
     Forward and backward in each way with a graph, or in the first of them alone; and as a `node`, which has no graph in
-    the forward, and runs the stage again in the backward. None where that was not timed.
+    the forward, and runs the stage again in the backward. None where that was not timed. If caches were `cold` between
+    forward and backward, as in a step, other ways than the first are known better.
     """
 
     ways: tuple[tuple[float, float], ...]
     node: tuple[float, float] | None = None
+    cold: bool = False
 
     @property
     def total(self) -> float:
@@ -111,9 +113,11 @@ def _longer(runs: Sequence[StageRun], number: int, phase: int) -> tuple[float, f
     if number == 0:
         return 0.0, 0.0
     whole = [run.ways[0][phase] for run in runs]
-    both = [(run.ways[number][phase], run.ways[0][phase]) for run in runs if number < len(run.ways)]
+    turns = [run for run in runs if number < len(run.ways)]
+    cold = [run for run in turns if run.cold]
+    both = [(run.ways[number][phase], run.ways[0][phase]) for run in cold or turns]
     longer, wrong = _difference(whole, both)
-    if len(both) == 1:
+    if len(both) == 1 and not cold:
         # Often that is the first run of all, which is slow at its beginning, where the stage is stored whole. To say
         # that a way takes too long is the lesser evil: its plan is not chosen, but what is promised is kept.
         longer = both[0][0] - min(whole)

@@ -30,6 +30,7 @@ def time_stage(
     arriving: Layouts = (),
     as_node: AsNode | None = None,
     again: bool = True,
+    cold: bool = False,
 ) -> tuple[StageRun, Any]:
     """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
 
@@ -37,6 +38,9 @@ def time_stage(
     rest is explained at `Place`. Without `again`, its run as a node is left out. That is timed as a whole by `as_node`;
     else its parts are, and its backward is taken to be as long as that of the first way. Ways are timed one right after
     the other, because from moment to moment a busy machine differs by more than they do.
+
+    If asked, caches are `cold` between forward and backward, as in a step, where other stages run. What multiplies
+    matrices hardly takes longer then; but a stage stored in part runs operators again that do little with much memory.
     """
     laps = _Laps(watch)
     origin = torch.empty(0, requires_grad=True)
@@ -55,6 +59,8 @@ def time_stage(
 
     def backward(outputs: list[Any], name: str) -> None:
         """From gradients on that are given away, as in training: the engine may add to them in place."""
+        if cold:
+            watch.cool()
 
         def begin(gradients: Sequence[torch.Tensor]) -> None:
             # In a step, the stage after it has just made these, and let go of as much: of memory that is in caches.
@@ -86,9 +92,9 @@ def time_stage(
     seconds = laps.stop()
     ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
     if not again:
-        return StageRun(ways), output
+        return StageRun(ways, cold=cold), output
     (first,), (second,) = seconds["first"], seconds["again"]
-    return StageRun(ways, (first, second if as_node is not None else second + ways[0][1])), output
+    return StageRun(ways, (first, second if as_node is not None else second + ways[0][1]), cold=cold), output
 
 
 def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps) -> None:

@@ -71,7 +71,8 @@ def _weighed(data: dict[str, Any]) -> Weighed:
 
 def _run(data: dict[str, Any]) -> StageRun:
     ways = tuple((float(forward), float(backward)) for forward, backward in data["ways"])
-    if data["node"] is None:
-        return StageRun(ways)
-    forward, backward = map(float, data["node"])
-    return StageRun(ways, (forward, backward))
+    node = data["node"]
+    if node is not None:
+        forward, backward = map(float, node)
+        node = forward, backward
+    return StageRun(ways, node, bool(data["cold"]))

@@ -30,7 +30,7 @@ MOST_PER_WALK = 2
 """Of stages of one kind, so many are timed in a walk, as far from each other as can be: between them, others run."""
 MOST_STEPS = 1
 """No walk begins once runs beyond the fewest have taken as long as so many steps: a plan is worth no more waiting."""
-MOST_STEPS_OF_CURVES = 4
+MOST_STEPS_OF_CURVES = 2
 """The same where no limit is known: a limit that is read off the curve of all plans moves with all times."""
 MOST_STEPS_BESIDE_OTHERS = 24
 """The same where other programs have the cores as well: few runs are left alone by them."""
@@ -43,8 +43,9 @@ LITTLE = 5
 """In plain steps: what all runs may take together where times have to be well known only because that takes little."""
 BUSY = 0.05
 """The machine is busy if the thread waits for a core for this part of the time."""
-FIRST_CALL_SECONDS = 0.0002
-"""A guess: what code takes longer when it is called for the first time, as it is in the run that shows bytes."""
+FIRST_CALL_SECONDS = 0.0001
+"""A guess: how much longer a way takes than the first one, because its code is called for the first time, as in the run
+that shows bytes."""
 TOO_FAR = 0.10
 """Times that are known no better than this are not taken from an earlier run."""
 
@@ -135,6 +136,13 @@ class StageTimes:
         if several_processes() or not many:
             return True
         return not self._missing(kind) and self._in_doubt(kind, many, error_of_node)
+
+    def cold_wanted(self, kind: Hashable) -> bool:
+        """Whether the next run of a stage of a `kind` is to be timed with cold caches, as in a step.
+
+        Not among the fewest: to empty caches takes a millisecond, which for small stages comes to a step.
+        """
+        return not self._missing(kind)
 
     def _in_doubt(self, kind: Hashable, many: int, error: Callable[[Sequence[StageRun]], float]) -> bool:
         """Whether what plans choose by, shown by so `many` runs, is not known as well as the time of a step has to be.
