@@ -2,8 +2,8 @@
 
 By itself, glibc returns free memory from the end of its heap, and takes it again in the next step, page by page.
 Whether it does depends on what happens to lie at the end: the same step of a ConvNeXt took no new page or 4600, which
-is 6 of 25 ms. And by itself it has memory in pages of 4 KiB, which lie in caches by chance: one process is then faster
-than the next by several percent.
+is 6 of 25 ms. And by itself it has memory in pages of 4 KiB, which lie in caches by chance: what one process measures,
+the next one may not.
 """
 
 from __future__ import annotations

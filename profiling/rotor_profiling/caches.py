@@ -7,8 +7,6 @@ from pathlib import Path
 
 _USUAL, _MOST = 32 << 20, 64 << 20
 """Bytes of the caches where nobody says how large they are, and the most of them that are read over."""
-
-
 _FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -29,7 +27,7 @@ class OtherData:
 
 @cache
 def _cache_bytes() -> int:
-    """Of the largest cache that a core has, as Linux says."""
+    """Of the largest cache that a core has, as Linux says, in units of 1024 bytes with a K behind."""
     found = [
         int(size[:-1]) << 10 for file in _FOLDER.glob("index*/size") if (size := file.read_text().strip()).endswith("K")
     ]
