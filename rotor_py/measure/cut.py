@@ -17,6 +17,7 @@ from rotor_py.distributed.shard_groups import Sharding, sharding_of
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.activity import During
+from rotor_py.stage.protocol import offers_of
 
 Layer = tuple[str, nn.Module]
 """A module, and its dotted path in the model."""
@@ -84,7 +85,8 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
-    """Cut `model` into stages by running it once on the input `value`, one layer at a time, without gradients.
+    """Cut `model` into stages by running it once on the input `value`, one layer at a time, without gradients. What
+    follows the last layer that has to be run to know what it does (`StageOffers.makes_its_own`) is not run.
 
     A layer that makes nothing new, because it writes into its input or returns a view of it, is joined to the layer
     before it. From an input that it overwrites, it could not be run again; and freeing an input frees nothing while the
@@ -118,7 +120,9 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
     groups: list[list[Layer]] = []
     made_by: dict[int, int] = {}
     """for the address of what a group has made and is still handed on, the number of that group"""
-    for position, (name, module) in enumerate(found):
+    unknown = [at for at, (_, module) in enumerate(found) if not offers_of(module).makes_its_own]
+    runs = 1 + max(unknown, default=-1)
+    for position, (name, module) in enumerate(found[:runs]):
         given = storages(tensors_in(value))
         value, wrote, made_nothing = _run(name, module, value, device, sharding)
         if position == leading and wrote:
@@ -138,6 +142,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
         known = {address: min(maker, own) for address, maker in made_by.items() if address in given}
         new = dict.fromkeys(storages(tensors_in(value)).keys() - given.keys(), own)
         made_by = {**known, **new}
+    groups += [[layer] for layer in found[max(leading, runs) :]]
     return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups), sharding=sharding)
 
 

@@ -41,6 +41,10 @@ class StageOffers:
     """Which values of its input the stage reads and which it hands on, by position. Stages of one kind (`stage_kind`)
     cost the same whichever values they read, but code that was compiled for one reads what that one does."""
 
+    makes_its_own: bool = False
+    """Whether it is known without a run that it writes into nothing that it is given, and that not all of its output
+    lies there."""
+
     needs_gradient: Sequence[bool] | None = None
     """Of every tensor in its input, whether it needs a gradient in training; None if that shows when the stage runs."""
 

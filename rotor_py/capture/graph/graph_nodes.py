@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Set
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from rotor_profiling.storage import local
@@ -24,6 +28,22 @@ _IN_PLACE |= {
 }
 _NOT_IN_PLACE = {operator.and_, operator.or_, operator.not_, operator.is_}
 """Python's functions for `and`, `or`, `not` and `is` end in an underscore because those words are reserved."""
+# fmt: off
+_ALLOCATING = {
+    "add", "sub", "mul", "div", "truediv", "neg", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "softmax", "mean",
+    "sum", "cat", "stack", "clone", "relu", "gelu", "silu", "leaky_relu", "elu", "softplus", "hardswish", "hardtanh",
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "grouped_products", "scaled_dot_product_attention", "embedding",
+    "batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm", "max_pool2d", "avg_pool2d",
+    "adaptive_avg_pool2d", "cross_entropy",
+}
+# fmt: on
+"""Operators that write what they make into new memory. Others do so if they have to: `contiguous`, or `dropout` of
+nothing; and whether they have to is not told by Dynamo's tensors, which have other strides, from other kernels.
+"""
+_NAMED_BY_CONVENTION = {"torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "_operator"}
+_NAMED_BY_CONVENTION |= {"rotor_py.capture.replaced.grouped_products"}
+"""Where functions come from of which the names say whether they write. Others may be named in any way."""
 
 
 def carries_gradient(node: fx.Node) -> bool:
@@ -50,7 +70,7 @@ def new_bytes(node: fx.Node, sizes: Sizes) -> int:
 
 
 def _new_tensors(node: fx.Node) -> list[torch.Tensor]:
-    known = {_memory(tensor) for each in node.all_input_nodes for tensor in tensors_of(each)}
+    known = memories_of(node.all_input_nodes)
     return [tensor for tensor in tensors_of(node) if _memory(tensor) not in known]
 
 
@@ -62,7 +82,18 @@ def overwrites(node: fx.Node) -> bool:
     # torch's convention: `add_` writes, `__and__` does not.
     if node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
         return True
-    return bool(node.kwargs.get("inplace") or node.kwargs.get("out") is not None)
+    place = _place_of_inplace(node.target) if node.op == "call_function" else len(node.args)
+    given = node.args[place] if place < len(node.args) else node.kwargs.get("inplace")
+    return bool(given) or node.kwargs.get("out") is not None
+
+
+@cache
+def _place_of_inplace(function: Any) -> int:
+    """The position of the parameter `inplace` of a function; beyond all if it has none."""
+    if getattr(function, "__module__", None) != functional.__name__:
+        return sys.maxsize
+    names = list(signature(function).parameters)
+    return names.index("inplace") if "inplace" in names else sys.maxsize
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
@@ -70,7 +101,33 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if node.op not in ("call_function", "call_method") or not overwrites(node):
         return []
     out = [each for each in tree_leaves(node.kwargs.get("out")) if isinstance(each, fx.Node)]
-    return out or node.all_input_nodes[:1]
+    return out or node.all_input_nodes[: None if name_of(node).startswith("_foreach_") else 1]
+
+
+def writes_into(node: fx.Node, given: Set[int]) -> bool:
+    """Whether the node may write into the memories `given`, other than into the running statistics of a norm."""
+    if node.op == "call_function" and getattr(node.target, "__module__", None) not in _NAMED_BY_CONVENTION:
+        return True
+    return not given.isdisjoint(memories_of(written_by(node)))
+
+
+def memories_of(nodes: Iterable[fx.Node]) -> set[int]:
+    """What the memories are known by in which the tensors of the nodes' values lie."""
+    return {_memory(tensor) for node in nodes for tensor in tensors_of(node)}
+
+
+def allocates(node: fx.Node) -> bool:
+    """Whether it is known that what the node makes lies in new memory."""
+    return (name_of(node) in _ALLOCATING or _drops_out(node)) and bool(_new_tensors(node))
+
+
+def _drops_out(node: fx.Node) -> bool:
+    """Whether the node is `functional.dropout(value, p, training)`, and drops something: else it returns `value`."""
+    if node.target is not functional.dropout:
+        return False
+    given = dict(zip(("value", "p", "training"), node.args, strict=False)) | node.kwargs
+    share, training = given.get("p", 0.5), given.get("training", True)
+    return isinstance(share, float) and share > 0 and training is True
 
 
 def is_random(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from rotor_profiling.timing import several_processes
 from rotor_py.capture.graph.cut_points import CutPoints
 from rotor_py.capture.graph.emitter import Emitter
 from rotor_py.capture.graph.graph_facts import GraphFacts
-from rotor_py.capture.graph.graph_nodes import need_gradients, tensors_of
+from rotor_py.capture.graph.graph_nodes import allocates, memories_of, need_gradients, tensors_of, writes_into
 from rotor_py.capture.graph.parts.saved_part import SavedPart
 from rotor_py.capture.graph.parts.stage_parts import Known, StageParts
 from rotor_py.capture.graph.run_graph import run_graph
@@ -42,9 +42,9 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     Its input and output are tuples of tensors and numbers: first what is live there, then the values that all stages
     share, `shared` in number. The stage reads the shared values at the positions `reads`, and hands all of them on
     unless it is the `last`. `signature` is equal for pieces that do the same. `sizes` are those of the input that the
-    graph was cut for. `carried`, `handed_on` and `needs_gradient` are what `StageOffers` says of them. In the graph of
-    a sharded model, `begun` are the groups of parameters that the stage uses, of modules that begin before it, and
-    `marked` are its nodes. `known` are the parts of other stages of the graph.
+    graph was cut for. `carried`, `handed_on`, `needs_gradient` and `makes_its_own` are what `StageOffers` says of them.
+    In the graph of a sharded model, `begun` are the groups of parameters that the stage uses, of modules that begin
+    before it, and `marked` are its nodes. `known` are the parts of other stages of the graph.
     """
 
     def __init__(
@@ -59,12 +59,14 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         signature: Hashable,
         sizes: Sizes,
         needs_gradient: Sequence[bool],
+        makes_its_own: bool,
         begun: tuple[ShardGroup, ...] = (),
         marked: MarkedStage | None = None,
         known: Known | None = None,
     ) -> None:
         super().__init__()
         self.needs_gradient = needs_gradient
+        self.makes_its_own = makes_its_own
         self._begun = begun
         self._marked = marked
         self.body = body
@@ -239,6 +241,7 @@ def stages_of(
             signature=tuple(emitter.signature),
             sizes=facts.sizes,
             needs_gradient=need_gradients([*inputs, *shared]),
+            makes_its_own=_makes_its_own(piece, [*inputs, *shared], outputs),
             begun=tuple(emitter.begun),
             known=known,
             marked=None if facts.marks is None else MarkedStage(facts, piece, [*inputs, *used], outputs),
@@ -253,6 +256,12 @@ def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Seq
     read = {each for node in piece for each in node.all_input_nodes}
     given, made = ([node for node in nodes if tensors_of(node)] for nodes in (inputs, outputs))
     return {made.index(node): at for at, node in enumerate(given) if node in made and node not in read}
+
+
+def _makes_its_own(piece: Sequence[fx.Node], given: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> bool:
+    new = memories_of(filter(allocates, piece))
+    handed = memories_of(given)
+    return not new.isdisjoint(memories_of(outputs)) and not any(writes_into(node, handed) for node in piece)
 
 
 def context_of(facts: GraphFacts, wanted: Sequence[fx.Node], nodes: Sequence[fx.Node] | None = None) -> fx.GraphModule:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from rotor_py.capture.graph.graph_nodes import overwrites
 from rotor_py.capture.graph.sizes import example_of
 from rotor_py.capture.graph.stage_graph import StageGraph
 from rotor_py.stage.skipped_output import skip_output
@@ -90,7 +91,8 @@ def _skippable(graph: fx.Graph) -> list[fx.Node]:
         known = node.target in _PRODUCTS or node.target in _SUMS or node.target in _FOLLOWING
         # The backward of a product needs the values that went into it, so a product's input is not skipped.
         unused = all(user.op == "output" or (user in found and user.target not in _PRODUCTS) for user in node.users)
-        if node.op in ("call_function", "call_method") and known and unused and _is_tensor(node) and not _writes(node):
+        called = node.op in ("call_function", "call_method")
+        if called and known and unused and _is_tensor(node) and not overwrites(node):
             found[node] = None
     return list(found)
 
@@ -98,12 +100,6 @@ def _skippable(graph: fx.Graph) -> list[fx.Node]:
 def _is_tensor(node: fx.Node) -> bool:
     found = example_of(node)
     return isinstance(found, torch.Tensor) and found.is_floating_point()
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether the node may write into memory that exists: `out=`, or dropout in place."""
-    inplace = node.kwargs.get("inplace", node.args[3] if node.target is F.dropout and len(node.args) > 3 else False)
-    return bool(inplace) or "out" in node.kwargs
 
 
 def _let_skip(node: fx.Node) -> None:
