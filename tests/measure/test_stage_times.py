@@ -210,6 +210,16 @@ def test_beyond_the_fewest_runs_only_what_is_in_doubt_is_timed_again() -> None:
         assert (times.all_ways_wanted("a"), times.again_wanted("a")) == (ways, node)
 
 
+def test_beside_other_programs_ways_and_nodes_have_to_be_known_better() -> None:
+    for waiting, briefly, again in ((0.01, False, False), (0.3, False, True), (0.3, True, False)):
+        times = StageTimes(briefly=briefly)
+        times.expect("a", 2)
+        times.add("a", StageRun(((1.0, 2.0), (1.5, 2.0)), (1.0, 3.5)))
+        times.add("a", StageRun(((1.0, 2.5), (1.54, 2.5)), (1.0, 4.04)))
+        times.note_waiting(waiting)
+        assert times.all_ways_wanted("a") == times.again_wanted("a") == again
+
+
 def test_what_a_run_takes_again_is_timed_once_among_the_fewest_runs() -> None:
     times = StageTimes()
     times.add("a", StageRun(((1.0, 2.0),), (1.0, 2.75)))

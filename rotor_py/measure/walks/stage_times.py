@@ -149,7 +149,8 @@ class StageTimes:
 
         Of a single run, nobody knows how wrong it is.
         """
-        return (self._plenty and many == 1) or error(self._runs[kind]) > GOOD_ENOUGH * self._seconds(kind)
+        good = WELL_KNOWN if self._busy and not self._briefly else GOOD_ENOUGH
+        return (self._plenty and many == 1) or error(self._runs[kind]) > good * self._seconds(kind)
 
     def _missing(self, kind: Hashable) -> int:
         """How many runs a kind still needs; one of them has all ways, and one shows what it takes to run again."""
