@@ -143,8 +143,9 @@ def _difference(whole: list[float], turns: Sequence[tuple[float, float]]) -> tup
 def _least(samples: list[float]) -> float:
     """The least of a few samples, and the lower quartile of many: so many are taken beside other programs alone.
 
-    There, the least is a matter of luck, which differences of two show twice over: beside two busy processes, what it
-    takes to run a block of a GPT-2 again was 4 % apart from plan to plan by the least of 15 runs, and 2 % by quartiles.
+    There, the least is a matter of luck, which differences of two show twice over. Beside two busy processes, what it
+    takes to run a block of a GPT-2 again was 7 and 10 % apart in five processes by the least of 15 runs, and 5 and 4 %
+    by quartiles.
     """
     return min(samples) if len(samples) < MANY else lower_quartile(samples)
 
