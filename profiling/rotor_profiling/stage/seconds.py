@@ -9,7 +9,7 @@ from math import hypot
 from rotor_profiling.timing import error_of, error_of_middle, lower_quartile, spread
 
 MANY = 8
-"""Runs of a stage, a guess: on a quiet machine, there are two or three."""
+"""Runs of a stage, a guess. On a quiet machine most stages have two to six, and beside other programs up to 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,9 @@ def _difference(whole: list[float], turns: Sequence[tuple[float, float]]) -> tup
 
 
 def _least(samples: list[float]) -> float:
-    """The least of a few samples, and the lower quartile of many: so many are taken beside other programs alone.
+    """The least of a few samples, and the lower quartile of many.
 
-    There, the least is a matter of luck, which differences of two show twice over. Beside two busy processes, what it
+    The least of many is a matter of luck, which differences of two show twice over. Beside two busy processes, what it
     takes to run a block of a GPT-2 again was 7 and 10 % apart in five processes by the least of 15 runs, and 5 and 4 %
     by quartiles.
     """
