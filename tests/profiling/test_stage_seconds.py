@@ -8,7 +8,6 @@ from math import hypot
 import pytest
 
 from rotor_profiling.stage.seconds import (
-    MANY,
     StageRun,
     cautious,
     error_of_ways,
@@ -121,15 +120,3 @@ def test_a_way_that_one_run_has_is_compared_with_the_least_of_all_runs() -> None
     # Two runs that have it are enough to compare within them.
     both = estimate([first, StageRun(((2.0, 3.0), (2.5, 3.25))), StageRun(((1.5, 2.5),), (2.0, 4.0))])
     assert (both[1].forward_seconds, both[1].backward_seconds) == (2.0, 2.75)
-
-
-def test_of_many_runs_no_lucky_one_decides() -> None:
-    """Beside other programs, the least of many runs is that of a moment when nothing else ran."""
-    usual = [StageRun(((1.0, 2.0), (1.2, 2.3)), (1.1, 3.4))] * (MANY - 1)
-    lucky = StageRun(((1.0, 2.0), (1.0, 2.0)), (0.5, 2.0))
-    whole, other = estimate([lucky, *usual])
-    assert (other.forward_seconds, other.backward_seconds) == pytest.approx((1.2, 2.3))
-    assert whole.nograd_seconds == pytest.approx(1.1 + 0.4)
-    whole, other = estimate([lucky, *usual[:-1]])
-    assert (other.forward_seconds, other.backward_seconds) == (1.0, 2.0)
-    assert (whole.nograd_seconds, whole.skipped_output_seconds) == (0.5, 0.5)

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot
 
-from rotor_profiling.timing import error_of, error_of_middle, lower_quartile, spread
-
-MANY = 8
-"""Runs of a stage, a guess. On a quiet machine most stages have two to six, and beside other programs up to 16."""
+from rotor_profiling.timing import error_of, error_of_middle, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +105,7 @@ def _run_again(runs: Sequence[StageRun]) -> tuple[float, float, float]:
     nodes = [(run.node, run.total) for run in runs if run.node is not None]
     forwards = [node[0] for node, _ in nodes]
     longer, wrong = _difference([run.total for run in runs], [(node[1], whole) for node, whole in nodes])
-    return _least(forwards), longer, hypot(wrong, error_of(forwards))
+    return min(forwards), longer, hypot(wrong, error_of(forwards))
 
 
 def _longer(runs: Sequence[StageRun], number: int, phase: int) -> tuple[float, float]:
@@ -128,8 +125,7 @@ def _longer(runs: Sequence[StageRun], number: int, phase: int) -> tuple[float, f
 
 
 def _difference(whole: list[float], turns: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """How much longer the least of the first of some `turns` is than that of the second, and how wrong that may be:
-    see `_least`.
+    """How much longer the least of the first of some `turns` is than that of the second, and how wrong that may be.
 
     `whole` are all runs of the stage, stored whole.
     """
@@ -137,17 +133,7 @@ def _difference(whole: list[float], turns: Sequence[tuple[float, float]]) -> tup
     # A turn that was slow altogether has a difference, too, where runs alone say little.
     error = min(hypot(error_of(more), error_of(less)), error_of_middle([one - other for one, other in turns]))
     # Timed less often than the stage itself, it is known no better than that.
-    return _least(more) - _least(less), max(error, error_of(whole)) if len(more) < len(whole) else error
-
-
-def _least(samples: list[float]) -> float:
-    """The least of a few samples, and the lower quartile of many.
-
-    The least of many is a matter of luck, which differences of two show twice over. Beside two busy processes, what it
-    takes to run a block of a GPT-2 again was 7 and 10 % apart in five processes by the least of 15 runs, and 5 and 4 %
-    by quartiles.
-    """
-    return min(samples) if len(samples) < MANY else lower_quartile(samples)
+    return min(more) - min(less), max(error, error_of(whole)) if len(more) < len(whole) else error
 
 
 def _ways_of(runs: Sequence[StageRun]) -> int:
