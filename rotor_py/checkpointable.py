@@ -212,15 +212,18 @@ class Checkpointable(PlannedModel):
         with planning, in_training(self):
             self._planner.refuse_what_cannot_fit(*arguments_of(custom_input, self.model))
 
-    def measure(self, custom_input: Any) -> None:
+    def measure(self, custom_input: Any, *, closely: bool = False) -> None:
         """Measure every stage on `custom_input`: a tensor, a tuple of positional or a dict of keyword arguments.
 
         Parameters, gradients, buffers, random state and mode are afterwards what they were. Stages are measured in
         training mode. UnsupportedModelError if the model cannot be cut into stages.
+
+        Stages are timed `closely` for a limit that is read off the curve of all plans, as by `least_limit` with an
+        overhead: that takes up to 24 plain steps more.
         """
         # The lock first: a thread that waits for it must not see the mode that another has set only to measure.
         with planning, in_training(self):
-            self._planner.measure(*arguments_of(custom_input, self.model))
+            self._planner.measure(*arguments_of(custom_input, self.model), closely=closely)
 
     def build_chain(self, mem_limit: float | str | None = None) -> Chain:
         """The measured chain, in seconds and bytes; `mem_limit`, if given, becomes the limit of the next plan.

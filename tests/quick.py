@@ -8,8 +8,7 @@ import torch._dynamo.guards
 TIMED_ONCE = {
     "rotor_profiling.timing.ENOUGH_SECONDS": 0.0,
     "rotor_py.measure.walks.stage_times.FEWEST_RUNS": 1,
-    "rotor_py.measure.walks.stage_times.GOOD_ENOUGH": float("inf"),
-    "rotor_py.measure.walks.stage_times.WELL_KNOWN": float("inf"),
+    "rotor_py.measure.stage_measurer.MOST_WALKS": 0,
 }
 """Few tests depend on a time, and say so. For all others a stage is timed once."""
 

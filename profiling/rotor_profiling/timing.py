@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import sqrt
+from statistics import fmean
 from typing import Protocol
 
 import torch
@@ -93,6 +94,13 @@ def error_of(samples: list[float]) -> float:
     """
     more = len(samples) - 1
     return (sum(samples) / len(samples) - min(samples)) / more if more else 0.0
+
+
+def middle(samples: list[float]) -> float:
+    """The mean of the middle half of the `samples`: few that are far off do not count, and the others all do."""
+    ordered = sorted(samples)
+    cut = len(ordered) // 4
+    return fmean(ordered[cut : len(ordered) - cut])
 
 
 def error_of_middle(samples: list[float]) -> float:

@@ -38,6 +38,7 @@ from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import new_objects_aside
 from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_py.measure.stages import unmeasured_loss
+from rotor_py.measure.walks.precision import ALL_PLANS, ONE_PLAN, Precision
 from rotor_py.units import format_bytes
 from rotor_solver.progress import Progress
 
@@ -57,12 +58,14 @@ def measure_graphs(
     compiler: StageCompiler | None = None,
     room: RoomOf | None = None,
     enough: Callable[[PossibleTimes, tuple[Any, ...]], bool] | None = None,
+    precision: Precision = ALL_PLANS,
     **options: Any,
 ) -> MeasuredGraphs:
     """Capture and measure all graphs of a model, and the loss; `options` are those of `measure.stages.measure`.
 
     With a `compiler`, the main graph is measured compiled, too; `room` says what there is for it, once it is measured.
-    Stages are timed until that is `enough` for the whole step, which has the values that are shared as well.
+    Stages are timed with that `precision`, or until it is `enough` for the one plan that is wanted, of the whole step:
+    that has the values that are shared as well.
 
     The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
     if operators outside all graphs keep more than a hundredth of what the graphs keep, and UnusableLossError if the
@@ -70,6 +73,7 @@ def measure_graphs(
     """
     model = forward.model
     found = MeasuredGraphs()
+    precision = precision if enough is None else ONE_PLAN
     sharding = sharding_of(model, mixed_precision=True)
     # Autograd saves parameters as well, but they are in memory anyway.
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
@@ -81,9 +85,7 @@ def measure_graphs(
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
             new_objects_aside()
-            measured, outputs = _measure_graph(
-                graph, arguments, device, sharding, briefly=enough is not None, **options
-            )
+            measured, outputs = _measure_graph(graph, arguments, device, sharding, precision=precision, **options)
         found.graphs.append(measured)
         return outputs
 

@@ -51,6 +51,7 @@ from rotor_py.measure.walks.carried_tensors import CarriedTensors
 from rotor_py.measure.walks.found import Weighed
 from rotor_py.measure.walks.layer_offers import LayerOffers
 from rotor_py.measure.walks.movable_bytes import MovableBytes
+from rotor_py.measure.walks.precision import ALL_PLANS, ONE_PLAN, Precision
 from rotor_py.measure.walks.stage_times import MOST_WALKS, StageTimes
 from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, stand_ins, worth_choosing
 from rotor_py.measure.walks.survey import Survey
@@ -74,8 +75,8 @@ class StageMeasurer:
     stored by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory, and their inputs kept as
     checkpoints in the fewer bits of the word `rounding`. The processes of `group` measure the same stages together.
     With `cache`, kinds of stages that an earlier run has measured are not measured again. What layers offer beside what
-    they say themselves is found by `layer_offers`. Measured `briefly`, stages are timed no more often than they have to
-    be, until somebody calls `time_further`.
+    they say themselves is found by `layer_offers`. Measured for `ONE_PLAN`, stages are timed no more often than they
+    have to be, until somebody calls `time_further`.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class StageMeasurer:
         keepers: Sequence[Keeper] = (),
         elsewhere: bool = False,
         rounding: str | None = None,
-        briefly: bool = False,
+        precision: Precision = ALL_PLANS,
         layer_offers: LayerOffers | None = None,
     ) -> None:
         self.activation_bytes = 0
@@ -113,8 +114,8 @@ class StageMeasurer:
         self._movable = MovableBytes(device, group) if elsewhere else None
         self._rounding = None if rounding is None else BorderRounding(rounding, device)
         self._as_node = as_node
-        self._times = StageTimes(briefly=briefly)
-        self._briefly = briefly
+        self._times = StageTimes(precision)
+        self._precision = precision
         self._kept = KeptKinds(
             measurement_cache(device, fresh_gradients, preserve_rng_state, tuple(keeper.name for keeper in keepers))
             if cache and not cut.sharding
@@ -173,10 +174,10 @@ class StageMeasurer:
         del value
         if progress is not None:
             progress(len(self._stages), len(self._stages), "again, for their times")
-        self._time_until(lambda: False, only_fewest=self._briefly)
+        self._time_until(lambda: False, only_fewest=self._precision is ONE_PLAN)
 
     def time_further(self, enough: Callable[[PossibleTimes], bool], loss: LossCost) -> None:
-        """Time stages that were measured `briefly` until times are good, or `enough` by what a step may cost.
+        """Time stages that were measured for `ONE_PLAN` until times are good, or `enough` by what a step may cost.
 
         It is asked before every walk. `loss` is what the loss costs.
         """

@@ -87,10 +87,11 @@ class PlanMaker:
         """Whether a step plan was made for an input at least as large as `value`."""
         return lambda plan: self.blank.covers(plan.input_spec, value)
 
-    def measure(self, spec: StepSpec, value: Any, *, to_train: bool = False) -> None:
+    def measure(self, spec: StepSpec, value: Any, *, to_train: bool = False, closely: bool = False) -> None:
         """Event 1: cut the model into stages and measure them. UnsupportedModelError if it cannot be cut.
 
-        What is measured `to_train` has to be good enough for the limit that is set, and for no other plan.
+        What is measured `to_train` has to be good enough for the limit that is set, and for no other plan; `closely`,
+        for a limit that is read off the curve of all plans.
         """
         refuse_several_processes(self.model)
         # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
@@ -108,7 +109,7 @@ class PlanMaker:
         ):
             rooms = None if self.settings.inductor is None else self._rooms(device)
             enough = enough_for_limit(self.model, device, lambda: noticed_cost(self)) if to_train else None
-            measured = source.measure(value, Measuring(device, self.settings, progress, rooms, enough))
+            measured = source.measure(value, Measuring(device, self.settings, progress, rooms, enough, closely))
         budget = self.model.budget(measured.plain.measurement, measured.sample, device, noticed_cost(self))
         # Capturing may have changed the model: buffers and modules that its first forward makes.
         spec = replace(spec, model=ModelState.of(self.model.core), answers=source.answers)

@@ -129,15 +129,15 @@ class Planner:
         """The device that the model trains on. UnsupportedModelError if there are several."""
         return self.model.device_of(None if self.plans.in_use is None else self.plans.in_use.input_spec)
 
-    def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Event 1: cut the model into stages, and measure them with these arguments.
+    def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, closely: bool = False) -> None:
+        """Event 1: cut the model into stages, and measure them with these arguments; times more `closely` if asked.
 
         Parameters, gradients, buffers, random state and mode are afterwards what they were. UnsupportedModelError if
         the model cannot be cut.
         """
         with self.plans.kept_on_error():
             value = self._maker.blank.input_of(args, kwargs)
-            self._maker.measure(self.model.step_on(value), value)
+            self._maker.measure(self.model.step_on(value), value, closely=closely)
 
     def refuse_what_cannot_fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """InfeasibleError if a step on these arguments is above the limit by what is known before measuring."""

@@ -42,6 +42,7 @@ class FirstTrainingStep:
         settings: other arguments of `Checkpointable`. Gradients are taken to be freed between steps until some are
             there when a forward begins.
         limited: whether a plan inside the limit is wanted at all.
+        closely: whether a limit is to be read off the curve of all plans, as for `Checkpointable.measure`.
 
     Of several models the largest is planned. UnsupportedModelError, in the program, if its model has a plan already.
     """
@@ -53,11 +54,12 @@ class FirstTrainingStep:
         settings: dict[str, Any],
         *,
         limited: bool = True,
+        closely: bool = False,
     ) -> None:
         self._found = found
         self._mem_limit, self._settings = mem_limit, {"fresh_grads": True, **settings}
         Checkpointable(nn.Identity(), mem_limit=mem_limit, **self._settings)  # for its errors, before the program runs
-        self._limited = limited
+        self._limited, self._closely = limited, closely
         self._planned: FollowedModel | None = None
         self._plain: dict[nn.Module, int] = {}
         """models that are called and not planned, with their sizes"""
@@ -122,7 +124,7 @@ class FirstTrainingStep:
         try:
             output = run()
         except InfeasibleError:  # for this call, which is larger than the one before
-            planned.forward.measure(Call(args, kwargs))
+            planned.measure(Call(args, kwargs))
             self._show()
             raise
         planned.returned(output, Call(args, kwargs))
@@ -140,7 +142,7 @@ class FirstTrainingStep:
             network = Checkpointable(module, mem_limit=self._mem_limit, optimizer=optimizer, **self._settings)
             if self._limited:
                 network.refuse_what_cannot_fit(sample)
-            network.measure(sample)
+            network.measure(sample, closely=self._closely)
         except InfeasibleError as error:
             self._over, self._ended, self._cannot_fit = True, error, error
             raise
@@ -151,7 +153,7 @@ class FirstTrainingStep:
         if self._planned is not None:
             self._planned.forward.take_away()
             self._plain[self._planned.model] = self._planned.size
-        self._planned = FollowedModel(network, sample, size, optimizer)
+        self._planned = FollowedModel(network, sample, size, optimizer, closely=self._closely)
         try:
             network.compute_sequence()
         except InfeasibleError:

@@ -42,25 +42,35 @@ class _Forward:
 class FollowedModel:
     """The model of `network`, which was measured on `sample`; the parameters that it trains have `size` elements.
 
-    `optimizer` is known to train it; others may.
+    `optimizer` is known to train it; others may. It is measured again as `closely` as it was.
     """
 
     def __init__(
-        self, network: Checkpointable, sample: Call, size: int, optimizer: torch.optim.Optimizer | None
+        self,
+        network: Checkpointable,
+        sample: Call,
+        size: int,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        closely: bool,
     ) -> None:
         self.network, self.model, self.sample, self.size = network, network.model, sample, size
-        self.optimizer = optimizer
+        self.optimizer, self._closely = optimizer, closely
         self.autocast = autocast_now([network.device])
         self.forward = PlannedForward(network)
         self.went_back = self.own_loss = False
         self._in_flight: WeakSet[_Forward] = WeakSet()
         self._most_in_flight = 1
 
+    def measure(self, sample: Call) -> None:
+        """Measure it again, on `sample`."""
+        self.forward.measure(sample, closely=self._closely)
+
     def count_gradients(self) -> None:
         """Plan for gradients that are kept, if some are there when a forward begins."""
         if self.network.fresh_grads and any(each.grad is not None for each in self.model.parameters()):
             self.network.fresh_grads = False
-            self.forward.measure(self.sample)
+            self.measure(self.sample)
 
     def make_room_for_forwards(self) -> None:
         """Plan for as many forwards in flight as there were."""
@@ -72,7 +82,7 @@ class FollowedModel:
         network.loss_tmp_memory_usage = loss.temp_bytes + loss.kept_bytes
         network.forwards_in_flight = self._most_in_flight
         with restored_autocast(self.autocast, cache=True):
-            self.forward.measure(self.sample)
+            self.measure(self.sample)
 
     def returned(self, output: Any, sample: Call) -> None:
         """A forward on `sample` has returned this."""

@@ -50,10 +50,10 @@ class PlannedForward:
             self.planned.training = model.training
             return self.planned.forward(*args, **kwargs)
 
-    def measure(self, sample: Any) -> None:
+    def measure(self, sample: Any, *, closely: bool = False) -> None:
         """Measure the model on `sample`, as `Checkpointable.measure` does, while it has this forward."""
         with self._own_forward(self.planned.model):
-            self.planned.measure(sample)
+            self.planned.measure(sample, closely=closely)
 
     def put(self) -> None:
         """Have the model follow the plan from its next call on."""

@@ -39,7 +39,7 @@ def least_limit(
     With `max_overhead`, the least whose plan costs at most so much more time than storing everything: 0.1 for a tenth.
     Arguments and errors are those of `sweep`.
     """
-    facts = measured(model, sample, options).report()
+    facts = measured(model, sample, options, closely=max_overhead is not None).report()
     if max_overhead is None:
         return facts.budget.least_bytes()
     return sweep_of(facts, slots, overhead=max_overhead).least_for(max_overhead).mem_limit

@@ -9,8 +9,10 @@ from torch import nn
 from rotor_py.checkpointable import Checkpointable
 
 
-def measured(model: nn.Module, sample: Any, options: dict[str, Any]) -> Checkpointable:
-    """`model`, if it is a `Checkpointable`; else one of it, measured on `sample`. `options` are those of the class.
+def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely: bool = False) -> Checkpointable:
+    """`model`, if it is a `Checkpointable`; else one of it, measured on `sample`, `closely` if asked.
+
+    `options` are those of the class.
 
     ValueError if there is no sample, or if a `Checkpointable` is given one, or options. UnsupportedModelError if the
     model cannot be planned, InfeasibleError if a limit is among the options and no plan fits.
@@ -21,4 +23,8 @@ def measured(model: nn.Module, sample: Any, options: dict[str, Any]) -> Checkpoi
         return model
     if sample is None:
         raise ValueError("a model has to be measured on a sample: pass one as the second argument")
-    return Checkpointable(model, sample, **options)
+    if not closely:
+        return Checkpointable(model, sample, **options)
+    network = Checkpointable(model, **options)
+    network.measure(sample, closely=True)
+    return network

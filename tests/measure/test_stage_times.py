@@ -18,7 +18,8 @@ from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.execute.lone_node import lone_node
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.stage_measurer import StageMeasurer
-from rotor_py.measure.walks.stage_times import FEWEST_RUNS, MOST_PER_WALK, MOST_RUNS, MOST_WALKS, StageTimes
+from rotor_py.measure.walks.precision import ALL_PLANS, CLOSELY, ONE_PLAN, Precision
+from rotor_py.measure.walks.stage_times import FEWEST_RUNS, MOST_PER_WALK, MOST_WALKS, StageTimes
 
 pytestmark = pytest.mark.timed
 
@@ -55,11 +56,15 @@ def test_stages_of_one_kind_are_timed_in_turn() -> None:
 
 def test_on_a_noisy_machine_stages_are_timed_more_often_but_not_for_ever() -> None:
     kinds = list("abbbc")
-    times = StageTimes()
-    walks = timed(times, kinds, 2.0, random.Random(1))
-    runs = [sum(kinds[position] == kind for walk in walks for position in walk) for kind in "abc"]
-    assert FEWEST_RUNS < max(runs) <= MOST_RUNS + MOST_PER_WALK - 1
-    assert times.spread(kinds) > 0.1
+    found = {}
+    for precision in (ALL_PLANS, CLOSELY):
+        times = StageTimes(precision)
+        walks = timed(times, kinds, 2.0, random.Random(1))
+        runs = [sum(kinds[position] == kind for walk in walks for position in walk) for kind in "abc"]
+        found[precision] = max(runs)
+        assert FEWEST_RUNS < max(runs) <= precision.most + MOST_PER_WALK - 1
+        assert times.spread(kinds) > 0.1
+    assert found[CLOSELY] > found[ALL_PLANS]
 
 
 def test_a_stage_of_little_time_may_be_noisy() -> None:
@@ -82,7 +87,7 @@ def test_errors_of_many_kinds_make_up_for_each_other_and_those_of_one_kind_do_no
 
 
 def test_of_kinds_that_are_not_known_well_those_are_timed_again_that_matter() -> None:
-    times = StageTimes(briefly=True)
+    times = StageTimes(ONE_PLAN)
     for kind, seconds in (("large", 1.0), ("medium", 0.3), ("small", 0.01), ("tiny", 0.002)):
         for factor in (1.0, 1.5, 2.0):
             times.add(kind, StageRun(((factor * seconds, factor * seconds),), (seconds, 2 * seconds)))
@@ -90,7 +95,7 @@ def test_of_kinds_that_are_not_known_well_those_are_timed_again_that_matter() ->
 
 
 def test_runs_beyond_the_fewest_end_when_they_have_taken_as_long_as_a_step_or_two_for_curves() -> None:
-    of_plan, of_curve = StageTimes(briefly=True), StageTimes()
+    of_plan, of_curve = StageTimes(ONE_PLAN), StageTimes()
 
     def add(*seconds: float) -> None:
         for each in seconds:
@@ -136,6 +141,9 @@ def test_runs_of_an_earlier_time_count_unless_the_machine_was_busy() -> None:
     times.settle("quiet", runs(1.0, 1.02, 1.0))
     times.settle("busy", runs(1.0, 3.0, 2.0))
     assert times.wanted(["quiet", "busy"]) == {1}
+    closely = StageTimes(CLOSELY)
+    closely.settle("quiet", runs(1.0, 1.02, 1.0))
+    assert closely.wanted(["quiet"]) == {0}
 
 
 def test_stages_are_timed_walk_by_walk_and_not_several_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +219,9 @@ def test_beyond_the_fewest_runs_only_what_is_in_doubt_is_timed_again() -> None:
 
 
 def test_beside_other_programs_ways_and_nodes_have_to_be_known_better() -> None:
-    for waiting, briefly, again in ((0.01, False, False), (0.3, False, True), (0.3, True, False)):
-        times = StageTimes(briefly=briefly)
+    cases = (0.01, ALL_PLANS, False), (0.3, ALL_PLANS, True), (0.3, ONE_PLAN, False), (0.01, CLOSELY, True)
+    for waiting, precision, again in cases:
+        times = StageTimes(precision)
         times.expect("a", 2)
         times.add("a", StageRun(((1.0, 2.0), (1.5, 2.0)), (1.0, 3.5)))
         times.add("a", StageRun(((1.0, 2.5), (1.54, 2.5)), (1.0, 4.04)))
@@ -230,8 +239,9 @@ def test_what_a_run_takes_again_is_timed_once_among_the_fewest_runs() -> None:
 def test_beside_other_programs_times_have_to_agree_better() -> None:
     """Without a limit: a limit that is read off the curve moves with all times."""
     runs = [StageRun(((1.0, each),), (1.0, 1.0 + each)) for each in (2.0, 2.03)]
-    for waiting, briefly, wanted in ((0.01, False, set()), (0.3, False, {0}), (0.3, True, set())):
-        times = StageTimes(briefly=briefly)
+    cases = (0.01, ALL_PLANS, set()), (0.3, ALL_PLANS, {0}), (0.3, ONE_PLAN, set()), (0.01, CLOSELY, {0})
+    for waiting, precision, wanted in cases:
+        times = StageTimes(precision)
         for each in runs:
             times.add("a", each)
         times.note_waiting(waiting)
@@ -251,18 +261,21 @@ def test_walks_note_how_long_the_thread_has_waited(monkeypatch: pytest.MonkeyPat
 
 def test_where_a_walk_takes_little_times_have_to_agree_better() -> None:
     """Of many stages of one kind, two are timed in a walk."""
-    for stages, briefly, wanted in ((1, False, 0), (12, False, 2), (12, True, 0)):
-        times = StageTimes(briefly=briefly)
+    for stages, precision, wanted in ((1, ALL_PLANS, 0), (12, ALL_PLANS, 2), (12, ONE_PLAN, 0)):
+        times = StageTimes(precision)
         for backward in (2.0, 2.03):
             times.add("a", StageRun(((1.0, backward),), (1.0, 3.0)))
         assert len(times.wanted(["a"] * stages)) == wanted
 
 
-@pytest.mark.parametrize(("stages", "briefly", "again"), [(12, False, True), (12, True, False), (1, False, False)])
+@pytest.mark.parametrize(
+    ("stages", "precision", "again"),
+    [(12, ALL_PLANS, True), (12, ONE_PLAN, False), (1, ALL_PLANS, False)],
+)
 def test_what_one_run_alone_shows_is_timed_again_where_a_walk_takes_little(
-    stages: int, briefly: bool, again: bool
+    stages: int, precision: Precision, again: bool
 ) -> None:
-    times = StageTimes(briefly=briefly)
+    times = StageTimes(precision)
     times.expect("a", 2)
     times.add("a", StageRun(((1.0, 2.0), (1.0, 2.5))))
     times.add("a", StageRun(((1.0, 2.03),), (1.0, 3.0)))
@@ -273,6 +286,27 @@ def test_what_one_run_alone_shows_is_timed_again_where_a_walk_takes_little(
     times.wanted(["a"] * stages)
     assert not times.all_ways_wanted("a")
     assert not times.again_wanted("a")
+
+
+def test_closely_nobody_believes_few_runs_that_agree_by_chance() -> None:
+    kinds = [*["a"] * 6, "small"]
+    times = StageTimes(CLOSELY)
+    run = StageRun(((1.0, 2.0), (1.1, 2.1)), (1.0, 3.0))
+    little = StageRun(((0.01, 0.02),), (0.01, 0.03))
+    for kind in ("a", "small"):
+        times.expect(kind, len(run.ways) if kind == "a" else 1)
+    for _ in range(FEWEST_RUNS):
+        times.add("a", run)
+        times.add("small", little)
+    walks = 0
+    while wanted := times.wanted(kinds):
+        assert 6 not in wanted  # so small a part of the step need not be known
+        assert times.all_ways_wanted("a")
+        assert times.again_wanted("a")
+        for _ in wanted:
+            times.add("a", run)
+        walks += 1
+    assert len(times.runs_of("a")) == CLOSELY.least == FEWEST_RUNS + MOST_PER_WALK * walks
 
 
 def test_what_a_run_takes_again_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:

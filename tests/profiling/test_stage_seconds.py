@@ -8,14 +8,17 @@ from math import hypot
 import pytest
 
 from rotor_profiling.stage.seconds import (
+    MANY,
     StageRun,
     cautious,
+    error_of_node,
     error_of_ways,
+    error_of_whole,
     estimate,
     estimate_at,
     spread_of,
 )
-from rotor_profiling.timing import error_of, error_of_middle
+from rotor_profiling.timing import error_of, error_of_middle, middle
 
 pytestmark = pytest.mark.timed
 
@@ -120,3 +123,29 @@ def test_a_way_that_one_run_has_is_compared_with_the_least_of_all_runs() -> None
     # Two runs that have it are enough to compare within them.
     both = estimate([first, StageRun(((2.0, 3.0), (2.5, 3.25))), StageRun(((1.5, 2.5),), (2.0, 4.0))])
     assert (both[1].forward_seconds, both[1].backward_seconds) == (2.0, 2.75)
+
+
+def test_of_many_runs_the_middle_counts_and_no_accident() -> None:
+    """Beside other programs, a machine is now slow and now fast; what takes longer does so in each run."""
+    slow = [1.0, 1.1, 1.3, 1.2, 1.4, 1.0, 1.2, 1.1]
+    assert len(slow) == MANY
+    runs = [StageRun(((each, 2 * each), (each + 0.1, 2 * each + 0.4)), (each, 3 * each + 0.5)) for each in slow]
+    # One run has a way that was lucky, another a node that was: the least would believe them.
+    lucky = [
+        replace(runs[0], ways=(runs[0].ways[0], (0.2, 1.0))),
+        replace(runs[1], node=(0.3, 0.4)),
+        *runs[2:],
+    ]
+    for several in (runs, lucky):
+        whole, other = estimate(several)
+        assert whole.forward_seconds == pytest.approx(middle(slow))
+        assert whole.backward_seconds == pytest.approx(2 * middle(slow))
+        assert other.forward_seconds - whole.forward_seconds == pytest.approx(0.1)
+        assert other.backward_seconds - whole.backward_seconds == pytest.approx(0.4)
+        assert whole.nograd_seconds - whole.skipped_output_seconds == pytest.approx(middle(slow) + 0.5, abs=0.05)
+        assert error_of_ways(several) == pytest.approx(0.0, abs=1e-12)
+    assert error_of_node(runs) == pytest.approx(error_of_middle(slow) / 2)
+    assert error_of_whole(runs) == pytest.approx(error_of_middle(slow) / 2 / middle(slow))
+    few = estimate(lucky[: MANY - 1])
+    assert few[0].forward_seconds == 1.0
+    assert few[1].forward_seconds == few[0].forward_seconds  # it seems to take less

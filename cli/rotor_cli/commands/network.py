@@ -48,7 +48,7 @@ def measured_network(
         except InfeasibleError as error:
             raise Failure(str(error), INFEASIBLE) from error
     with region(place.autocast):
-        network.measure(found.sample)
+        network.measure(found.sample, closely=request.overhead is not None)
     return network
 
 

@@ -81,6 +81,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
             "offload": request.offload,
         },
         limited=request.limited and request.overhead is None,
+        closely=request.overhead is not None,
     )
     with main_module(request.model, request.script_arguments or ()) as module:
         try:

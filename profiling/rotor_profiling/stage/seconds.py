@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot
 
-from rotor_profiling.timing import error_of, error_of_middle, spread
+from rotor_profiling.timing import error_of, error_of_middle, middle, spread
+
+MANY = 8
+"""So many runs have a middle that is known better than their least: a guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ class StageRun:
 
 
 def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
-    """The seconds of a stage in each way, from some of its runs, or of stages like it: the least of each.
+    """The seconds of a stage in each way, from some of its runs, or of stages like it: the least of few runs, and the
+    middle of many.
 
     Other ways than the first are estimated by how much longer they take, in the runs that have them; so is running the
     stage again. One run has all ways, and one that of a node.
@@ -66,7 +70,7 @@ def estimate_at(runs: Sequence[StageRun], end: int) -> list[StageSeconds]:
 
     Forward and backward of the first way are in each plan once, and stay as they are.
     """
-    forward, backward = (min(run.ways[0][phase] for run in runs) for phase in (0, 1))
+    forward, backward = (_seconds([run.ways[0][phase] for run in runs]) for phase in (0, 1))
     without, longer, wrong = _run_again(runs)
     longer += end * wrong
     # A backward that runs the stage again may skip its output, and makes that graph anew. If that takes longer than it
@@ -93,6 +97,12 @@ def error_of_node(runs: Sequence[StageRun]) -> float:
     return _run_again(runs)[2]
 
 
+def error_of_whole(runs: Sequence[StageRun]) -> float:
+    """How well the time of a stage that is stored whole is known, as a part of it."""
+    totals = [run.total for run in runs]
+    return _error(totals) / seconds if (seconds := _seconds(totals)) else 0.0
+
+
 def spread_of(runs: Sequence[StageRun]) -> float:
     """How far apart the runs of a stage are: the middle half of them, as a part of their median."""
     return spread([run.total for run in runs])
@@ -105,7 +115,7 @@ def _run_again(runs: Sequence[StageRun]) -> tuple[float, float, float]:
     nodes = [(run.node, run.total) for run in runs if run.node is not None]
     forwards = [node[0] for node, _ in nodes]
     longer, wrong = _difference([run.total for run in runs], [(node[1], whole) for node, whole in nodes])
-    return min(forwards), longer, hypot(wrong, error_of(forwards))
+    return _seconds(forwards), longer, hypot(wrong, _error(forwards))
 
 
 def _longer(runs: Sequence[StageRun], number: int, phase: int) -> tuple[float, float]:
@@ -120,20 +130,36 @@ def _longer(runs: Sequence[StageRun], number: int, phase: int) -> tuple[float, f
     if len(both) == 1 and not cold:
         # Often that is the first run of all, which is slow at its beginning, where the stage is stored whole. To say
         # that a way takes too long is the lesser evil: its plan is not chosen, but what is promised is kept.
-        longer = both[0][0] - min(whole)
+        longer = both[0][0] - _seconds(whole)
     return longer, wrong
 
 
 def _difference(whole: list[float], turns: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """How much longer the least of the first of some `turns` is than that of the second, and how wrong that may be.
+    """How much longer the first of some `turns` take than the second, and how wrong that may be.
 
     `whole` are all runs of the stage, stored whole.
     """
+    differences = [one - other for one, other in turns]
+    if len(turns) >= MANY:
+        return middle(differences), _error(differences)
     more, less = map(list, zip(*turns, strict=True))
     # A turn that was slow altogether has a difference, too, where runs alone say little.
-    error = min(hypot(error_of(more), error_of(less)), error_of_middle([one - other for one, other in turns]))
+    error = min(hypot(error_of(more), error_of(less)), error_of_middle(differences))
     # Timed less often than the stage itself, it is known no better than that.
     return min(more) - min(less), max(error, error_of(whole)) if len(more) < len(whole) else error
+
+
+def _seconds(samples: list[float]) -> float:
+    """What they take: the least of few, since other programs make a run longer, and never shorter.
+
+    Of many, what their middle is: where others run all the time, none may be undisturbed, and the least is an accident.
+    """
+    return middle(samples) if len(samples) >= MANY else min(samples)
+
+
+def _error(samples: list[float]) -> float:
+    """How wrong that may be. Of few samples, nobody knows well how far the middle half is apart, so it counts whole."""
+    return error_of_middle(samples) / 2 if len(samples) >= MANY else error_of(samples)
 
 
 def _ways_of(runs: Sequence[StageRun]) -> int:

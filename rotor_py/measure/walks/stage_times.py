@@ -7,7 +7,7 @@ every walk; and its caches are as cold as in a step. Stages of one kind share th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from math import hypot
+from math import hypot, inf
 
 from rotor_profiling.stage.seconds import (
     StageRun,
@@ -15,30 +15,23 @@ from rotor_profiling.stage.seconds import (
     cautious,
     error_of_node,
     error_of_ways,
+    error_of_whole,
     spread_of,
 )
-from rotor_profiling.timing import error_of, several_processes
+from rotor_profiling.timing import several_processes
 from rotor_py.measure.certified.possible_times import ends_of
 from rotor_py.measure.measurement import Ends
+from rotor_py.measure.walks.precision import ALL_PLANS, CLOSELY, ONE_PLAN, Precision
 
-# Guesses, but for this: times that are wrong by 30 % for each stage, independently, cost a plan 1.4 % at most.
+# Guesses.
 FEWEST_RUNS = 2
-MOST_RUNS = 16
 MOST_WALKS = 16
 """A walk takes a forward at least, and as long as several steps where all stages are timed in all ways."""
 MOST_PER_WALK = 2
 """Of stages of one kind, so many are timed in a walk, as far from each other as can be: between them, others run."""
-MOST_STEPS = 1
-"""No walk begins once runs beyond the fewest have taken as long as so many steps: a plan is worth no more waiting."""
-MOST_STEPS_OF_CURVES = 2
-"""The same where no limit is known: a limit that is read off the curve of all plans moves with all times."""
-MOST_STEPS_BESIDE_OTHERS = 24
-"""The same where other programs have the cores as well: few runs are left alone by them."""
-GOOD_ENOUGH = 0.02
-"""Times are good enough if the time of a whole step is known as well as this."""
 WELL_KNOWN = 0.003
-"""The same without a limit, beside other programs, where all runs may be disturbed alike, and differ by less than they
-are wrong by; and where a walk takes little, since most stages are of few kinds."""
+"""How well the time of a step is to be known, without a limit, where a walk takes little, since most stages are of few
+kinds."""
 LITTLE = 5
 """In plain steps: what all runs may take together where times have to be well known only because that takes little."""
 BUSY = 0.05
@@ -54,15 +47,15 @@ class StageTimes:
     """The runs of the stages of some kinds, as far as they have been timed.
 
     Other ways than whole, and what it takes to run again, are timed once among the fewest runs, since they take long.
-    Timed `briefly`, runs beyond the fewest end soon.
     """
 
-    def __init__(self, *, briefly: bool = False) -> None:
-        self._briefly = briefly
+    def __init__(self, precision: Precision = ALL_PLANS) -> None:
+        self._precision = precision
+        self._of_curves = ALL_PLANS
+        """what all plans would need here"""
         self._runs: dict[Hashable, list[StageRun]] = {}
         self._settled: set[Hashable] = set()
         self._ways: dict[Hashable, int] = {}
-        self._busy = False
         self._plenty = False
         """Whether the next walk may time more than is in doubt, since that takes little."""
 
@@ -72,7 +65,9 @@ class StageTimes:
 
     def note_waiting(self, share: float) -> None:
         """In a walk, the thread waited for a core for this `share` of the time."""
-        self._busy |= share > BUSY
+        if share > BUSY:
+            self._of_curves = CLOSELY
+            self._precision = ONE_PLAN if self._precision is ONE_PLAN else CLOSELY
 
     def add(self, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
         """A stage of this `kind` was timed; not once more if its time is `exact`."""
@@ -83,11 +78,12 @@ class StageTimes:
     def settle(self, kind: Hashable, runs: Sequence[StageRun], *, enough: bool = True) -> None:
         """Stages of this `kind` were timed earlier, by these `runs`, and not once more if the machine was quiet.
 
-        If they were not `enough` for all plans, they are timed further where it takes more.
+        If they were not `enough` for all plans, they are timed further where it takes more; and for a limit that is
+        read off the curve, in any case.
         """
-        if _error(runs) <= TOO_FAR:
+        if error_of_whole(runs) <= TOO_FAR:
             self._runs[kind] = list(runs)
-            if enough:
+            if enough and self._precision is not CLOSELY:
                 self._settled.add(kind)
 
     def runs_of(self, kind: Hashable) -> Sequence[StageRun]:
@@ -110,8 +106,8 @@ class StageTimes:
         few = {kind for kind in kinds if self._missing(kind)} - self._settled
         # Processes have to run equally often, but their clocks differ: then no clock decides.
         if not few and not only_fewest and not several_processes():
-            few = self._uncertain(kinds, briefly=self._briefly)
-            self._plenty = not self._briefly and self._takes_little(kinds)
+            few = self._uncertain(kinds, self._precision)
+            self._plenty = self._precision is ALL_PLANS and self._takes_little(kinds)
         found: set[int] = set()
         for kind in few:
             at = [position for position, each in enumerate(kinds) if each == kind]
@@ -128,7 +124,7 @@ class StageTimes:
             return True
         if not self._missing(kind):
             return self._in_doubt(kind, many, error_of_ways)
-        return self._runs[kind][-1].total * GOOD_ENOUGH < FIRST_CALL_SECONDS
+        return self._runs[kind][-1].total * self._precision.good < FIRST_CALL_SECONDS
 
     def again_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a stage of a `kind` is to show what it takes to run again."""
@@ -149,8 +145,11 @@ class StageTimes:
 
         Of a single run, nobody knows how wrong it is.
         """
-        good = WELL_KNOWN if self._busy and not self._briefly else GOOD_ENOUGH
-        return (self._plenty and many == 1) or error(self._runs[kind]) > good * self._seconds(kind)
+        return (
+            many < self._precision.least
+            or (self._plenty and many == 1)
+            or error(self._runs[kind]) > self._precision.good * self._seconds(kind)
+        )
 
     def _missing(self, kind: Hashable) -> int:
         """How many runs a kind still needs; one of them has all ways, and one shows what it takes to run again."""
@@ -172,23 +171,25 @@ class StageTimes:
 
     def short_for_curves(self, kinds: Sequence[Hashable]) -> set[Hashable]:
         """The kinds whose times are not good enough for plans of all limits, as they may be for one."""
-        return self._uncertain(kinds, briefly=False)
+        return self._uncertain(kinds, self._of_curves)
 
-    def _uncertain(self, kinds: Sequence[Hashable], *, briefly: bool) -> set[Hashable]:
+    def _uncertain(self, kinds: Sequence[Hashable], precision: Precision) -> set[Hashable]:
         """The kinds to time again, so that the time of a step is known well enough; none if it is."""
         seconds = {kind: kinds.count(kind) * self._seconds(kind) for kind in set(kinds)}
-        errors = {kind: max(_error(self._runs[kind]), self._error_of_ways(kind)) for kind in seconds}
+        total = sum(seconds.values())
+        errors = {
+            kind: inf if each > precision.good * total and self._seldom(kind, precision) else self._error(kind)
+            for kind, each in seconds.items()
+        }
         # Stages are timed in turns, so that those of one kind are not slow because those of another are.
         wrong = {kind: errors[kind] * seconds[kind] for kind in seconds}
-        good = WELL_KNOWN if not briefly and (self._busy or self._takes_little(kinds)) else GOOD_ENOUGH
-        bearable = good * sum(seconds.values())
+        good = WELL_KNOWN if precision is ALL_PLANS and self._takes_little(kinds) else precision.good
+        bearable = good * total
         taken = sum(run.all_seconds for kind in seconds for run in self._runs[kind][FEWEST_RUNS:])
-        steps = MOST_STEPS if briefly else MOST_STEPS_BESIDE_OTHERS if self._busy else MOST_STEPS_OF_CURVES
-        if hypot(*wrong.values()) <= bearable or taken > steps * sum(seconds.values()):
+        if hypot(*wrong.values()) <= bearable or taken > precision.steps * total:
             return set()
-        open_ones = [
-            kind for kind in seconds.keys() - self._settled if errors[kind] > good and len(self._runs[kind]) < MOST_RUNS
-        ]
+        unsettled = seconds.keys() - self._settled
+        open_ones = [kind for kind in unsettled if errors[kind] > good and len(self._runs[kind]) < precision.most]
         # Of those that are left out, all together may be wrong by a half of what is bearable.
         left_out = 0.0
         for number, kind in enumerate(sorted(open_ones, key=wrong.__getitem__)):
@@ -206,17 +207,15 @@ class StageTimes:
         forward = sum(min(run.ways[0][0] for run in self._runs[kind]) for kind in kinds)
         return timed + walks * forward <= LITTLE * sum(map(self._seconds, kinds))
 
-    def _error_of_ways(self, kind: Hashable) -> float:
-        """How well it is known how much longer the ways of a stage take, as a part of the stage's time."""
-        seconds = self._seconds(kind)
-        return error_of_ways(self._runs[kind]) / seconds if seconds else 0.0
+    def _seldom(self, kind: Hashable, precision: Precision) -> bool:
+        """Whether a kind has been run too seldom for anybody to know how well its times are known."""
+        return min(self._runs_in_all_ways(kind), self._runs_as_node(kind)) < precision.least
+
+    def _error(self, kind: Hashable) -> float:
+        """How well the time of a stage is known, and how much longer its ways take, as a part of it."""
+        runs, seconds = self._runs[kind], self._seconds(kind)
+        return max(error_of_whole(runs), error_of_ways(runs) / seconds if seconds else 0.0)
 
     def _seconds(self, kind: Hashable) -> float:
         found = self.of(kind)[0]
         return found.forward_seconds + found.backward_seconds
-
-
-def _error(runs: Sequence[StageRun]) -> float:
-    """How well the time of a kind of stage is known from its runs, as a part of it."""
-    totals = [run.total for run in runs]
-    return error_of(totals) / least if (least := min(totals)) else 0.0

@@ -50,13 +50,16 @@ Enough = Callable[[PossibleTimes, Any], bool]
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """How stages are measured; `rooms` are for what is compiled whole. None for `enough` is for any plan."""
+    """How stages are measured; `rooms` are for what is compiled whole. None for `enough` is for any plan, and a limit
+    that is read off the curve of all plans is found more `closely`.
+    """
 
     device: torch.device
     settings: Settings
     progress: Progress | None = None
     rooms: Rooms | None = None
     enough: Enough | None = None
+    closely: bool = False
 
 
 @dataclass(frozen=True, slots=True)
