@@ -49,6 +49,7 @@ from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.measure.walks.border_rounding import BorderRounding
 from rotor_py.measure.walks.carried_tensors import CarriedTensors
 from rotor_py.measure.walks.found import Weighed
+from rotor_py.measure.walks.free_cores import so_many_threads
 from rotor_py.measure.walks.layer_offers import LayerOffers
 from rotor_py.measure.walks.movable_bytes import MovableBytes
 from rotor_py.measure.walks.precision import ALL_PLANS, ONE_PLAN, Precision
@@ -76,7 +77,8 @@ class StageMeasurer:
     checkpoints in the fewer bits of the word `rounding`. The processes of `group` measure the same stages together.
     With `cache`, kinds of stages that an earlier run has measured are not measured again. What layers offer beside what
     they say themselves is found by `layer_offers`. Measured for `ONE_PLAN`, stages are timed no more often than they
-    have to be, until somebody calls `time_further`.
+    have to be, until somebody calls `time_further`; and with so many `threads`, if not with all (`free_cores`). Bytes
+    are those with all of them: operators may have some for each.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class StageMeasurer:
         elsewhere: bool = False,
         rounding: str | None = None,
         precision: Precision = ALL_PLANS,
+        threads: int | None = None,
         layer_offers: LayerOffers | None = None,
     ) -> None:
         self.activation_bytes = 0
@@ -116,8 +119,10 @@ class StageMeasurer:
         self._as_node = as_node
         self._times = StageTimes(precision)
         self._precision = precision
+        self._threads = threads
+        words = (*(keeper.name for keeper in keepers), *(() if threads is None else (threads,)))
         self._kept = KeptKinds(
-            measurement_cache(device, fresh_gradients, preserve_rng_state, tuple(keeper.name for keeper in keepers))
+            measurement_cache(device, fresh_gradients, preserve_rng_state, words)
             if cache and not cut.sharding
             else None
         )
@@ -278,7 +283,7 @@ class StageMeasurer:
     def _time_stages(self, wanted: set[int]) -> None:
         """A walk that times the stages at these positions."""
         value = self._input
-        with stopwatch(self._device) as watch:
+        with so_many_threads(self._threads), stopwatch(self._device) as watch:
             for number in range(max(wanted) + 1):
                 _, function = self._stages[number]
                 with gathered(function, self._cut.sharding):
@@ -364,7 +369,7 @@ class StageMeasurer:
         measured = [(name, way) for name, way in zip(offered, others, strict=True) if way is not None]
         less = saving_ones(whole, measured, self._group, self._device)
         names, found = tuple(name for name, _ in less), (whole, *(way for _, way in less))
-        if run is not None:
+        if run is not None and self._threads is None:
             if len(run.ways) > 1:
                 seconds = {name: each for (name, _), each in zip(measured, run.ways[1:], strict=True)}
                 run = replace(run, ways=(run.ways[0], *(seconds[way] for way in names)))
