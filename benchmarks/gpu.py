@@ -42,7 +42,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 CALL_SECONDS = 8 * 60
 ROW_SECONDS = 4 * 60
 TESTS = 1
-BEGIN, END = "<!-- gpu -->", "<!-- /gpu -->"
 
 
 def written(path: Path, result: dict[str, Any]) -> dict[str, Any]:
@@ -184,11 +183,12 @@ def rows_wanted(options: argparse.Namespace) -> list[tuple[int, str]]:
     return rows if options.part else by_priority(rows)
 
 
-def put(page: Path, text: str) -> None:
-    """Put a text between the marks of a page, instead of what is there."""
-    before, found, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+def put(page: Path, name: str, text: str) -> None:
+    """Put a text between the marks that a page has for a device, if it has any, instead of what is there."""
+    begin, end = f"<!-- gpu {name} -->", f"<!-- /gpu {name} -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
     if found and text:
-        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small models; on the CPU if there is no GPU")
     parser.add_argument("--again", action="store_true", help="run rows again that failed or were skipped")
     parser.add_argument("--table", action="store_true", help="print the tables; run nothing")
-    parser.add_argument("--write", action="store_true", help="also docs/devices.md, the README, results/gpu.json")
+    parser.add_argument("--write", action="store_true", help="also into pages with marks of the device, and results/")
     parser.add_argument("--no-traces", action="store_true", help="neither traces nor snapshots of memory")
     parser.add_argument("--in-process", action="store_true", help="rows in this process: faster, and a crash ends all")
     parser.add_argument("--seconds", type=float, default=CALL_SECONDS, help="for this call [default: 480]")
@@ -223,16 +223,17 @@ def main(arguments: list[str] | None = None) -> None:
         if left := run_rows(rows_wanted(options), options):
             print(f"no time left for {', '.join(f'{row} of part {part}' for part, row in left)}: run it again")
     from gpu_parts.short_table import short_table
-    from gpu_parts.tables import tables
+    from gpu_parts.tables import device_name, tables
 
     rows = rows_in(options.work)
     text = tables(rows)
     pack(options.work, options.out, text)
     print(text)
     if options.write:
-        shutil.copyfile(options.out / SUMMARY, RESULTS / "gpu.json")
-        put(ROOT / "docs" / "devices.md", text)
-        put(ROOT / "README.md", short_table(rows))
+        name = device_name(rows)
+        shutil.copyfile(options.out / SUMMARY, RESULTS / f"gpu-{name}.json")
+        put(ROOT / "docs" / "devices.md", name, text)
+        put(ROOT / "README.md", name, short_table(rows))
 
 
 if __name__ == "__main__":

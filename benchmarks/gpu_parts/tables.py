@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from gpu_parts.estimates import LIMITS, STORED
@@ -19,7 +20,7 @@ def tables(summary: dict[str, Rows]) -> str:
     for number, name in models.items():
         rows = summary.get(f"part{number}", {})
         if rows:
-            text += [f"## {name}", estimates(rows), beside(rows), predictions(rows)]
+            text += [f"#### {name}", estimates(rows), beside(rows), predictions(rows)]
     text += [failures(summary)]
     return "\n\n".join(each for each in text if each)
 
@@ -33,6 +34,12 @@ def where(summary: dict[str, Rows]) -> str:
         if "torch" in row and isinstance(row.get("device"), str)
     }
     return f"Measured on: {'; '.join(sorted(found))}." if found else ""
+
+
+def device_name(summary: dict[str, Rows]) -> str:
+    """The device of the rows in a form for names of files: "nvidia-h200"; "cpu" for those of a rehearsal."""
+    names = [row["device"] for rows in summary.values() for row in rows.values() if isinstance(row.get("device"), str)]
+    return re.sub("[^a-z0-9]+", "-", names[0].lower()).strip("-") if names else "none"
 
 
 def calibrated(row: dict[str, Any]) -> str:

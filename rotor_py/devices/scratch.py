@@ -60,7 +60,15 @@ def _flash_backward(call: _Call) -> int:
     """`mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
     The gradient of the queries is summed in 32 bits; with fewer heads of keys, theirs are made for every head first.
+    The output and its gradient are copied unless all heads of a place lie together (`_flash_attention_backward` in
+    attention_backward.cu), which the output does where the queries do.
     """
+    given = (argument(*call[:3], name) for name in ("grad_out", "out"))
+    copies: int = sum(each.numel() * each.element_size() for each in given if not each.transpose(1, 2).is_contiguous())
+    return copies + _flash_sums(call)
+
+
+def _flash_sums(call: _Call) -> int:
     query, key, value = query_key_value(*call[:3])
     batch, heads, length, width = query.shape
     rows = batch * heads * _up(length, 128)
@@ -72,7 +80,7 @@ def _flash_backward(call: _Call) -> int:
 
 def _cudnn_backward(call: _Call) -> int:
     """cuDNN's own workspace (`MHA.cpp` asks its graph for the size). Assumed: the same sums as flash attention's."""
-    return _flash_backward(call)
+    return _flash_sums(call)
 
 
 def _efficient_backward(call: _Call) -> int:

@@ -149,7 +149,9 @@ class ShardGroup:
         Returns them with a node of FSDP's in their history, which sends gradients when the backward comes through it.
         """
         found = self.modules[module]
-        entered = _hook(found._forward_pre_hooks, self._before)(found, tensors, {})
+        # On a device, FSDP takes the first of what it has moved there, and of nothing there is no first.
+        keywords = {} if tensors else {"nothing": None}
+        entered = _hook(found._forward_pre_hooks, self._before)(found, tensors, keywords)
         # FSDP's hook returns None if another module of the group has had it gathered already.
         return tensors if entered is None else tuple(entered[0])
 

@@ -65,3 +65,16 @@ def available_bytes(device: torch.device) -> int:
 def allocated_bytes(device: torch.device) -> int | None:
     """What PyTorch has handed out on `device` so far; None on the CPU, where nobody counts."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def segments_expand(device: torch.device) -> bool:
+    """Whether all large tensors on a CUDA device are in segments that expand, whose blocks are as large as asked for.
+
+    The allocator is asked, not the environment: that counts only if it was set before the allocator was there.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [each for each in torch.cuda.memory_snapshot() if each["device"] == index]
+    large = [each["is_expandable"] for each in segments if each["segment_type"] == "large"]
+    return bool(large) and all(large)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from rotor_profiling import OptimizerCost, bytes_like, storage_bytes, storages, tensors_in
 from rotor_profiling.instruments import prediction
-from rotor_py.measure.device import allocated_bytes
+from rotor_py.measure.device import allocated_bytes, segments_expand
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.units import format_bytes
@@ -132,8 +131,7 @@ def unsplit_bytes(device: torch.device, saved: int) -> int:
     H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages: twice that is left, and a hundredth of what
     stages save where that is less.
     """
-    settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if device.type != "cuda" or prediction() is not None or "expandable_segments:True" in settings:
+    if device.type != "cuda" or prediction() is not None or segments_expand(device):
         return 0
     return min(_UNSPLIT, saved // 100)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from rotor_profiling.instruments import prediction
 from rotor_profiling.step.watch import give_way
+from rotor_profiling.step.workspaces import allocate_workspaces
 from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.measurement import Measurement
@@ -108,6 +109,7 @@ class PlanMaker:
             telling(self.settings, type(self.model.core).__name__) as progress,
         ):
             rooms = None if self.settings.inductor is None else self._rooms(device)
+            allocate_workspaces(self.model.core, device)
             enough = enough_for_limit(self.model, device, lambda: noticed_cost(self)) if to_train else None
             measured = source.measure(value, Measuring(device, self.settings, progress, rooms, enough, closely))
         budget = self.model.budget(measured.plain.measurement, measured.sample, device, noticed_cost(self))

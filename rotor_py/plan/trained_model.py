@@ -126,7 +126,6 @@ class TrainedModel:
         """The memory of a step that was measured on `sample`; `noticed` is what optimizers cost that nobody named."""
         given, stepped = self.settings.optimizer, self.stepped()
         cost = noticed if given is None else self.optimizer_cost(given)
-        several = self.sharded or not self.alone
         with at_rest(self.core):
             budget = make_budget(
                 self.core,
@@ -135,7 +134,7 @@ class TrainedModel:
                 device,
                 fresh_gradients=self.settings.fresh_grads,
                 optimizer=cost,
-                communication=communication_bytes(self.whole) if several else 0,
+                communication=communication_bytes(self.whole),  # DDP has buckets alone as well
                 buckets=around(self.whole) is not None,
                 stepped=stepped,
             )

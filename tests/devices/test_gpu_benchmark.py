@@ -76,12 +76,17 @@ def test_the_short_table_has_the_models_of_which_all_is_there() -> None:
 
 def test_a_table_stands_between_the_marks_of_a_page_and_an_empty_one_leaves_it(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
-    gpu.put(page, "")
+    page.write_text("before\n<!-- gpu one -->\nold\n<!-- /gpu one -->\nafter\n")
+    gpu.put(page, "one", "")
+    gpu.put(page, "other", "new")
     assert "old" in page.read_text()
-    gpu.put(page, "new")
-    assert page.read_text() == "before\n<!-- gpu -->\nnew\n<!-- /gpu -->\nafter\n"
-    assert all("<!-- gpu -->" in (ROOT / name).read_text() for name in ("README.md", "docs/devices.md"))
+    gpu.put(page, "one", "new")
+    assert page.read_text() == "before\n<!-- gpu one -->\nnew\n<!-- /gpu one -->\nafter\n"
+    measured = [each.stem for each in (ROOT / "benchmarks" / "results").glob("gpu-*.json")]
+    assert all(
+        f"<!-- {name.replace('-', ' ', 1)} -->" in (ROOT / "docs" / "devices.md").read_text() for name in measured
+    )
+    assert "<!-- gpu " in (ROOT / "README.md").read_text()
 
 
 def options(work: Path, **changes: Any) -> argparse.Namespace:

@@ -42,10 +42,16 @@ def backward_of(output: torch.Tensor) -> None:
     output.backward(torch.ones_like(output))
 
 
-def flash(heads: int, key_heads: int, length: int, width: int) -> Callable[[], object]:
+def flash(heads: int, key_heads: int, length: int, width: int, *, apart: bool = False) -> Callable[[], object]:
+    """With all heads of a place together in memory, as models make them, or each head for itself."""
+
+    def made(count: int) -> torch.Tensor:
+        size = (1, count, length, width) if apart else (1, length, count, width)
+        new = torch.empty(size, dtype=HALF)
+        return (new if apart else new.transpose(1, 2)).requires_grad_()
+
     def run() -> None:
-        query = torch.empty(1, heads, length, width, dtype=HALF, requires_grad=True)
-        key, value = (torch.empty(1, key_heads, length, width, dtype=HALF, requires_grad=True) for _ in range(2))
+        query, key, value = made(heads), made(key_heads), made(key_heads)
         backward_of(aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0])
 
     return run
@@ -59,6 +65,10 @@ def test_the_backward_of_flash_attention_sums_queries_in_32_bits_by_blocks_of_12
 
 def test_with_fewer_heads_of_keys_theirs_are_made_for_every_head() -> None:
     assert largest(flash(4, 1, 128, 32)) == largest(flash(4, 4, 128, 32)) + 2 * 4 * 128 * 32 * 2
+
+
+def test_where_each_head_is_for_itself_its_output_and_the_gradient_of_that_are_copied() -> None:
+    assert largest(flash(4, 4, 128, 32, apart=True)) == largest(flash(4, 4, 128, 32)) + 2 * 4 * 128 * 32 * 2
 
 
 def embedding(tokens: int, rows: int, width: int = 64) -> Callable[[], object]:
@@ -167,6 +177,7 @@ def test_columns_are_first_made_as_large_as_the_image() -> None:
     ("run", "name"),
     [
         (flash(8, 2, 1000, 64), "flash"),
+        (flash(8, 2, 1000, 64, apart=True), "flash of heads apart"),
         (efficient(torch.float32, 64, 1000), "efficient"),
         (embedding(8192, 32_000, 512), "embedding"),
         (norm(128 * 1024, 1024), "norm"),

@@ -28,6 +28,12 @@ def four_processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     yield from _group(request.param, 4, tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """A group of one, as of a script for many that is tried on one device."""
+    yield from _group("gloo", 1, tmp_path_factory)
+
+
 def _group(backend: str, count: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     if backend == "nccl":
         count = min(count, torch.cuda.device_count())

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _to_kwargs
 from torch.optim import Adam, Optimizer
 
 from rotor_profiling import tensors_in
@@ -22,7 +23,7 @@ from rotor_py.distributed.shard_groups import ShardGroup, groups_of
 from rotor_solver import store_all
 from tests.distributed import fsdp
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
-from tests.distributed.processes import here, kept, least_peak, mesh, present_bytes, random_state
+from tests.distributed.processes import device, here, kept, least_peak, mesh, present_bytes, random_state
 from tests.distributed.ways import free_to_store_in_part
 
 Numbers = dict[str, torch.Tensor]
@@ -156,9 +157,10 @@ def around_a_step(rank: int, folder: str) -> None:
     """A first step that plans, a smaller batch, other plans, a model with a plan from a file, and eval mode."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     batch, plain = here(batches("skips", rank, 1)[0]), made("skips", "mixed")
-    before = present_bytes()
+    own = sum(p.to_local().nbytes for p in plain.parameters())  # parameters and gradients; of `plain` as well on CUDA
+    before = present_bytes() + (device().type == "cuda") * own
     model = made("skips", "mixed")
-    planned = Checkpointable(model, mem_limit=1_200_000 + before, loss=loss)
+    planned = Checkpointable(model, mem_limit=985_000 + 2 * own + before, loss=loss)
     assert list(planned.state_dict()) == list(plain.state_dict())
     for value in (batch["value"], batch["value"][:3]):
         same_gradients([plain, planned], value=value)
@@ -271,3 +273,16 @@ def refusal(rank: int, kind: str) -> str:
     finally:
         fsdp_marks.TORCH = present
     return "nothing"
+
+
+def begun_with_nothing(rank: int) -> tuple[Any, ...]:
+    """What a group returns where no input needs a gradient, with a hook that moves inputs as FSDP's does on CUDA."""
+    group = groups_of(fsdp.sharded())[0]
+    (hook,) = group._before
+
+    def moving(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        moved_args, moved_kwargs = _to_kwargs(args, kwargs, device(), False)
+        return moved_args[0], moved_kwargs[0]
+
+    group.modules[0]._forward_pre_hooks[hook] = moving
+    return group.enter(0, ())

@@ -107,3 +107,7 @@ def test_what_cannot_be_captured_is_refused_in_one_sentence_by_all_processes(
     for said in processes.run(fsdp_captured.refusal, kind):
         assert cause in said
         assert "\n" not in said
+
+
+def test_a_module_may_begin_without_an_input_that_needs_a_gradient(one_process: Processes) -> None:
+    assert one_process.run(fsdp_captured.begun_with_nothing) == [()]

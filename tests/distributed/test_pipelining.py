@@ -77,7 +77,8 @@ def test_models_are_planned_in_the_first_step_each_for_itself(processes: Process
     """torch may run a first microbatch of uninitialized memory, to infer shapes. No rank waits for another's plan."""
     found = processes.run(pipelines.planned_in_the_first_step, name, 200_000, static)
     assert_same(found)
-    assert len({sequence for sequences, _ in found for sequence in sequences}) > 1
+    if len(found) > 1:
+        assert len({sequence for sequences, _ in found for sequence in sequences}) > 1
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -99,6 +100,8 @@ def test_bytes_to_send_and_receive_are_known_beforehand(processes: Processes, na
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPLIT)
 def test_both_backwards_at_once_hold_less(processes: Processes, name: str) -> None:
+    if len(processes.processes) == 1:
+        pytest.skip("on a single device, no stage waits for a gradient from another one")
     split, whole = (processes.run(pipelines.peak, name, "chain", SHARE, each) for each in (False, True))
     peaks = [[rank.measured for rank in found] for found in (split, whole)]
     assert max(peaks[1]) < max(peaks[0])

@@ -43,8 +43,8 @@ def test_with_fully_shard_on_a_mesh_of_two_dimensions(four_processes: Processes,
 @pytest.mark.skipif(OLDER, reason="in torch 2.11, nn.Linear refuses a DTensor whose batch is not its first dimension")
 def test_processes_measure_equally_often_where_gradients_arrive_in_other_layouts(processes: Processes) -> None:
     found = processes.run(tensor_parallel.with_parts_of_other_layouts)
-    assert [walks for walks, _ in found] == [2, 2]
-    assert found[0][1] != found[1][1]
+    assert [walks for walks, _ in found] == [2] * len(found)
+    assert len({str(layouts) for _, layouts in found}) == len(found)
 
 
 @pytest.mark.skipif(OLDER, reason="torch 2.11 gathers a DTensor's gradient where it lays it out anew, as its tensor is")

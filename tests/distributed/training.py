@@ -194,6 +194,14 @@ def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int
     return str(planned.sequence), predicted - before, measured - before
 
 
+def bucket_bytes(rank: int, order: str) -> tuple[int, int]:
+    """The bytes that a plan has for communication, and those of all gradients."""
+    model = trained(rank, "captured", order, halfway(rank, "captured"))[0]
+    budget = planned_part(model).budget
+    assert budget is not None
+    return budget.fixed.communication, sum(each.nbytes for each in model.parameters())
+
+
 def in_turn(rank: int, kind: str) -> tuple[list[str], list[str], list[int]]:
     """Steps with and without a gradient for the input, in turn: both sequences, the stages that were measured in
     training, and the numbers of the steps that differ from plain training.

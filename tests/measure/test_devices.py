@@ -13,6 +13,7 @@ from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.devices.table import find_device
 from rotor_py.measure import budget, fixed_memory
 from rotor_py.measure.cut import refuse_random_state_of_its_own
+from rotor_py.measure.device import segments_expand
 from rotor_py.predict.prediction import prediction_for
 from tests.checkpointable.steps import square
 
@@ -46,15 +47,31 @@ def test_buckets_that_are_there_when_it_is_measured_are_counted_once(monkeypatch
 
 
 def test_there_is_room_for_blocks_that_the_allocator_does_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(fixed_memory, "segments_expand", lambda device: False)
     assert fixed_memory.unsplit_bytes(CUDA, 10**6) == 10**4
     assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 8 * 2**20
     assert fixed_memory.unsplit_bytes(torch.device("cpu"), 40 * 10**9) == 0
     with using(prediction_for(find_device("h100"))):  # whose allocator is simulated
         assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 0
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setattr(fixed_memory, "segments_expand", lambda device: True)
     assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 0
+
+
+@pytest.mark.parametrize(
+    ("expandable", "expand"), [([], False), ([True, True], True), ([True, False], False), ([False], False)]
+)
+def test_the_allocator_says_whether_its_segments_expand(
+    expandable: list[bool], expand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some may be older than the setting. Small tensors have segments of their own, whose rests are small."""
+    segments = [{"device": 1, "segment_type": "large", "is_expandable": each} for each in expandable]
+    segments += [{"device": 1, "segment_type": "small", "is_expandable": False}]
+    segments += [{"device": 0, "segment_type": "large", "is_expandable": not expand}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert segments_expand(torch.device("cuda", 1)) == expand
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert not segments_expand(torch.device("cuda", 1))
 
 
 def test_layers_that_could_not_draw_the_same_numbers_again_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
