@@ -24,11 +24,12 @@ import copy
 import json
 import logging
 import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from torch import nn
 from torch._dynamo import convert_frame, eval_frame
 
 from rotor_py import Checkpointable, format_bytes
+from rotor_py.measure.walks.free_cores import threads_left
 from rotor_solver import simulate, store_all
 
 CPU = torch.device("cpu")
@@ -63,6 +65,7 @@ MODELS = {
 IDLE = 0.04
 """The most spread on an idle machine. The models here have 1 to 3 % then, and 5 to 15 % while others use memory."""
 MOST_TRIES = 5
+ANEW = ", each time anew"
 Step = Callable[[nn.Module], None]
 
 
@@ -221,10 +224,13 @@ def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-def beside_others(name: str, batch: int, image: int, times: int, repeats: int) -> dict[str, Any]:
+def beside_others(name: str, batch: int, image: int, times: int, repeats: int, *, anew: bool) -> dict[str, Any]:
     """The command, so often, beside two processes that only compute: how far apart limits and real steps are.
 
-    The steps of all plans are timed in turns once the machine is quiet.
+    The first one begins without any measurement that is kept; if `anew`, all do.
+
+    The steps of all plans are timed in turns once the machine is quiet: with as many threads as their stages were timed
+    with, and with all.
     """
     logging.disable(logging.WARNING)
     keep_free_memory()
@@ -238,19 +244,25 @@ def beside_others(name: str, batch: int, image: int, times: int, repeats: int) -
         file.write_text(_CASE.format(folder=str(Path(__file__).parent), name=name, batch=batch, image=image))
         for each in others:
             each.start()
+        kept = {**os.environ, "XDG_CACHE_HOME": folder}
         try:
             for plan in plans:
                 command = [sys.executable, "-m", "rotor_cli", str(file), "--max-overhead", "20%", "--fresh-grads"]
-                subprocess.run([*command, "--no-cache", "--quiet", "--save", plan], check=True, capture_output=True)
+                command += ["--quiet", "--save", plan, *["--no-cache"] * anew]
+                subprocess.run(command, check=True, capture_output=True, env=kept)
+            everywhere = torch.get_num_threads()
+            planned_for = threads_left(CPU) or everywhere
         finally:
             for each in others:
                 each.kill()
         trained = [Checkpointable(copy.deepcopy(model), loss=loss, fresh_grads=True, plan=plan) for plan in plans]
         limits = [json.loads(Path(plan).read_text())["mem_limit"] for plan in plans]
-    turns = [(seconds(step, model), *(seconds(step, each) for each in trained)) for _ in range(repeats + 2)][2:]
-    taken = [statistics.median(turn[1 + at] / turn[0] for turn in turns) for at in range(times)]
-    return {"model": name, "limits": limits, "limits_apart": max(limits) / min(limits) - 1,
-            "steps": taken, "steps_apart": max(taken) / min(taken) - 1}  # fmt: skip
+    found: dict[str, Any] = {"model": name + ANEW * anew, "limits": limits, "threads": planned_for}
+    for key, threads in (("steps", planned_for), ("steps_with_all_threads", everywhere)):
+        torch.set_num_threads(threads)
+        turns = [(seconds(step, model), *(seconds(step, each) for each in trained)) for _ in range(repeats + 2)][2:]
+        found[key] = [statistics.median(turn[1 + at] / turn[0] for turn in turns) for at in range(times)]
+    return found
 
 
 _CASE = """import sys
@@ -266,13 +278,20 @@ model, sample, _, loss = model_case({name!r}) if {name!r} in MODELS else network
 
 def busy_table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| model | limits for 20 % more time | apart | steps, to a plain one | apart |",
-        "| --- | --- | --- | --- | --- |",
+        "| model | limits for 20 % more time | apart | steps, to a plain one, threads as planned for | apart "
+        "| with all threads | apart |",
+        "| --- " * 7 + "|",
     ]
     for row in rows:
-        limits, steps = ", ".join(map(format_bytes, row["limits"])), ", ".join(f"{each:.3f}" for each in row["steps"])
-        lines.append(f"| {row['model']} | {limits} | {row['limits_apart']:.1%} | {steps} | {row['steps_apart']:.1%} |")
+        cells = [row["model"], ", ".join(map(format_bytes, row["limits"])), _apart(row["limits"])]
+        for steps in (row["steps"], row["steps_with_all_threads"]):
+            cells += [", ".join(f"{each:.3f}" for each in steps), _apart(steps)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _apart(numbers: Sequence[float]) -> str:
+    return f"{max(numbers) / min(numbers) - 1:.1%}"
 
 
 def _compute() -> None:
@@ -293,15 +312,19 @@ def main() -> None:
     logging.disable(logging.WARNING)
     ask_for_large_pages()
     spawn = multiprocessing.get_context("spawn")
-    for name in (*NETWORKS, *MODELS):
+    names = (*NETWORKS, *MODELS)
+    for name in names:
         if options.only.lower() not in name.lower():
             continue
         if options.busy:
-            with ProcessPoolExecutor(1, spawn) as process:
-                rows = [process.submit(beside_others, name, options.batch, options.image, 5, options.repeats).result()]
-            print(busy_table(rows).splitlines()[-1], flush=True)
-            if options.write:
-                everything = merged("overhead-busy", rows, CPU, (*NETWORKS, *MODELS))
+            case = name, options.batch, options.image, 5, options.repeats
+            for anew in (False, True):
+                with ProcessPoolExecutor(1, spawn) as process:
+                    rows = [process.submit(partial(beside_others, *case, anew=anew)).result()]
+                print(busy_table(rows).splitlines()[-1], flush=True)
+                if not options.write:
+                    continue
+                everything = merged("overhead-busy", rows, CPU, [each + more for each in names for more in ("", ANEW)])
                 write("overhead-busy", busy_table(everything), everything, CPU, ROOT / "docs" / "report.md")
             continue
         rows = sessions(name, options.batch, options.image, options.repeats, options.sessions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 
 from rotor_cli.main import main
 from rotor_py import Checkpointable, least_limit, sweep
-from rotor_py.measure.walks.precision import ALL_PLANS, CLOSELY, ONE_PLAN, Precision
+from rotor_py.measure.walks import free_cores
+from rotor_py.measure.walks.free_cores import so_many_threads
+from rotor_py.measure.walks.precision import ALL_PLANS, CLOSELY, CLOSEST, ONE_PLAN, Precision
 from rotor_py.measure.walks.stage_times import StageTimes
 from tests.cli.conftest import SMALL
 
@@ -68,6 +71,17 @@ def test_a_limit_that_is_read_off_the_curve_needs_close_times(
     sweep(make(), BATCH, loss=torch.sum)
     least_limit(make(), BATCH, loss=torch.sum)
     assert {*asked} == {ALL_PLANS}
+
+
+def test_beside_other_programs_it_needs_closer_ones(asked: list[Precision], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(free_cores, "running_elsewhere", lambda: 2)
+    with so_many_threads(2):
+        least_limit(layers(), BATCH, max_overhead=0.1, loss=torch.sum)
+        assert {*asked} == {CLOSEST}
+        asked.clear()
+        sweep(layers(), BATCH, loss=torch.sum)
+        assert {*asked} == {CLOSELY}
 
 
 @pytest.mark.parametrize("make", [layers, Captured])

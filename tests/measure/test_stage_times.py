@@ -18,7 +18,7 @@ from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.execute.lone_node import lone_node
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.stage_measurer import StageMeasurer
-from rotor_py.measure.walks.precision import ALL_PLANS, CLOSELY, ONE_PLAN, Precision
+from rotor_py.measure.walks.precision import ALL_PLANS, CLOSELY, CLOSEST, ONE_PLAN, Precision
 from rotor_py.measure.walks.stage_times import FEWEST_RUNS, MOST_PER_WALK, MOST_WALKS, StageTimes
 
 pytestmark = pytest.mark.timed
@@ -249,6 +249,17 @@ def test_beside_other_programs_times_have_to_agree_better() -> None:
         assert times.wanted(["a"]) == wanted
         # What is kept for the next run is good for one plan alone where a curve would want more.
         assert times.short_for_curves(["a"]) == ({"a"} if waiting > 0.05 else set())
+
+
+def test_beside_other_programs_a_limit_read_off_the_curve_rests_on_more_runs_still() -> None:
+    """However many walks find the machine busy, and though runs agree."""
+    cases = (ALL_PLANS, 0.3, CLOSELY.least), (CLOSELY, 0.01, CLOSELY.least), (CLOSELY, 0.3, CLOSEST.least)
+    for precision, waiting, least in cases:
+        times = StageTimes(precision)
+        while times.wanted(["a"] * 6):
+            times.add("a", StageRun(((1.0, 2.0),), (1.0, 3.0)))
+            times.note_waiting(waiting)
+        assert len(times.runs_of("a")) == least
 
 
 def test_walks_note_how_long_the_thread_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:

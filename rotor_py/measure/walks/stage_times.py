@@ -21,7 +21,7 @@ from rotor_profiling.stage.seconds import (
 from rotor_profiling.timing import several_processes
 from rotor_py.measure.certified.possible_times import ends_of
 from rotor_py.measure.measurement import Ends
-from rotor_py.measure.walks.precision import ALL_PLANS, CLOSELY, ONE_PLAN, Precision
+from rotor_py.measure.walks.precision import ALL_PLANS, CLOSELY, Precision, beside_others
 
 # Guesses.
 FEWEST_RUNS = 2
@@ -50,7 +50,7 @@ class StageTimes:
     """
 
     def __init__(self, precision: Precision = ALL_PLANS) -> None:
-        self._precision = precision
+        self._asked = self._precision = precision
         self._of_curves = ALL_PLANS
         """what all plans would need here"""
         self._runs: dict[Hashable, list[StageRun]] = {}
@@ -67,7 +67,7 @@ class StageTimes:
         """In a walk, the thread waited for a core for this `share` of the time."""
         if share > BUSY:
             self._of_curves = CLOSELY
-            self._precision = ONE_PLAN if self._precision is ONE_PLAN else CLOSELY
+            self._precision = beside_others(self._asked)
 
     def add(self, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
         """A stage of this `kind` was timed; not once more if its time is `exact`."""
@@ -83,7 +83,7 @@ class StageTimes:
         """
         if error_of_whole(runs) <= TOO_FAR:
             self._runs[kind] = list(runs)
-            if enough and self._precision is not CLOSELY:
+            if enough and not self._precision.least:
                 self._settled.add(kind)
 
     def runs_of(self, kind: Hashable) -> Sequence[StageRun]:
