@@ -18,7 +18,7 @@ def allocate_workspaces(model: nn.Module, device: torch.device) -> None:
     (`getCurrentCUDABlasHandle` and `getCUDABlasLtWorkspace` in aten/src/ATen/cuda). The engine runs backwards in a
     thread of its own, and a linear layer that is run again there needs what so far only forwards needed: on an H200
     with torch 2.11, 1 MiB that was not there when the step was planned. Where measurements are read from a file,
-    nothing has run at all.
+    no backward has run at all.
     """
     if device.type == "cuda" and prediction() is None and any(each.dim() == 2 for each in model.parameters()):
         _allocate(device, torch.cuda.current_stream(device).cuda_stream)
