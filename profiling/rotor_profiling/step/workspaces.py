@@ -27,7 +27,8 @@ def allocate_workspaces(model: nn.Module, device: torch.device) -> None:
 @cache  # once for each stream, as workspaces are
 def _allocate(device: torch.device, stream: int) -> None:
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        _Both.apply(torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+        scalar = torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)
+        _Both.apply(scalar).backward()  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Both(torch.autograd.Function):
@@ -43,7 +44,7 @@ class _Both(torch.autograd.Function):
 
 
 def _product(scalar: torch.Tensor) -> torch.Tensor:
-    """Of a linear layer, and of a matrix and its transpose."""
+    """Of a linear layer with a bias, which cuBLASLt computes, and of two matrices."""
     with torch.no_grad():
         square = scalar.new_zeros(16, 16)
         return torch.addmm(square[0], square, square).mm(square).sum()
