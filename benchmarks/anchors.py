@@ -1,7 +1,7 @@
 """Predicted times beside published ones: no efficiency is fitted to the row that it is judged by.
 
     python benchmarks/anchors.py            # prints the tables; a minute, on the CPU, without a network
-    python benchmarks/anchors.py --write    # also into docs/devices.md and benchmarks/results/
+    python benchmarks/anchors.py --write    # also into docs/benchmarks.md and benchmarks/results/
     python benchmarks/anchors.py --fit      # what to put into the table of devices
 
 * MPT, 125M to 30B parameters, on 8 H100, 8 A100 of 80 GB and 8 A100 of 40 GB (anchors_mpt.py). A row is judged by
@@ -28,7 +28,7 @@ from functools import cache
 import torch
 from anchors_mpt import SIZES, VOCABULARY, Configuration, published
 from anchors_works import LlamaBlock, MptBlock, Works, ends_of, works_of
-from report import ROOT, write
+from report import write
 from torch import nn
 
 from rotor_py.devices.device import Device, Efficiencies
@@ -204,7 +204,7 @@ def main() -> None:
     print(details(rows), text, sep="\n\n")
     if options.write:
         data = [{**asdict(row), "ratio": row.ratio} for row in rows]
-        write("anchors", text, data, torch.device("cpu"), ROOT / "docs" / "devices.md", how="Computed")
+        write("anchors", text, data, torch.device("cpu"), how="Computed")
 
 
 if __name__ == "__main__":

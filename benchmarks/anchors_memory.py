@@ -1,7 +1,7 @@
 """Predicted beside published memory: torchtitan's Llama 3.1 8B, FSDP2 over 8 and over 128 H100.
 
     python benchmarks/anchors_memory.py           # a minute on the CPU, without a network
-    python benchmarks/anchors_memory.py --write   # also into docs/devices.md and benchmarks/results/
+    python benchmarks/anchors_memory.py --write   # also into docs/benchmarks.md and benchmarks/results/
 
 https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, the rows
 without torch.compile: 2 × 8192 on each device, bf16 with shards and reductions of 32 bits, selective checkpointing,
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from anchors_works import LlamaBlock
-from report import ROOT, write
+from report import write
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -144,7 +144,7 @@ def main() -> None:
         rows = pool.map(predicted, PUBLISHED, chunksize=1)
     print(table(rows), *(f"{row['took_seconds']:.0f} s" for row in rows), sep="\n")
     if options.write:
-        write("anchors-memory", table(rows), rows, torch.device("cpu"), ROOT / "docs" / "devices.md", how="Computed")
+        write("anchors-memory", table(rows), rows, torch.device("cpu"), how="Computed")
 
 
 if __name__ == "__main__":

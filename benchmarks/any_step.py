@@ -1,7 +1,7 @@
-"""Steps that people write, each inside its limit and with the numbers of plain training: the table of docs/training.md.
+"""Steps that people write, each inside its limit and with the numbers of plain training.
 
     python benchmarks/any_step.py             # on the CPU; prints the table. Needs transformers
-    python benchmarks/any_step.py --write     # writes benchmarks/results and docs/training.md, too
+    python benchmarks/any_step.py --write     # writes benchmarks/results and docs/benchmarks.md, too
 
 Every step is taken three times, and the peak of the third is measured: what nobody said beforehand is noticed before.
 """
@@ -98,7 +98,7 @@ def main() -> None:
         found += measured_by_ranks()
     print(table(found))
     if arguments.write:
-        write("any-step", table(found), found, CPU, ROOT / "docs" / "training.md")
+        write("any-step", table(found), found, CPU)
     over = [each["step"] for each in found if each["measured_bytes"] > each["limit_bytes"]]
     if over:
         sys.exit(f"over the limit: {', '.join(over)}")

@@ -1,7 +1,7 @@
 """How large a batch: the best one beside the largest without recomputation and the largest that fits.
 
     python benchmarks/batch.py                       # on the CPU; prints the table
-    python benchmarks/batch.py --write               # also into docs/batch.md and benchmarks/results/
+    python benchmarks/batch.py --write               # also into docs/benchmarks.md and benchmarks/results/
     python benchmarks/batch.py --only llama --write  # rows of other networks stay
 
 For each network there is one limit: what storing everything takes with a small batch. `best_batch` chooses inside it,
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from report import ROOT, merged, write
+from report import merged, write
 from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
@@ -192,7 +192,7 @@ def main() -> None:
     print(table(rows))
     if options.write:
         everything = merged("batch", rows, device, CASES, key="network")
-        write("batch", table(everything), everything, device, ROOT / "docs" / "batch.md")
+        write("batch", table(everything), everything, device)
     if not all(each["inside_limit"] for each in rows):
         raise SystemExit("a measured peak is over its limit")
 

@@ -1,7 +1,7 @@
 """Planned and compiled, beside torch.compile, its own memory budget, and checkpoints of every block.
 
     python benchmarks/compile.py Llama U-Net     # on the CPU; prints the tables. All models without names
-    python benchmarks/compile.py ViT --write     # also into docs/compile.md and benchmarks/results/
+    python benchmarks/compile.py ViT --write     # also into docs/benchmarks.md and benchmarks/results/
     python benchmarks/compile.py GPT-2 --only stored   # only the rows in which everything is stored
     python benchmarks/compile.py GPT-2 --only budgets  # only torch.compile's budgets, and plans for their peaks
 
@@ -34,7 +34,7 @@ import torch._functorch.config as functorch_config
 from compile_cases import CASES, checkpointed
 from compile_verdicts import Kind, Timed, as_rows, verdict_table, verdicts
 from ecosystem import Case
-from report import ROOT, merged, write
+from report import merged, write
 from torch import fx, nn
 from torch._functorch.partitioners import default_partition
 from torch._inductor import config as inductor_config
@@ -47,7 +47,6 @@ from rotor_py import Checkpointable, InfeasibleError, format_bytes
 
 CPU = torch.device("cpu")
 BUDGETS = (0.7, 0.4, 0.2)
-PAGE = ROOT / "docs" / "compile.md"
 
 
 class SavesAll(CustomPartitionerFn):
@@ -233,12 +232,18 @@ def compared(
     ], as_rows(name, verdicts(timed))
 
 
+UNLISTED = ("torch.compile, another copy", "torch.compile, all saved")
+"""Ways that the JSON has and the table leaves out, as plans that run uncompiled."""
+
+
 def table(found: list[dict[str, Any]]) -> str:
     lines = [
         "| model | way | peak | time | difference | first step; warm |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in found:
+        if row["way"] in UNLISTED or row["way"].startswith("planned, "):
+            continue
         lines.append(
             f"| {row['model']} | {row['way']} | {format_bytes(row['peak_bytes'])} | ×{row['time']:.3f} | "
             f"{row['difference']:.0e} | {row['first_seconds']:.0f} s"
@@ -263,9 +268,9 @@ def main() -> None:
             print(table(found), verdict_table(holds), sep="\n\n", flush=True)
             if options.write:
                 everything = merged("compile", found, CPU, CASES)
-                write("compile", table(everything), everything, CPU, PAGE)
+                write("compile", table(everything), everything, CPU)
                 judged = merged("compile-verdicts", holds, CPU, CASES)
-                write("compile-verdicts", verdict_table(judged), judged, CPU, PAGE)
+                write("compile-verdicts", verdict_table(judged), judged, CPU)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a planned step takes in Python, beside its operators: on a model whose operators take next to nothing.
 
     python benchmarks/compile_python.py            # on the CPU; prints the table
-    python benchmarks/compile_python.py --write    # also into docs/compile.md and benchmarks/results/
+    python benchmarks/compile_python.py --write    # also into docs/benchmarks.md and benchmarks/results/
 
 Twelve blocks of width 16 on two rows, with everything stored: plain, planned, under torch.compile, planned and
 compiled. Seconds of the processor for forward and for backward, in turns; before each, 64 MB are written, so that a
@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 import torch
-from report import ROOT, write
+from report import write
 from torch import nn
 
 from rotor_py import Checkpointable
@@ -105,7 +105,7 @@ def main() -> None:
     found = rows()
     print(table(found))
     if options.write:
-        write("compile-python", table(found), found, CPU, ROOT / "docs" / "compile.md")
+        write("compile-python", table(found), found, CPU)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
 """The table of devices as one that people read.
 
 python benchmarks/device_table.py            # prints it
-python benchmarks/device_table.py --write    # also into docs/devices.md
+python benchmarks/device_table.py --write    # also into docs/benchmarks.md
 """
 
 from __future__ import annotations
 
 import argparse
 
-from report import ROOT
+from report import put
 
 from rotor_py.devices.names import device_names
 from rotor_py.devices.table import find_device
-
-PAGE = ROOT / "docs" / "devices.md"
-BEGIN, END = "<!-- device-table -->", "<!-- /device-table -->"
 
 
 def table() -> str:
@@ -33,18 +30,12 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def written(page: str) -> str:
-    """`page` with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     print(table())
     if parser.parse_args().write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        put("device-table", table())
 
 
 if __name__ == "__main__":

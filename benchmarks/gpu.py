@@ -183,14 +183,6 @@ def rows_wanted(options: argparse.Namespace) -> list[tuple[int, str]]:
     return rows if options.part else by_priority(rows)
 
 
-def put(page: Path, name: str, text: str) -> None:
-    """Put a text between the marks that a page has for a device, if it has any, instead of what is there."""
-    begin, end = f"<!-- gpu {name} -->", f"<!-- /gpu {name} -->"
-    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
-    if found and text:
-        page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -224,6 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"no time left for {', '.join(f'{row} of part {part}' for part, row in left)}: run it again")
     from gpu_parts.short_table import short_table
     from gpu_parts.tables import device_name, tables
+    from report import put
 
     rows = rows_in(options.work)
     text = tables(rows)
@@ -232,8 +225,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.write:
         name = device_name(rows)
         shutil.copyfile(options.out / SUMMARY, RESULTS / f"gpu-{name}.json")
-        put(ROOT / "docs" / "devices.md", name, text)
-        put(ROOT / "README.md", name, short_table(rows))
+        for mark, table in ((f"gpu {name}", text), (f"gpu-short {name}", short_table(rows))):
+            if table:
+                put(mark, table)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Plans for several forwards in flight: one sequence for all, different ones, and those for backwards in reverse.
 
-    python benchmarks/in_flight.py            # prints the table of docs/solver.md; two to three minutes
-    python benchmarks/in_flight.py --write    # writes benchmarks/results and docs/solver.md, too
+    python benchmarks/in_flight.py            # prints the table of docs/benchmarks.md; two to three minutes
+    python benchmarks/in_flight.py --write    # writes benchmarks/results and docs/benchmarks.md, too
 
 Chains are random. Times are those of all forwards together, as a share more than storing everything takes.
 """
@@ -89,7 +89,7 @@ def main() -> None:
     found = [measured(*case, share) for case in CASES for share in SHARES]
     print(table(found))
     if arguments.write:
-        write("in-flight", table(found), found, torch.device("cpu"), ROOT / "docs" / "solver.md")
+        write("in-flight", table(found), found, torch.device("cpu"))
 
 
 if __name__ == "__main__":

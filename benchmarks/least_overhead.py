@@ -1,7 +1,7 @@
 """How little recomputing can cost at best: a bound for every plan that moves, packs and rounds nothing.
 
     python benchmarks/least_overhead.py Llama ViT    # on the CPU; prints the table. All models without names
-    python benchmarks/least_overhead.py --write      # also into docs/ways.md and benchmarks/results/
+    python benchmarks/least_overhead.py --write      # also into docs/benchmarks.md and benchmarks/results/
 
 Limits are those of `ways.py`. The whole model is one captured graph, each of whose operators is timed in the forward;
 any of them may run again, dropout with its random numbers too. When the forward is over, some values are in memory, and
@@ -30,7 +30,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from report import ROOT, merged, write
+from report import merged, write
 from torch import fx, nn
 from ways import CASES, CPU, SHARES, Case, step
 
@@ -266,14 +266,14 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help=", ".join(MODELS))
-    parser.add_argument("--write", action="store_true", help="into docs/ways.md and benchmarks/results/")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md and benchmarks/results/")
     arguments = parser.parse_args()
     for name in arguments.models or MODELS[:-1]:
         rows = run(name)
         print(table(rows), flush=True)
         if arguments.write:
             everything = merged("least-overhead", rows, CPU, MODELS)
-            write("least-overhead", table(everything), everything, CPU, ROOT / "docs" / "ways.md", how="Computed")
+            write("least-overhead", table(everything), everything, CPU, how="Computed")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """PyTorch's `activation_memory_budget`, a ratio, beside `rotor_py.memory_budget`, in bytes: peaks and times.
 
 Every ratio is compiled and measured under `aot_eager`; then the same model within the bytes that the ratio took. Prints
-the table of docs/memory-budget.md.
+the table of docs/benchmarks.md.
 
     python -m benchmarks.memory_budget [model ...]
 """

@@ -1,7 +1,7 @@
 """What moving activations to the host gains on an H100: simulated, on chains with predicted costs.
 
     python benchmarks/moving.py                 # prints the table; needs transformers
-    python benchmarks/moving.py --write         # also into docs/offload.md and benchmarks/results/
+    python benchmarks/moving.py --write         # also into docs/benchmarks.md and benchmarks/results/
     python benchmarks/moving.py "Llama-3 8B"    # only models whose names begin so
 
 Chains are those of `rotor_py.estimate(..., offload="host")`, and plans choose among what that offers: every stage
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from report import ROOT, merged, write
+from report import merged, write
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
 
@@ -148,7 +148,7 @@ def chosen(names: list[str]) -> list[Case]:
     return [case for case in CASES if not names or case.name.startswith(tuple(names))]
 
 
-def run_chosen(name: str, page: str, measure: Callable[[Case], list[Row]], table: Callable[[list[Row]], str]) -> None:
+def run_chosen(name: str, measure: Callable[[Case], list[Row]], table: Callable[[list[Row]], str]) -> None:
     """The rows of the cases that the command line names; with `--write`, all that are known, into docs and results."""
     parser = argparse.ArgumentParser(
         description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -162,8 +162,8 @@ def run_chosen(name: str, page: str, measure: Callable[[Case], list[Row]], table
         if options.write:
             device = torch.device("cpu")
             rows = merged(name, rows, device, [each.name for each in CASES])
-            write(name, table(rows), rows, device, ROOT / "docs" / page, how="Simulated")
+            write(name, table(rows), rows, device, how="Simulated")
 
 
 if __name__ == "__main__":
-    run_chosen("moving", "offload.md", measure, table)
+    run_chosen("moving", measure, table)

@@ -1,7 +1,7 @@
 """Seconds that can be trusted: the overhead that a plan promises beside the measured one, and what planning takes.
 
     python benchmarks/overhead.py              # on the CPU; prints the table. --only LLAMA for a part of a name
-    python benchmarks/overhead.py --write      # also into docs/report.md, the README and benchmarks/results/
+    python benchmarks/overhead.py --write      # also into docs/benchmarks.md, the README and benchmarks/results/
     python benchmarks/overhead.py --busy       # the command five times beside two processes that only compute
 
 Networks and models of the README, and a Llama of 32 blocks, each at three limits: a quarter, half and three quarters
@@ -43,7 +43,7 @@ from ecosystem import MODELS as KNOWN
 from ecosystem import llama
 from heap import ask_for_large_pages, keep_free_memory
 from networks import LEAST_IMAGE, NETWORKS, SHARES
-from report import ROOT, merged, write
+from report import merged, write
 from torch import nn
 from torch._dynamo import convert_frame, eval_frame
 
@@ -325,13 +325,13 @@ def main() -> None:
                 if not options.write:
                     continue
                 everything = merged("overhead-busy", rows, CPU, [each + more for each in names for more in ("", ANEW)])
-                write("overhead-busy", busy_table(everything), everything, CPU, ROOT / "docs" / "report.md")
+                write("overhead-busy", busy_table(everything), everything, CPU)
             continue
         rows = sessions(name, options.batch, options.image, options.repeats, options.sessions)
         print(table(rows).splitlines()[-1], flush=True)
         if options.write:
             everything = merged("overhead", rows, CPU, (*NETWORKS, *MODELS))
-            write("overhead", table(everything), everything, CPU, ROOT / "docs" / "report.md")
+            write("overhead", table(everything), everything, CPU)
             write("overhead", short_table(everything), everything, CPU)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/pipeline.py [--write]
 
-With --write, the table also goes into docs/pipelines.md and benchmarks/results/.
+With --write, the table also goes into docs/benchmarks.md and benchmarks/results/.
 
 A large transformer has the sizes of Megatron-LM with sequence parallelism (Korthikanti et al., 2022, arXiv 2205.05198:
 34 · s · b · h bytes of activations in a layer, over the t processes of a tensor-parallel group; no attention scores),
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from chains import in_runs, limit_at, random_chain, stage
-from report import ROOT, write
+from report import write
 
 from rotor_solver import Chain, InfeasibleError, PipelinePlan, plan_pipeline, simulate, store_all
 from rotor_solver.pipeline import equal_cuts
@@ -163,7 +163,7 @@ def main() -> None:
         rows.append(measure(case))
         print(table(rows[-1:]).splitlines()[-1], rows[-1]["policy"], flush=True)
     if options.write:
-        write("pipeline", table(rows), rows, torch.device("cpu"), ROOT / "docs" / "pipelines.md")
+        write("pipeline", table(rows), rows, torch.device("cpu"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Steps of plans that were made without memory, really taken: predicted beside measured peaks, on the CPU.
 
     python benchmarks/predicted.py                # all models of the ecosystem, and a chain of layers
-    python benchmarks/predicted.py Llama U-Net    # some; --write puts the table into docs/estimate.md
+    python benchmarks/predicted.py Llama U-Net    # some; --write puts the table into docs/benchmarks.md
 
 All families of the zoo are in `predicted_zoo.py`.
 
@@ -23,7 +23,7 @@ from unittest.mock import patch
 import ecosystem
 import torch
 from predicted_reasons import reason
-from report import ROOT, write
+from report import write
 from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
@@ -207,7 +207,7 @@ def main() -> None:
         lines.append(line(found))
         print(lines[-1], flush=True)
     if given.write:
-        write("predicted", "\n".join(lines), rows, CPU, ROOT / "docs" / "estimate.md")
+        write("predicted", "\n".join(lines), rows, CPU)
 
 
 if __name__ == "__main__":

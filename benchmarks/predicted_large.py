@@ -2,7 +2,7 @@
 
     python benchmarks/predicted_large.py                 # minutes, without a network
     python benchmarks/predicted_large.py --only "Llama 3 8B"
-    python benchmarks/predicted_large.py --write         # also into docs/devices.md and benchmarks/results/
+    python benchmarks/predicted_large.py --write         # also into docs/benchmarks.md and benchmarks/results/
 
 Each is planned in a process of its own, from the model's configuration to the report. Seconds are of the processor: the
 machine may have other work. Memory is the most that the process had, with all that it has imported.
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from report import ROOT, merged, write
+from report import merged, write
 
 SIZES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -109,7 +109,7 @@ def main() -> None:
     rows = merged("predicted-large", found, torch.device("cpu"), CASES)
     if options.write:
         table = "\n".join([HEAD, "|" + " --- |" * 8, *map(line, rows)])
-        write("predicted-large", table, rows, torch.device("cpu"), ROOT / "docs" / "devices.md", how="Computed")
+        write("predicted-large", table, rows, torch.device("cpu"), how="Computed")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Planned steps of FSDP2 in one process of a world that is not there, beside those of real processes over gloo.
 
     python benchmarks/predicted_sharded.py           # some minutes
-    python benchmarks/predicted_sharded.py --write   # also into docs/estimate.md and benchmarks/results/
+    python benchmarks/predicted_sharded.py --write   # also into docs/benchmarks.md and benchmarks/results/
 
 Plans are made without memory. The real processes read them from their files, and follow them.
 """
@@ -70,7 +70,7 @@ def main() -> None:
     table = "\n".join([HEAD, "|" + " --- |" * 7, *map(line, found)])
     print(table)
     if options.write:
-        write("predicted-sharded", table, found, torch.device("cpu"), ROOT / "docs" / "estimate.md")
+        write("predicted-sharded", table, found, torch.device("cpu"))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/predicted_zoo.py                   # on the CPU; prints a line for each
     python benchmarks/predicted_zoo.py --only llama t5   # these alone
-    python benchmarks/predicted_zoo.py --write           # also into docs/estimate.md and benchmarks/results/
+    python benchmarks/predicted_zoo.py --write           # also into docs/benchmarks.md and benchmarks/results/
     python benchmarks/predicted_zoo.py --write --resume  # go on with what benchmarks/results/ has, and its table
 
 The families are those that `zoo.py` has trained, each in a process of its own. `predicted.py` says what is compared.
@@ -52,7 +52,7 @@ def row(name: str, seconds: int) -> Row:
 
 
 def summary(rows: list[Row]) -> str:
-    """By task, and each family of which a stage or a peak is not as predicted, or a promise not close."""
+    """Count families by task; the JSON file names those that differ, with the reason."""
     heads = "families | stages alike | but for numbers | chains within 1 % | steps within 1 % | promises within 1 %"
     lines = [f"| task | {heads} | no plan |", "| --- |" + " --- |" * 7]
     for task in [*TASKS, "diffusers"]:
@@ -62,16 +62,6 @@ def summary(rows: list[Row]) -> str:
         near = [sum(_off(row[each]) <= WITHIN for row in planned) for each in ("chains", "ratios", "bounds")]
         cells = (len(found), *counts, *near, len(found) - len(planned))
         lines.append(f"| {task} | {' | '.join(map(str, cells))} |")
-    lines += [
-        "",
-        f"| not as predicted {predicted.HEAD} more is promised than taken at the peak |",
-        "| --- |" + " --- |" * 8,
-    ]
-    for row in sorted((row for row in rows if "ratios" in row), key=lambda row: _off(row["bounds"]), reverse=True):
-        if not _alike_but_for_numbers(row) or max(_off(row[each]) for each in ("ratios", "bounds", "chains")) > WITHIN:
-            lines.append(f"{predicted.line(row)} {_why(row)} |")
-    lines += ["", "| no plan without values | why |", "| --- | --- |"]
-    lines += [f"| {row['model']} | {row['why']} |" for row in rows if "why" in row]
     return "\n".join(lines)
 
 
@@ -83,12 +73,6 @@ def _alike_but_for_numbers(row: Row) -> bool:
         field in ("saved_bytes", "output_released_bytes") and 0 < more < max(most, _NUMBERS) and more % 8 == 0
         for field, more, most in off
     )
-
-
-def _why(row: Row) -> str:
-    """The reason at the limit where the promise is farthest off."""
-    farthest = row["bounds"].index(predicted.farthest(row["bounds"]))
-    return str(row["reasons"][farthest])
 
 
 def _is_done(row: Row) -> bool:
@@ -119,7 +103,7 @@ def main() -> None:
 
 
 def _write(rows: list[Row]) -> None:
-    write("predicted-zoo", summary(rows), rows, torch.device("cpu"), ROOT / "docs" / "estimate.md")
+    write("predicted-zoo", summary(rows), rows, torch.device("cpu"))
 
 
 if __name__ == "__main__":

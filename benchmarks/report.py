@@ -1,4 +1,4 @@
-"""Where results go: a JSON file with device and versions, and a table in the README or another page."""
+"""Write results: a JSON file with device and versions, and a table in the README or in docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -35,18 +36,23 @@ def write(
     text: str,
     rows: list[dict[str, Any]],
     device: torch.device,
-    page: Path = ROOT / "README.md",
     *,
     how: str = "Measured",
 ) -> None:
-    """Write `rows` to results/`name`-cpu.json (or -cuda), and `text` between the marks of that name in `page`."""
+    """Write `rows` to results/`name`-cpu.json (or -cuda), and `text` between the marks of that name in the pages."""
     name = f"{name}-{device.type}"
     data = {**versions(device), "rows": rows}
     results = ROOT / "benchmarks" / "results"
     results.mkdir(exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    caption = ", ".join(f"{key} {value}" if key != "device" else value for key, value in versions(device).items())
+    put(name, f"{text}\n\n{how} on: {caption}.")
+
+
+def put(name: str, text: str) -> None:
+    """Replace the text between the marks `name`, in the README and in docs/benchmarks.md, where they have them."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, found, rest = page.read_text().partition(begin)
-    if found:
-        caption = ", ".join(f"{key} {value}" if key != "device" else value for key, value in versions(device).items())
-        page.write_text(f"{before}{begin}\n{text}\n\n{how} on: {caption}.\n{end}{rest.partition(end)[2]}")
+    for page in PAGES:
+        before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+        if found:
+            page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")

@@ -1,7 +1,7 @@
 """What checkpoints in half of their bytes gain on an H100: simulated, on chains with predicted costs.
 
     python benchmarks/rounded_checkpoints.py                 # prints the table; needs transformers
-    python benchmarks/rounded_checkpoints.py --write         # also into docs/ways.md and benchmarks/results/
+    python benchmarks/rounded_checkpoints.py --write         # also into docs/benchmarks.md and benchmarks/results/
     python benchmarks/rounded_checkpoints.py "Llama-3 8B"    # only models whose names begin so
 
 Chains and limits are those of `moving.py`; nothing moves. Every value between two stages may be kept as a checkpoint in
@@ -77,4 +77,4 @@ def table(rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    run_chosen("rounded-checkpoints", "ways.md", run, table)
+    run_chosen("rounded-checkpoints", run, table)

@@ -1,7 +1,7 @@
 """Checkpoints in fewer bits, measured: plans inside the tightest limits, exact and with `keep=`.
 
     python benchmarks/rounded_steps.py            # on one core of the CPU; prints the table
-    python benchmarks/rounded_steps.py --write    # also into docs/ways.md and benchmarks/results/
+    python benchmarks/rounded_steps.py --write    # also into docs/benchmarks.md and benchmarks/results/
 
 24 blocks (a norm, two linear layers, a GELU) of width 128 on 4096 rows, in 8 and 9 times less memory than storing
 everything takes. Overhead is predicted, and measured beside plain training: the median of turns, in seconds of the
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from clock import seconds_of
 from heap import keep_free_memory
-from report import ROOT, write
+from report import write
 from torch import nn
 
 from rotor_profiling import measured_peak
@@ -119,7 +119,7 @@ def main() -> None:
     found = rows()
     print(table(found))
     if options.write:
-        write("rounded-steps", table(found), found, CPU, ROOT / "docs" / "ways.md")
+        write("rounded-steps", table(found), found, CPU)
 
 
 if __name__ == "__main__":

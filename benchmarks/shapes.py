@@ -1,7 +1,7 @@
 """A language model that is planned for one shape and trained on smaller ones: what does the first step of each take?
 
     python benchmarks/shapes.py             # prints the table
-    python benchmarks/shapes.py --write     # also into docs/capture.md and benchmarks/results/
+    python benchmarks/shapes.py --write     # also into docs/benchmarks.md and benchmarks/results/
 
 A GPT-2 of three layers, planned for 8 sequences of 128 tokens at the limit halfway between the least possible and
 storing everything. TorchDynamo captures it in two graphs: the model, and its loss. Seconds are those of the processor,
@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from report import ROOT, write
+from report import write
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rotor_profiling import measured_peak
@@ -73,7 +73,7 @@ def main() -> None:
     lines += ["", f"The limit is {format_bytes(limit)}."]
     print("\n".join(lines))
     if options.write:
-        write("shapes", "\n".join(lines), rows, torch.device("cpu"), ROOT / "docs" / "capture.md")
+        write("shapes", "\n".join(lines), rows, torch.device("cpu"))
     if any(row.get("peak_bytes", 0) > limit for row in rows):
         raise SystemExit("a measured peak is over the limit")
 

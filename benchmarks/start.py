@@ -2,7 +2,7 @@
 
     python benchmarks/start.py                      # two minutes; the table
     python benchmarks/start.py --beside CHECKOUT    # beside another version of this project
-    python benchmarks/start.py --write              # also docs/solver.md and benchmarks/results/start-cpu.json
+    python benchmarks/start.py --write              # also docs/benchmarks.md and benchmarks/results/start-cpu.json
 
 Processor time is that of a process and all its children, user and system: other programs hardly disturb it. Each line
 is the least of several new processes, in turns. The *first run* on a machine finds no kernels and no measurements,
@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 from report import ROOT, write
 
-PAGE = ROOT / "docs" / "solver.md"
 _RUN = (sys.executable, "-m", "rotor_cli", "examples/resnet18.py", "--mem-limit", "300MB", "--fresh-grads", "--quiet")
 FIRST, OTHER, SAME = (
     "`rotor-plan examples/resnet18.py`, first run on a machine",
@@ -81,7 +80,7 @@ def main() -> None:
     print(text)  # a script
     if options.write:
         rows = [{"command": line, **{name: found[name][line] for name in projects}} for line in COMMANDS]
-        write("start", text, rows, torch.device("cpu"), PAGE)
+        write("start", text, rows, torch.device("cpu"))
 
 
 if __name__ == "__main__":

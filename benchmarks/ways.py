@@ -1,7 +1,7 @@
 """What more ways to keep what stages save are worth: overhead by limit, predicted and measured.
 
     python benchmarks/ways.py Llama ViT          # on the CPU; prints the table. All models without names
-    python benchmarks/ways.py --write            # also into docs/ways.md and benchmarks/results/, model by model
+    python benchmarks/ways.py --write            # also into docs/benchmarks.md and benchmarks/results/, model by model
 
 A limit is a share of the activations of a step that stores everything; parameters, gradients and the batch come on
 top. *Two ways* are whole, and in part with cheap operators made again; *exact* are all ways with the same bits;
@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import torch
 from ecosystem import Case, UNet, gpt2, images, llama, vit
-from report import ROOT, merged, write
+from report import merged, write
 from torch import nn
 
 from rotor_profiling import StageBytes, StageCost, measured_peak, tensors_in
@@ -242,7 +242,7 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help=", ".join(CASES))
-    parser.add_argument("--write", action="store_true", help="into docs/ways.md and benchmarks/results/")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md and benchmarks/results/")
     arguments = parser.parse_args()
     names = arguments.models or [name for name in CASES if name != "tiny"]
     for name in names:
@@ -250,7 +250,7 @@ def main() -> None:
         print(table(rows), flush=True)
         if arguments.write:
             everything = merged("ways", rows, CPU, CASES)
-            write("ways", table(everything), everything, CPU, ROOT / "docs" / "ways.md")
+            write("ways", table(everything), everything, CPU)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/zoo.py                   # on the CPU; prints a line for each. Needs transformers and diffusers
     python benchmarks/zoo.py --only llama t5   # these alone
-    python benchmarks/zoo.py --write           # also into docs/capture.md and benchmarks/results/
+    python benchmarks/zoo.py --write           # also into docs/benchmarks.md and benchmarks/results/
     python benchmarks/zoo.py --write --resume  # go on with what benchmarks/results/ has
 
 Each family has a process of its own, with a time limit. The limit is halfway between the least possible and storing
@@ -132,7 +132,7 @@ def main() -> None:
             rows.append(row(name, options.seconds))
             print(line(rows[-1]), flush=True)
             if options.write:
-                write("zoo", summary(rows), rows, torch.device("cpu"), ROOT / "docs" / "capture.md")
+                write("zoo", summary(rows), rows, torch.device("cpu"))
     print(summary(rows))
     if any(row["result"] == OVER for row in rows):
         raise SystemExit("a measured peak is over its limit")

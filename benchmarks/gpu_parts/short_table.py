@@ -20,7 +20,7 @@ _INTRODUCTION = (
     "On a GPU, steps that fill it. The limit is halfway between the least possible and storing everything; then what "
     "checkpointing every block takes, and a plan inside the peak that this was measured to have. Times are ratios to "
     "plain training. Made by `python benchmarks/gpu.py --out DIR --write`; more of them: "
-    "[docs/devices.md](docs/devices.md)."
+    "[docs/benchmarks.md](docs/benchmarks.md)."
 )
 
 

@@ -52,7 +52,7 @@ def calibrated(row: dict[str, Any]) -> str:
         measured, known = (found, told) if not group else (found[group], told.get(group, {}))
         names = [name for name, value in measured.items() if isinstance(value, int | float)]
         lines += [f"| {name} | {measured[name]:.4g} | {_number(known.get(name))} |" for name in names]
-    return "\n".join([*lines, "", "```text", row["toml"].rstrip(), "```"])
+    return "\n".join(lines)
 
 
 def estimates(rows: Rows) -> str:

@@ -20,6 +20,7 @@ from tests.docs.pages import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu
+import report
 from gpu_parts import packing, rows, tables
 from gpu_parts.order import by_priority
 from gpu_parts.setting import Setting
@@ -74,19 +75,18 @@ def test_the_short_table_has_the_models_of_which_all_is_there() -> None:
     assert short_table({"part4": {"size": {"status": "done", "batch": 2}, "plain": {"status": "failed"}}}) == ""
 
 
-def test_a_table_stands_between_the_marks_of_a_page_and_an_empty_one_leaves_it(tmp_path: Path) -> None:
+def test_put_replaces_only_the_text_between_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- gpu one -->\nold\n<!-- /gpu one -->\nafter\n")
-    gpu.put(page, "one", "")
-    gpu.put(page, "other", "new")
+    monkeypatch.setattr(report, "PAGES", (page,))
+    report.put("gpu other", "new")
     assert "old" in page.read_text()
-    gpu.put(page, "one", "new")
+    report.put("gpu one", "new")
     assert page.read_text() == "before\n<!-- gpu one -->\nnew\n<!-- /gpu one -->\nafter\n"
     measured = [each.stem for each in (ROOT / "benchmarks" / "results").glob("gpu-*.json")]
-    assert all(
-        f"<!-- {name.replace('-', ' ', 1)} -->" in (ROOT / "docs" / "devices.md").read_text() for name in measured
-    )
-    assert "<!-- gpu " in (ROOT / "README.md").read_text()
+    tables = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert all(f"<!-- {name.replace('-', ' ', 1)} -->" in tables for name in measured)
+    assert "<!-- gpu-short " in (ROOT / "README.md").read_text()
 
 
 def options(work: Path, **changes: Any) -> argparse.Namespace:
@@ -218,7 +218,6 @@ def test_the_calibration_stands_beside_the_table() -> None:
     row = {"status": "done", "measured": asdict(replace(known, bandwidth=3e12)), "table": asdict(known), "toml": "[a]"}
     text = tables.calibrated(row)
     assert f"| bandwidth | 3e+12 | {known.bandwidth:.4g} |" in text
-    assert "```text\n[a]\n```" in text
     assert tables.calibrated({**row, "table": None})
     assert tables.calibrated({"status": "skipped"}) == ""
 
