@@ -36,6 +36,7 @@ Forward = Callable[[Any, Any], Any]
 def _call(layer: Any, value: Any) -> Any:
     return layer(value)
 
+
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """Keep the outputs of the layers 0, n, 2n, … for n = `checkpoint_every_n_layers`; of none for n = 0.

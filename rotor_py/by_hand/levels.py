@@ -73,12 +73,8 @@ _SMALL = re.compile(
     re.IGNORECASE,
 )
 """Names of small blocks, as transformers and torchvision use them."""
-
-
 _WHOLE = re.compile(r"(encoder|decoder|stack|tower)$", re.IGNORECASE)
 """Names of whole encoders and decoders, as the last word of a class or an attribute."""
-
-
 _GROUP = 4
 """From so many single layers on, a row of them is a group; fewer are a small block. A guess: VGG's classifier has three
 layers and is a block, its eight and more convolutions are a group.
