@@ -30,7 +30,7 @@ from torch import nn
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_py import Checkpointable, format_bytes
-from rotor_py.offload.bandwidth import Bandwidth
+from rotor_py.offload.offload import Bandwidth
 from rotor_solver import Backward, ForwardEnable, Loss, Sequence, store_all
 
 CPU = torch.device("cpu")

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rotor_py.batch.choose import best_batch, largest_batch
     from rotor_py.batch.planned_batch import PlannedBatch
-    from rotor_py.by_hand.by_level import ByLevel
-    from rotor_py.by_hand.checkpoint_config import CheckpointConfig
-    from rotor_py.by_hand.checkpointer import ActivationCheckpointer
-    from rotor_py.by_hand.level_assignment import AssignedLevel, assign_levels
-    from rotor_py.by_hand.levels import ActivationCheckpointing
+    from rotor_py.by_hand.checkpointer import ActivationCheckpointer, CheckpointConfig
+    from rotor_py.by_hand.levels import ActivationCheckpointing, AssignedLevel, assign_levels
     from rotor_py.by_hand.network import Checkpoint, CheckpointedNetwork
+    from rotor_py.by_hand.strategy import ByLevel
     from rotor_py.checkpointable import Checkpointable
     from rotor_py.errors import (
         CheckpointLimitError,
@@ -65,10 +63,9 @@ if TYPE_CHECKING:
 _NAMES = {
     "rotor_py.batch.choose": ("best_batch", "largest_batch"),
     "rotor_py.batch.planned_batch": ("PlannedBatch",),
-    "rotor_py.by_hand.checkpointer": ("ActivationCheckpointer",),
-    "rotor_py.by_hand.levels": ("ActivationCheckpointing",),
-    "rotor_py.by_hand.level_assignment": ("AssignedLevel", "assign_levels"),
-    "rotor_py.by_hand.by_level": ("ByLevel",),
+    "rotor_py.by_hand.checkpointer": ("ActivationCheckpointer", "CheckpointConfig"),
+    "rotor_py.by_hand.levels": ("ActivationCheckpointing", "AssignedLevel", "assign_levels"),
+    "rotor_py.by_hand.strategy": ("ByLevel",),
     "rotor_solver": (
         "Chain",
         "Floating",
@@ -93,7 +90,6 @@ _NAMES = {
         "store_all",
     ),
     "rotor_py.by_hand.network": ("Checkpoint", "CheckpointedNetwork"),
-    "rotor_py.by_hand.checkpoint_config": ("CheckpointConfig",),
     "rotor_py.errors": (
         "CheckpointLimitError",
         "InfeasibleError",

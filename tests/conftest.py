@@ -63,7 +63,7 @@ LONGEST = (
     "training/test_step_in_backward.py",
     "stage/test_kept_steps.py",
     "capture/test_session.py",
-    "solver/inputs_only/test_heterogeneous.py",
+    "solver/test_classic.py",
     "predict/test_chain.py",
     "capture/test_shapes.py",
     "predict/test_reserving.py",

@@ -16,7 +16,7 @@ PACKAGES = ("cli/rotor_cli", "rotor_py", "profiling/rotor_profiling", "solver/ro
 """From the top to the bottom."""
 FLOORS = (
     {"batch"},
-    {"trials", "trainers", "predict"},
+    {"trials", "integrations", "predict"},
     {"checkpointable", "backend"},
     {"plan"},
     {"capture", "by_hand", "report", "partition"},

@@ -7,6 +7,7 @@ exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import storage_bytes, storages, tensors_in
 from rotor_profiling.devices import accelerators
-from rotor_py.by_hand.checkpoint_config import CheckpointConfig, whole_number
-from rotor_py.by_hand.kept_outputs import INPUT, KeptOutputs
+from rotor_py.by_hand.strategy import whole_number
 from rotor_py.errors import CheckpointLimitError, MissingCheckpointError
 from rotor_py.execute.program import program
 from rotor_py.execute.store import ActivationStore
@@ -26,12 +26,43 @@ from rotor_py.stage.surroundings import Surroundings, recorded
 from rotor_solver import ForwardEnable
 from rotor_solver.segments import recompute_segments, segments_from
 
+_HALVES = (torch.bfloat16, torch.float16)
+_INPUT = -1
+"""The index of the network's input: the output of the layer before the first."""
 Forward = Callable[[Any, Any], Any]
 """Called with a layer and its input; returns the layer's output."""
 
 
 def _call(layer: Any, value: Any) -> Any:
     return layer(value)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """Keep the outputs of the layers 0, n, 2n, … for n = `checkpoint_every_n_layers`; of none for n = 0.
+
+    At most `max_checkpoints` are kept. With `use_mixed_precision`, floating activations are kept in `storage_dtype`,
+    bfloat16 or float16, and come back, rounded, in their own dtype. Raises ValueError for numbers that are no whole
+    numbers, zero or more, for a `use_mixed_precision` that is no bool, and for any other `storage_dtype`.
+    """
+
+    checkpoint_every_n_layers: int = 4
+    max_checkpoints: int = 64
+    use_mixed_precision: bool = False
+    storage_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        whole_number(self.checkpoint_every_n_layers, "checkpoint_every_n_layers")
+        whole_number(self.max_checkpoints, "max_checkpoints")
+        if not isinstance(self.use_mixed_precision, bool):
+            raise ValueError(f"use_mixed_precision is {self.use_mixed_precision!r}; it has to be True or False")
+        if self.storage_dtype not in _HALVES:
+            raise ValueError(f"storage_dtype is {self.storage_dtype!r}; it has to be torch.bfloat16 or torch.float16")
+
+    @property
+    def kept_dtype(self) -> torch.dtype | None:
+        """The dtype in which wider activations are kept; None if they are kept as they are."""
+        return self.storage_dtype if self.use_mixed_precision else None
 
 
 class ActivationCheckpointer:
@@ -43,8 +74,8 @@ class ActivationCheckpointer:
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         self.config = CheckpointConfig() if config is None else config
-        self._store = KeptOutputs(self.config.kept_dtype)
-        self._input = KeptOutputs()
+        self._store = _KeptOutputs(self.config.kept_dtype)
+        self._input = _KeptOutputs()
         """The network's input, which is the caller's, and is never rounded."""
         self._seen: dict[int, int] = {}
         """Bytes of the output of every layer that has run or was saved."""
@@ -89,8 +120,8 @@ class ActivationCheckpointer:
 
     def clear(self) -> None:
         """Let go of everything."""
-        self._store = KeptOutputs(self.config.kept_dtype)
-        self._input = KeptOutputs()
+        self._store = _KeptOutputs(self.config.kept_dtype)
+        self._input = _KeptOutputs()
         self._seen, self._surroundings = {}, {}
 
     @property
@@ -120,7 +151,7 @@ class ActivationCheckpointer:
         self.clear()
         kept = [index for index in range(len(layers)) if self.is_checkpoint_layer(index)][: self.config.max_checkpoints]
         self._wanted = set(kept)
-        self._input.keep(INPUT, input)
+        self._input.keep(_INPUT, input)
         run = [_Layer(layer, forward_fn, self, index) for index, layer in enumerate(layers)]
         owned = [p for layer in run for p in layer.parameters()]
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in [*owned, *tensors_in(input)])
@@ -143,12 +174,12 @@ class ActivationCheckpointer:
         """
         if whole_number(target_layer, "target_layer") >= len(layers):
             raise ValueError(f"target_layer is {target_layer}; there are {len(layers)} layers, the first is 0")
-        start = max((kept for kept in self._store if kept <= target_layer), default=INPUT)
-        if start == INPUT:
-            if INPUT not in self._input:
+        start = max((kept for kept in self._store if kept <= target_layer), default=_INPUT)
+        if start == _INPUT:
+            if _INPUT not in self._input:
                 raise MissingCheckpointError(target_layer)
-            self._input.refuse_overwritten(INPUT)
-        value = self._input[INPUT] if start == INPUT else self.get(start)
+            self._input.refuse_overwritten(_INPUT)
+        value = self._input[_INPUT] if start == _INPUT else self.get(start)
         for index in range(start + 1, target_layer + 1):
             found = self._surroundings.get(index)
             if found is None:  # the caller ran it and saved checkpoints: nothing is known of its first run
@@ -205,3 +236,37 @@ class _Layer(nn.Module):
             output = self.forward_fn(self.layer, value)
         self.checkpointer._note(self.index, value, output, found[0])
         return output
+
+
+class _KeptOutputs(ActivationStore):
+    """Outputs by the index of their layer.
+
+    They are not copied: where they are kept in full precision, the next layer works on the same memory. One that works
+    in place would change what the backward starts from. Autograd would not notice: to it, no tensor is saved here.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
+        super().__init__(storage_dtype)
+        self._versions: dict[int, list[int]] = {}
+
+    def keep(self, index: int, value: Any) -> None:
+        """Keep the output of a layer, in the place of an earlier one."""
+        super().keep(index, value)
+        self._versions[index] = self._versions_now(index)
+
+    def adopt(self, index: int, other: ActivationStore, there: int) -> None:
+        """Share what `other` keeps at the index `there`: it is in memory once."""
+        super().adopt(index, other, there)
+        self._versions[index] = self._versions_now(index)
+
+    def refuse_overwritten(self, index: int) -> None:
+        """Raises RuntimeError if the output of a layer is no longer what it was when it was kept."""
+        if self._versions_now(index) != self._versions[index]:
+            what = "the network's input" if index == _INPUT else f"the kept output of layer {index}"
+            raise RuntimeError(
+                f"{what} was overwritten after it was kept; use layer {index + 1} without inplace=True, or give a clone"
+            )
+
+    def _versions_now(self, index: int) -> list[int]:
+        """How often each tensor's memory was written to; autograd counts that for every tensor."""
+        return [tensor._version for tensor in self.held_tensors(index)]

@@ -1,9 +1,16 @@
-"""Checkpointing by level: a level says how large the parts of a model are that are run again in the backward."""
+"""Checkpointing by level: a level says how large the parts of a model are that are recomputed in the backward.
+
+`assign_levels` derives levels from the structure, and from names where structure does not tell. Structure tells how
+large a part is: what it holds, and whether it is one of several alike. It does not tell an attention from a layer with
+two projections, nor an encoder from the list of layers in it: there names decide.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -59,3 +66,140 @@ def checked_level(value: object, what: str = "level") -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value not in LEVELS:
         raise ValueError(f"{what} is {value!r}; it has to be a whole number from 0 (nothing) to 5 (whole encoders)")
     return value
+
+
+_SMALL = re.compile(
+    r"attention|attn|mlp|ffn?\b|ff$|feed_?forward|residual|resblock|bottleneck|basicblock|denserelu|moe|experts?\b",
+    re.IGNORECASE,
+)
+"""Names of small blocks, as transformers and torchvision use them."""
+_WHOLE = re.compile(r"(encoder|decoder|stack|tower)$", re.IGNORECASE)
+"""Names of whole encoders and decoders, as the last word of a class or an attribute."""
+_GROUP = 4
+"""From so many single layers on, a row of them is a group; fewer are a small block. A guess: VGG's classifier has three
+layers and is a block, its eight and more convolutions are a group.
+"""
+
+
+class AssignedLevel(NamedTuple):
+    """The level of one submodule, and the reason. Level 0: nobody would run it again as a whole."""
+
+    level: int
+    reason: str
+
+
+def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
+    """The level of every submodule of `model` by its name; "" is the model itself. `LEVELS` says what levels mean.
+
+    Single layers are level 1, and so is what holds one with its activation, normalisation or dropout. From there
+    upwards: what holds single layers is a small block (2), what holds small blocks is a layer (3), repeated blocks or
+    layers in a row are a group (4), and what holds groups is an encoder or decoder (5). Anything larger is level 0.
+    """
+    found: dict[str, AssignedLevel] = {}
+    # Under all of its names, where a module is shared: whoever asks has one of them.
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # The deepest first: the level of a module follows from those of the modules in it. The model itself, "", and its
+    # children have no dot both, so `bool` puts it after them.
+    for name in sorted(modules, key=lambda name: -name.count(".") - bool(name)):
+        children = modules[name].named_children()
+        inner = [(child, found[f"{name}.{key}" if name else key].level) for key, child in children]
+        found[name] = _assigned(name, modules[name], inner)
+    return {name: found[name] for name in modules}
+
+
+def _assigned(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
+    kind = type(module).__name__
+    if not inner:
+        empty = _is_list(module) or isinstance(module, nn.Identity)
+        return AssignedLevel(0, f"{kind} does nothing") if empty else AssignedLevel(1, f"{kind} is a single layer")
+    found = _of_list(name, module, inner) if _is_list(module) else _of_block(name, module, inner)
+    # The model itself is no part of the model, unless it is an encoder and nothing else.
+    if not name and not (found.level == 5 and _whole(name, module)):
+        return AssignedLevel(0, f"{kind} is the whole model")
+    return found
+
+
+def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
+    """The level of a list of modules that run one after the other, by what it repeats."""
+    highest = max(level for _, level in inner)
+    kind, count = Counter(type(each).__name__ for each, level in inner if level == highest).most_common(1)[0]
+    runs = isinstance(module, nn.Sequential)  # a ModuleList only holds: whether its parts run in a row is not known
+    if _whole(name, module) and _weights(module) > 1:
+        return AssignedLevel(5, f"{_called(name, module)} is a whole one by its name")
+    if highest >= 4:
+        return _holding(module, highest)
+    if highest in (2, 3):
+        # A list with a single block is the list of a model of depth one.
+        if count > 1 or (count == 1 and len(inner) == 1):
+            return AssignedLevel(4, f"{count} × {kind} in a row are a group")
+        return AssignedLevel(highest + 1, f"a row of unlike blocks, {kind} among them") if runs else _unlike(module)
+    weights = _weights(module)
+    if weights <= 1:
+        return AssignedLevel(1, "one layer and what belongs to it") if runs else _unlike(module)
+    if weights >= _GROUP:
+        return AssignedLevel(4, f"{weights} single layers in a row are a group")
+    return AssignedLevel(2, f"{weights} single layers are a small block") if runs else _unlike(module)
+
+
+def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
+    """The level of a module with a forward of its own."""
+    highest, called = max(level for _, level in inner), _called(name, module)
+    if len(inner) == 1 and highest == 5:
+        return AssignedLevel(highest, f"{called} is {type(inner[0][0]).__name__} and nothing else")
+    if highest >= 4:
+        # A stage of a Swin or a ConvNeXt: a downsampling and a group, one of several numbered ones.
+        stage = name.rpartition(".")[2].isdigit() and sum(level == 4 for _, level in inner) == 1 and highest == 4
+        return AssignedLevel(4, f"{called}, one of several, holds a group") if stage else _holding(module, highest)
+    # Before counting what it holds: an attention with a Sequential in it would be taken for a layer.
+    if highest <= 2 and _named_small(name, module):
+        return AssignedLevel(2, f"{called} is a small block by its name")
+    # One block has all the weights: the rest is norms and dropout around it.
+    alone = [each for each, level in inner if level in (2, 3) and _weights(each) == _weights(module)]
+    if len(alone) == 1:
+        return AssignedLevel(highest, f"{called} is {type(alone[0]).__name__} and what belongs to it")
+    blocks = [type(each).__name__ for each, level in inner if level in (2, 3)]
+    if blocks or _holds_blocks(inner):
+        return AssignedLevel(3, f"{called} holds blocks: {', '.join(dict.fromkeys(blocks)) or 'a list of them'}")
+    if _whole(name, module) and _weights(module) > 1:
+        return AssignedLevel(5, f"{called} is a whole one by its name")
+    if _weights(module) <= 1:
+        return AssignedLevel(1, f"{called} is one layer and what belongs to it")
+    return AssignedLevel(2, f"{called} holds single layers")
+
+
+def _holding(module: nn.Module, highest: int) -> AssignedLevel:
+    kind = type(module).__name__
+    if highest == 4:
+        return AssignedLevel(5, f"{kind} holds groups of layers")
+    return AssignedLevel(0, f"{kind} holds whole encoders or decoders")
+
+
+def _unlike(module: nn.Module) -> AssignedLevel:
+    return AssignedLevel(0, f"{type(module).__name__} is a list of unlike parts")
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Sequential.forward
+
+
+def _holds_blocks(inner: list[tuple[nn.Module, int]]) -> bool:
+    """Whether a list of unlike parts among the children holds blocks."""
+    lists = [child for child, level in inner if level == 0 and _is_list(child)]
+    return any(len(each._modules) > 0 and not _is_list(each) for child in lists for each in child.modules())
+
+
+def _named_small(name: str, module: nn.Module) -> bool:
+    return bool(_SMALL.search(type(module).__name__) or _SMALL.fullmatch(name.rpartition(".")[2]))
+
+
+def _whole(name: str, module: nn.Module) -> bool:
+    return bool(_WHOLE.search(type(module).__name__) or _WHOLE.fullmatch(name.rpartition(".")[2]))
+
+
+def _called(name: str, module: nn.Module) -> str:
+    return f"{name.rpartition('.')[2]} ({type(module).__name__})" if name else type(module).__name__
+
+
+def _weights(module: nn.Module) -> int:
+    """The number of layers with a weight of two dimensions or more; those of normalisations and biases have one."""
+    return sum(any(p.dim() > 1 for p in each._parameters.values() if p is not None) for each in module.modules())

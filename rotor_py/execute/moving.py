@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rotor_py.offload.leaving_memory import LeavingMemory
+from rotor_py.offload.offload_saved import LeavingMemory
 from rotor_py.offload.tier import Tier
 from rotor_py.stage.keepers.leaving import run_leaving
 from rotor_py.stage.runner import StageRunner

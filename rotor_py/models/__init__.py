@@ -10,8 +10,17 @@ networks".
 
 from rotor_py.models.densenet import DenseNet, densenet121, densenet161, densenet169, densenet201
 from rotor_py.models.inception import Inception3, inception_v3
-from rotor_py.models.preact import PreActResNet, resnet1001
-from rotor_py.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101, resnet152, resnet200
+from rotor_py.models.resnet import (
+    PreActResNet,
+    ResNet,
+    resnet18,
+    resnet34,
+    resnet50,
+    resnet101,
+    resnet152,
+    resnet200,
+    resnet1001,
+)
 from rotor_py.models.vgg import VGG, vgg11, vgg11_bn, vgg13, vgg13_bn, vgg16, vgg16_bn, vgg19, vgg19_bn
 
 __all__ = [

@@ -1,21 +1,35 @@
-"""Activations in a file: written and read by threads, straight from the memory of tensors and into it."""
+"""Activations in a file: written and read by threads, straight from the memory of tensors and into it.
+
+The file has no name in the user's folder: nobody can remove it, and nothing is left of it after a crash.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import shutil
+import tempfile
 import threading
 import weakref
+from bisect import insort
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 from rotor_py.errors import OffloadError
-from rotor_py.offload.copying_thread import Copy, CopyingThread
-from rotor_py.offload.file_space import Extent, FileSpace
-from rotor_py.offload.nameless_file import NamelessFile
+from rotor_py.units import format_bytes
+
+_CHUNK = 8 * 2**20
+"""Bytes of one call of the system, between which a copy can be stopped. A guess: a few milliseconds of an NVMe disk."""
+ALIGNMENT = 4096
+"""Bytes: a range begins and ends at pages of the file, so that no two copies write to the same one."""
 
 
 class FileTier:
@@ -162,3 +176,218 @@ def _close(file: NamelessFile, *threads: CopyingThread) -> None:
     file.stopped = True
     for thread in threads:
         thread.end()
+
+
+class Copy:
+    """One copy: `run` does it, without the interpreter's lock, to or from memory that `keeps` keeps alive."""
+
+    def __init__(self, run: Callable[[], None], keeps: Any) -> None:
+        self._run: Callable[[], None] | None = run
+        self._keeps = keeps
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._abandoned = False
+
+    @property
+    def over(self) -> bool:
+        """Whether it has come to its end, or failed."""
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Wait until it is over, and let go of the memory. OffloadError if it failed."""
+        self._over.wait()
+        self._keeps = None
+        # A new error each time: one that is kept would keep the frames that it went through, and those this copy.
+        if isinstance(self._error, OffloadError):
+            raise OffloadError(str(self._error)) from self._error.__cause__
+        if self._error is not None:
+            raise OffloadError(f"an activation could not be copied: {self._error!r}; run the step again")
+
+    def abandon(self) -> None:
+        """Nobody waits any more: the memory is let go of as soon as the copy is over."""
+        # In this order, and in the other one in `do`: whichever thread comes second sees what the first has done.
+        self._abandoned = True
+        if self.over:
+            self._keeps = None
+
+    def do(self) -> None:
+        """Do it, in the thread that copies."""
+        run, self._run = self._run, None
+        assert run is not None
+        try:
+            run()
+        except BaseException as error:  # whatever it is, the thread that waits is to have it
+            self._error = error.with_traceback(None)
+        self._over.set()
+        if self._abandoned:
+            self._keeps = None
+
+
+class CopyingThread:
+    """Does copies one after the other, as asked for, in a thread that ends with this object."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[Copy | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def start(self, copy: Copy) -> None:
+        """Have a copy done. RuntimeError where the interpreter makes no more threads."""
+        with self._starting:
+            if self._thread is None:
+                # The thread refers to the queue alone: it keeps nobody alive who could end it.
+                self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
+                self._thread.start()
+        self._queue.put(copy)
+
+    def end(self) -> None:
+        """End the thread, once all that was started is over."""
+        thread, self._thread = self._thread, None
+        self._queue.put(None)
+        # The garbage collector may call this in any thread, in this very one as well.
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+
+def _work(queue: SimpleQueue[Copy | None]) -> None:
+    while True:
+        copy = queue.get()
+        if copy is None:
+            return
+        copy.do()
+        del copy  # while it waits for the next one, it keeps nothing
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """`size` bytes of a file from `start` on."""
+
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+
+@dataclass(slots=True)
+class FileSpace:
+    """The ranges of a file that are free, by where they start; `end` is where the last one that was taken ends.
+
+    A step takes and gives back the same sizes in the same order as the one before, so that first fit finds for each the
+    place that it had: the file does not grow from step to step.
+    """
+
+    end: int = 0
+    taken: int = 0
+    """Bytes that are taken now."""
+    _free: list[Extent] = field(default_factory=list)
+
+    def take(self, nbytes: int) -> Extent:
+        """A range of `nbytes` or more that nobody has. Where none is free, the file has to grow up to `end`."""
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.taken += size
+        for position, free in enumerate(self._free):
+            if free.size == size:
+                return self._free.pop(position)
+            if free.size > size:
+                self._free[position] = Extent(free.start + size, free.size - size)
+                return Extent(free.start, size)
+        found = Extent(self.end, size)
+        self.end = found.end
+        return found
+
+    def give_back(self, extent: Extent) -> None:
+        """Have a range free again, joined with its free neighbours."""
+        self.taken -= extent.size
+        insort(self._free, extent)
+        joined: list[Extent] = []
+        for each in self._free:
+            if joined and joined[-1].end == each.start:
+                joined[-1] = Extent(joined[-1].start, joined[-1].size + each.size)
+            else:
+                joined.append(each)
+        if joined[-1].end == self.end:
+            self.end = joined.pop().start
+        self._free = joined
+
+
+class NamelessFile:
+    """A file of `size` bytes, preallocated. It is gone when nothing refers to it any more, however a process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """OffloadError for a folder in which no file can be made."""
+        self.folder = folder
+        self.size = 0
+        self.stopped = False
+        """Whether copies that run are to end at once, with an error."""
+        try:
+            # On Linux it never has a name (O_TMPFILE); elsewhere it loses it before anything is written.
+            with tempfile.TemporaryFile(dir=folder) as file:
+                self.descriptor = os.dup(file.fileno())
+        except OSError as error:
+            raise OffloadError(
+                f"no file can be made in {folder}: {error.strerror}; name a folder that takes files"
+            ) from None
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+    def grow(self, size: int) -> None:
+        """Have `size` bytes of the disk. OffloadError if it has fewer."""
+        if size <= self.size:
+            return
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.descriptor, self.size, size - self.size)
+            elif size - self.size > shutil.disk_usage(self.folder).free:  # macOS has no such call
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise self._failed(f"a file of {format_bytes(size)} ({size} bytes) cannot be made", error) from error
+        self.size = size
+
+    def write(self, data: Any, start: int) -> None:
+        """Write all of `data`, a buffer, from the byte `start` on. OffloadError if that fails."""
+        done = 0
+        while done < len(data):
+            self.refuse_stopped()
+            try:
+                done += os.pwrite(self.descriptor, data[done : done + _CHUNK], start + done)
+            except OSError as error:
+                raise self._failed(f"{format_bytes(len(data))} ({len(data)} bytes) cannot be written", error) from error
+
+    def read(self, data: Any, start: int) -> None:
+        """Fill `data`, a buffer, from the byte `start` on. OffloadError if that fails, or if bytes are missing."""
+        done = 0
+        while done < len(data):
+            self.refuse_stopped()
+            try:
+                found = os.preadv(self.descriptor, [data[done : done + _CHUNK]], start + done)
+            except OSError as error:
+                raise self._failed(f"{format_bytes(len(data))} ({len(data)} bytes) cannot be read", error) from error
+            if not found:
+                raise OffloadError(
+                    f"the file of moved activations in {self.folder} was cut short: it ends at byte {start + done}, "
+                    f"and {len(data)} bytes were written from byte {start} on; run the step again, and keep other "
+                    "programs from the files of this process"
+                )
+            done += found
+
+    def refuse_stopped(self) -> None:
+        """OffloadError if nobody is to copy any more."""
+        if self.stopped:
+            raise OffloadError(
+                f"the file of moved activations in {self.folder} was closed, and what was in it is lost; run the "
+                "forward again"
+            )
+
+    def _failed(self, what: str, error: OSError) -> OffloadError:
+        # Of the file, not of its folder, which may be gone: the file is there all the same.
+        space = os.fstatvfs(self.descriptor)
+        free = space.f_bavail * space.f_frsize
+        return OffloadError(
+            f"{what} in {self.folder}, where {format_bytes(free)} ({free} bytes) are free: {error.strerror}; free room "
+            "there, name another folder in offload=, or leave offload= out"
+        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -10,16 +12,19 @@ import torch
 
 from rotor_profiling.instruments import prediction
 from rotor_py.errors import OffloadError
-from rotor_py.offload.bandwidth import measure_bandwidth
+from rotor_py.offload import FILE, refuse_other_names
 from rotor_py.offload.file_tier import FileTier
 from rotor_py.offload.host_tier import HostTier
-from rotor_py.offload.names import FILE, refuse_other_names
-from rotor_py.offload.predicted_tier import PredictedTier
-from rotor_py.offload.tier import Tier
+from rotor_py.offload.tier import Moved, Tier
 from rotor_solver.moving import Link
 
 _SHARE = 0.8
 """Of the bandwidth that is measured, the part that plans count on: training uses memory meanwhile. A guess."""
+_PIECE = 4 * 2**20
+"""Bytes of one copy: large enough that what a copy costs beside its bytes does not count."""
+_SECONDS = 0.2
+_MOST_PIECES = 64
+"""Both ends of a measurement; arbitrary. A slow disk gets its two tenths of a second, a fast one 256 MiB."""
 
 
 class Offload:
@@ -36,6 +41,14 @@ class Offload:
         if self._tier is None:
             self._tier = _opened(self.name)
         return self._tier
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Bytes a second, out and back, measured while copies went both ways."""
+
+    out: float
+    back: float
 
 
 def link_of(name: str, device: torch.device) -> Link:
@@ -62,6 +75,34 @@ def _planned_with(out: float, back: float) -> Link:
     return Link(math.floor(_SHARE * out), math.floor(_SHARE * back))
 
 
+def measure_bandwidth(tier: Tier, device: torch.device) -> Bandwidth:
+    """The bandwidth of `tier` for memory of `device`, both ways at once. OffloadError if a copy fails.
+
+    Needs the memory of three pieces of 4 MiB.
+    """
+    source = torch.ones(_PIECE, dtype=torch.uint8, device=device).untyped_storage()
+    warm = tier.move_out(source)  # the first copy makes threads and streams, and the first bytes of a file
+    warm.wait_out()
+    warm.storage()
+    del warm
+    before: Moved = tier.move_out(source)
+    before.wait_out()
+    pieces = 0
+    begun = time.perf_counter()
+    # In each round one piece leaves while the one before comes back: both ways take as long as the slower one.
+    while pieces < _MOST_PIECES and (pieces == 0 or time.perf_counter() - begun < _SECONDS):
+        leaving = tier.move_out(source)
+        before.fetch()
+        leaving.wait_out()
+        before.storage()
+        before = leaving
+        pieces += 1
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    rate = pieces * _PIECE / (time.perf_counter() - begun)
+    return Bandwidth(rate, rate)
+
+
 def checked_name(name: str) -> str:
     """The name of a tier, with its path made absolute. ValueError for what is none, or cannot be had here."""
     refuse_other_names(name)
@@ -82,3 +123,44 @@ def _opened(name: str) -> Tier:
             )
         return PredictedTier()
     return HostTier() if name == "host" else FileTier(name.removeprefix(FILE))
+
+
+class PredictedTier(Tier):
+    """Takes storages of tensors without memory."""
+
+    name = "host"
+    moved_bytes = 0
+    held_bytes = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """There is always room: nobody knows the host."""
+
+    def move_out(self, storage: torch.UntypedStorage) -> Moved:
+        """The storage is there until somebody waits for its copy."""
+        self.moved_bytes += storage.nbytes()
+        return _Moved(storage)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class _Moved(Moved):
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._nbytes = storage.nbytes()
+        self._storage: torch.UntypedStorage | None = storage
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def wait_out(self) -> None:
+        self._storage = None
+
+    def fetch(self) -> None:
+        if self._storage is None:
+            self._storage = torch.empty(self._nbytes, dtype=torch.uint8).untyped_storage()
+
+    def storage(self) -> torch.UntypedStorage:
+        self.fetch()
+        assert self._storage is not None
+        return self._storage

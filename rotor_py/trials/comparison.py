@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from rotor_py.by_hand.by_level import ByLevel
 from rotor_py.by_hand.levels import LEVELS
+from rotor_py.by_hand.strategy import ByLevel
 from rotor_py.measure.budget import Budget
 from rotor_py.report.facts import ReportFacts
 from rotor_py.trials.measured import measured

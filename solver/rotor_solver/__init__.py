@@ -12,6 +12,7 @@ HAL hal-02352969):
 """
 
 from rotor_solver.chain import Chain
+from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
 from rotor_solver.extremes import RecomputeAll, StoreAll, min_bytes, recompute_all, store_all
 from rotor_solver.floating import Floating
 from rotor_solver.frontier import Frontier, frontier, limit_for
@@ -22,7 +23,6 @@ from rotor_solver.in_flight import (
     simulate_forwards,
     solve_in_flight,
 )
-from rotor_solver.inputs_only import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
 from rotor_solver.kept_at_loss import PlanMemory, StageMemory
 from rotor_solver.limits import InfeasibleError
 from rotor_solver.moments import Moment, moments

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rotor_solver.chain import Chain
+from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt
 from rotor_solver.extremes import RecomputeAll, StoreAll
 from rotor_solver.floating import Floating
-from rotor_solver.inputs_only import GriewankHeterogeneous, Periodic, Revolve, Sqrt
 from rotor_solver.limits import bytes_of_limit, check_slots
 from rotor_solver.persistent import Persistent
 from rotor_solver.sequence import Sequence

@@ -19,7 +19,7 @@ from rotor_py import (
 )
 from rotor_py.batch.measured_batches import MeasuredBatches
 from rotor_py.batch.real_steps import step_peak
-from rotor_py.offload.bandwidth import Bandwidth
+from rotor_py.offload.offload import Bandwidth
 from rotor_py.trials.default_loss import default_loss
 from rotor_solver import store_all
 

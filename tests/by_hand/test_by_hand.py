@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from rotor_solver.kept_at_loss import plan_memory
 from tests.by_hand.networks import assert_peak_as_predicted, assert_plain_training, checkpointed, rows, staged
 from tests.execute.sequences import any_sequence, persistent_sequence
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 BY_HAND = [
     *({"level": level} for level in (0, 1, 2, 4)),
     {"every_n_layers": 1},
@@ -196,3 +199,18 @@ def test_memory_agrees_with_the_simulator_for_any_sequence(kind: Any, released: 
 def test_memory_before_measuring_says_so() -> None:
     with pytest.raises(ValueError, match=r"nothing has been measured yet; call measure\(input\)"):
         Checkpointable(staged(), level=2).memory()
+
+
+def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, object] = {}
+    for example in examples:
+        exec(compile(example, PAGE.name, "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(examples) == 6
+    assert printed[0].startswith("AssignedLevel(level=3, reason='0 (TransformerEncoderLayer) holds blocks:")
+    assert 0 < float(printed[1]) < 1
+    level, peak = printed[2].split()
+    assert level == "2"
+    assert int(peak) <= 1_000_000
+    assert printed[4].startswith("3 30720 ")

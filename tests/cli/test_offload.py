@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rotor_py.devices.table import find_device
-from rotor_py.offload.bandwidth import Bandwidth
+from rotor_py.offload.offload import Bandwidth
 
 MODEL = """
 import torch

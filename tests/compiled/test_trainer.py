@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rotor_py import Checkpointable
-from tests.trainers.test_trainer import examples, llama, trainer
+from tests.integrations.test_trainer import examples, llama, trainer
 
 pytestmark = [
     pytest.mark.slow,

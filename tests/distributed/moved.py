@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rotor_py import Checkpointable
 from rotor_py.errors import OffloadError
 from rotor_py.offload import offload as tiers
-from rotor_py.offload.bandwidth import Bandwidth
+from rotor_py.offload.offload import Bandwidth
 from tests.distributed.processes import least_peak
 
 ROWS, WIDTH = 256, 64

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py import Checkpointable
-from rotor_py.trainers.in_place import InPlace
+from rotor_py.integrations.in_place import InPlace
 from rotor_solver import store_all
 from tests.distributed.processes import device, here, kept, least_peak, present_bytes, random_state
 

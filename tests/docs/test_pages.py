@@ -23,7 +23,7 @@ def names(page: Path) -> str:
 
 
 ELSEWHERE = ("strategies.md",)
-"""tests/by_hand/test_page.py runs it, and looks at its numbers, too."""
+"""tests/by_hand/test_by_hand.py runs it, and looks at its numbers, too."""
 
 
 LONG = ("batch.md", "compile.md", "out-of-memory.md")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling.step.peak import measured_peak
 from rotor_py import Checkpointable
-from rotor_py.offload.bandwidth import Bandwidth
+from rotor_py.offload.offload import Bandwidth
 from tests.execute.test_moving import settle
 
 WIDTH, ROWS = 64, 512

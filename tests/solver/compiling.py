@@ -64,8 +64,6 @@ def large_table() -> None:
 
 def others() -> None:
     large_table()
-    solve_at(chain_of(3, 12), 0.5, "floating")
-    solve_at(chain_of(3, 12), 0.5, "griewank-heterogeneous")
     chain = chain_of(3, 12)
     plan_pipeline(chain, 3, simulate(chain, store_all(chain)).peak // 2, 6)
 

@@ -41,8 +41,6 @@ def test_a_second_process_compiles_nothing(which: str, least: int) -> None:
 def test_these_are_all_the_files_with_kernels() -> None:
     assert {module.__name__.removeprefix("rotor_solver.") for module in kernel_modules()} == {
         "arrays.least_memory",
-        "floating.kernels",
-        "inputs_only.kernels",
         "persistent.equal_rows",
         "persistent.kernels",
         "persistent.layout",

@@ -33,8 +33,6 @@ torch.set_num_threads(1)
 torch.get_num_threads()  # from here on, they are what OpenMP says
 from benchmarks.chains import random_chain
 from rotor_solver import min_bytes, solve
-from rotor_solver.inputs_only import heterogeneous
-heterogeneous._SERIAL = 0  # on all cores
 chain = random_chain({stages})
 solve(chain, int(1.5 * min_bytes(chain)), "{algorithm}")
 print(torch.get_num_threads())
@@ -43,7 +41,7 @@ print(torch.get_num_threads())
 
 @pytest.mark.parametrize(
     ("algorithm", "stages"),
-    [("persistent", 20), pytest.param("persistent", 320, marks=pytest.mark.slow), ("griewank-heterogeneous", 20)],
+    [("persistent", 20), pytest.param("persistent", 320, marks=pytest.mark.slow)],
 )
 def test_the_number_of_threads_of_torch_is_what_it_was(algorithm: str, stages: int) -> None:
     code = ONE_THREAD.format(algorithm=algorithm, stages=stages)

@@ -22,7 +22,7 @@ from torch import nn
 from rotor_profiling.step.peak import measured_peak
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.errors import OffloadError
-from rotor_py.offload.bandwidth import Bandwidth
+from rotor_py.offload.offload import Bandwidth
 from rotor_solver import Backward, Chain, ForwardEnable, InfeasibleError, Loss, Persistent, Sequence, simulate
 from rotor_solver.moving import Link, plan_moves, timed_moments
 from tests.execute.test_moving import settle

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, Sweep, compare, least_limit, sweep, verify
-from rotor_py.offload.bandwidth import Bandwidth
+from rotor_py.offload.offload import Bandwidth
 from rotor_py.report.sweeping import sweep_of
 from rotor_solver import Persistent
 

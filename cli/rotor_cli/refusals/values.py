@@ -34,7 +34,7 @@ def refuse_values(request: Request) -> None:
 def _refuse_offload(tier: str | None) -> None:
     if tier is None:
         return
-    from rotor_py.offload.names import refuse_other_names  # `--help` needs nothing of rotor_py
+    from rotor_py.offload import refuse_other_names  # `--help` needs nothing of rotor_py
 
     try:
         refuse_other_names(tier)

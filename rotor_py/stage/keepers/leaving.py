@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rotor_py.offload.leaving_memory import LEAST_BYTES, LeavingMemory
+from rotor_py.offload.offload_saved import LEAST_BYTES, LeavingMemory
 from rotor_py.stage.keepers.keeper import Keeping
 from rotor_py.stage.runner import StageRunner
 

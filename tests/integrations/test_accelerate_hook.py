@@ -11,10 +11,10 @@ from torch import nn
 
 from rotor_py import Checkpointable
 from rotor_py.measure.step_memory import recomputes
-from tests.trainers.runs import assert_same_weights, run_peak
-from tests.trainers.test_accelerate import BATCHES, Loop, accelerate, entropy, limit, network
+from tests.integrations.runs import assert_same_weights, run_peak
+from tests.integrations.test_accelerate import BATCHES, Loop, accelerate, entropy, limit, network
 
-from rotor_py.trainers.accelerate_hook import limit_memory  # isort: skip  # after the import that may skip
+from rotor_py.integrations.accelerate_hook import limit_memory  # isort: skip  # after the import that may skip
 
 
 @pytest.fixture(autouse=True)

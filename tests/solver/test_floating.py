@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, Persistent, Sequence, min_bytes, simulate, store_all
-from rotor_solver.floating.program import Floating
+from rotor_solver.floating import Floating
 from tests.solver.naive import Columns, exhaustive_optimum, naive_optimum
 from tests.solver.strategies import plain_chains, rich_chains, unit_chain
 
@@ -170,7 +170,7 @@ def test_the_least_limit_works_and_one_byte_less_does_not(chain: Chain) -> None:
 def test_few_slots_cost_time_but_neither_memory_nor_the_bound(chain: Chain, slots: int, data: st.DataObject) -> None:
     limit = a_limit(data, chain)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rotor_solver.floating.program._FINER_CHOICES", 0)
+        patch.setattr("rotor_solver.floating._FINER_CHOICES", 0)
         makespan = solved(chain, limit, Floating(slots))
         if math.isfinite(makespan):
             bound = Floating(slots).solve(chain, limit).lower_bound
@@ -181,7 +181,7 @@ def test_few_slots_cost_time_but_neither_memory_nor_the_bound(chain: Chain, slot
 
 @pytest.mark.parametrize("seed", range(150))
 def test_the_bound_of_coarse_slots_holds_for_long_chains(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotor_solver.floating.program._FINER_CHOICES", 0)
+    monkeypatch.setattr("rotor_solver.floating._FINER_CHOICES", 0)
     random = np.random.default_rng(seed)
     length = int(random.integers(4, 9))
     sizes, nothing = random.integers(0, 4, length + 1), [0] * (length + 1)
@@ -208,7 +208,7 @@ def test_the_bound_of_coarse_slots_holds_for_finer_ones(
     chain = random_chain(6, seed)
     limit = between(chain, share)
     fine = solved(chain, limit, Floating(20000))
-    monkeypatch.setattr("rotor_solver.floating.program._FINER_CHOICES", 0)
+    monkeypatch.setattr("rotor_solver.floating._FINER_CHOICES", 0)
     coarse = Floating(20).solve(chain, limit)
     assert coarse.lower_bound is not None
     assert coarse.lower_bound <= fine <= simulate(chain, coarse).makespan * 1.0001

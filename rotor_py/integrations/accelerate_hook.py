@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.trainers.in_place import InPlace
+from rotor_py.integrations.in_place import InPlace
 
 try:
     from accelerate import Accelerator

@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor_py import Checkpointable
 from rotor_py.plan.stepping.spent_gradient import SpentGradientError
-from tests.trainers.runs import assert_same_weights
+from tests.integrations.runs import assert_same_weights
 from tests.training.stepping import chain, square
 
 with warnings.catch_warnings():

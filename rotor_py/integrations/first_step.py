@@ -8,21 +8,44 @@ a loss that is computed outside, several forwards, and the optimizer, which is a
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError, UnsupportedModelError
+from rotor_py.integrations.in_place import PlannedForward, is_planned
 from rotor_py.plan.inputs.sample import Call
-from rotor_py.trainers.followed_model import FirstStep, FollowedModel
-from rotor_py.trainers.in_place import is_planned
-from rotor_py.trainers.live_optimizers import is_trained, optimizer_of, trains
-from rotor_py.trainers.module_calls import outermost_calls
+from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """What a first training step has shown, right before its optimizer steps."""
+
+    network: Checkpointable
+    """The model, measured and, where a plan fits, planned."""
+    sample: Call
+    """What it was called with."""
+    autocast: tuple[Autocast, ...]
+    """The state of autocast around the call."""
+    optimizer: torch.optim.Optimizer | None
+    """None where none stepped that trains the model."""
+    own_loss: bool
+    """Whether the model returned a single number to be trained by: its loss."""
+    others: tuple[nn.Module, ...]
+    """Other models that the step trains, smaller ones."""
 
 
 class NoTrainingStepError(UnsupportedModelError):
@@ -219,3 +242,151 @@ class FirstTrainingStep:
 def _size(model: nn.Module) -> int:
     """The elements of the parameters that are trained."""
     return sum(each.numel() for each in model.parameters() if each.requires_grad)
+
+
+class _Forward:
+    """Lives as long as the graph of a forward: its output's hooks hold it."""
+
+
+class FollowedModel:
+    """The model of `network`, which was measured on `sample`; the parameters that it trains have `size` elements.
+
+    `optimizer` is known to train it; others may. It is measured again as `closely` as it was.
+    """
+
+    def __init__(
+        self,
+        network: Checkpointable,
+        sample: Call,
+        size: int,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        closely: bool,
+    ) -> None:
+        self.network, self.model, self.sample, self.size = network, network.model, sample, size
+        self.optimizer, self._closely = optimizer, closely
+        self.autocast = autocast_now([network.device])
+        self.forward = PlannedForward(network)
+        self.went_back = self.own_loss = False
+        self._in_flight: WeakSet[_Forward] = WeakSet()
+        self._most_in_flight = 1
+
+    def measure(self, sample: Call) -> None:
+        """Measure it again, on `sample`."""
+        self.forward.measure(sample, closely=self._closely)
+
+    def count_gradients(self) -> None:
+        """Plan for gradients that are kept, if some are there when a forward begins."""
+        if self.network.fresh_grads and any(each.grad is not None for each in self.model.parameters()):
+            self.network.fresh_grads = False
+            self.measure(self.sample)
+
+    def make_room_for_forwards(self) -> None:
+        """Plan for as many forwards in flight as there were."""
+        network = self.network
+        if self._most_in_flight <= network.forwards_in_flight:
+            return
+        assert network.inspection_values is not None
+        loss = network.inspection_values.loss  # as the step has shown it; measuring does not
+        network.loss_tmp_memory_usage = loss.temp_bytes + loss.kept_bytes
+        network.forwards_in_flight = self._most_in_flight
+        with restored_autocast(self.autocast, cache=True):
+            self.measure(self.sample)
+
+    def returned(self, output: Any, sample: Call) -> None:
+        """A forward on `sample` has returned this."""
+        self.sample = sample
+        tensors = [each for each in tensors_in(output) if each.requires_grad]
+        self.own_loss = any(each.dim() == 0 for each in tensors)
+        forward = _Forward()
+        self._in_flight.add(forward)
+        self._most_in_flight = max(self._most_in_flight, len(self._in_flight))
+        for tensor in tensors:
+            tensor.register_hook(partial(self._gradient_came, forward))
+
+    def step(self, optimizer: torch.optim.Optimizer | None, others: list[nn.Module]) -> FirstStep:
+        """What the step has shown: `optimizer` is about to step, and the `others` are trained as well."""
+        optimizer = optimizer or self.optimizer
+        return FirstStep(self.network, self.sample, self.autocast, optimizer, self.own_loss, tuple(others))
+
+    def _gradient_came(self, forward: _Forward, gradient: torch.Tensor) -> None:
+        self.went_back = True
+        self._in_flight.discard(forward)
+
+
+def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether this one trains any parameter of the model."""
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return any(id(each) in trained for each in model.parameters())
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Whether any optimizer of the program trains it."""
+    return any(trains(each, model) for each in _optimizers())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
+    """The one optimizer that trains it; None where there are several, or none yet, or one of an unknown kind.
+
+    These are noticed when they step.
+    """
+    found = [each for each in _optimizers() if trains(each, model)]
+    if len(found) != 1:
+        return None
+    with suppress(UnknownOptimizerError):
+        optimizer_cost(found[0])
+        return found[0]
+    return None
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    """All that there are, without those of Accelerate, which stand around others."""
+    # By its type: `isinstance` asks objects for their class, and some answer by importing a library. At once: among all
+    # objects are tuples that are being made meanwhile, and nobody may hold these.
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return [each for each in found if "param_groups" in each.__dict__]
+
+
+class Handler(Protocol):
+    """Is called instead of a module; `run()` is the call that was to be made."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """The output of the call."""
+
+
+@contextmanager
+def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
+    """Inside, `handler` stands between the program and every call of a module that no other module makes.
+
+    These are calls in the thread and the process that entered the context, and not those of a backward, where modules
+    are called to be run again. Gives a function that ends it before the context does.
+    """
+    # Not a global forward hook of torch: it is not told keyword arguments, which models of transformers are called by.
+    # TorchDynamo compares `Module.__call__` with the one that it found when it was imported.
+    import torch._dynamo
+
+    kind: Any = nn.Module
+    called, here = kind.__call__, (os.getpid(), threading.get_ident())
+    inside, watching = False, True
+
+    @wraps(called)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        elsewhere = here != (os.getpid(), threading.get_ident())
+        if inside or elsewhere or torch._C._current_graph_task_id() != -1:
+            return called(self, *args, **kwargs)
+        inside, kind.__call__ = True, called  # as it is: TorchDynamo looks at it while it captures
+        try:
+            return handler(self, args, kwargs, lambda: called(self, *args, **kwargs))
+        finally:
+            inside, kind.__call__ = False, call if watching else called
+
+    def stop() -> None:
+        nonlocal watching
+        watching, kind.__call__ = False, called
+
+    kind.__call__ = call
+    try:
+        yield stop
+    finally:
+        stop()

@@ -10,8 +10,8 @@ import torch
 
 from rotor_py import Checkpointable
 from rotor_py.plan.stepping.spent_gradient import SpentGradientError
-from tests.trainers.runs import assert_same_weights
-from tests.trainers.test_trainer import examples, llama, trainer
+from tests.integrations.runs import assert_same_weights
+from tests.integrations.test_trainer import examples, llama, trainer
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

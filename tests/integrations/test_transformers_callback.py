@@ -14,13 +14,13 @@ import torch
 
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.step_memory import recomputes
-from tests.trainers.runs import assert_same_weights, halfway, run_peak
-from tests.trainers.test_trainer import batch, bert, examples, history, llama, trainer
+from tests.integrations.runs import assert_same_weights, halfway, run_peak
+from tests.integrations.test_trainer import batch, bert, examples, history, llama, trainer
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from rotor_py.trainers.transformers_callback import MemoryLimit  # noqa: E402  # it needs the library
+from rotor_py.integrations.transformers_callback import MemoryLimit  # noqa: E402  # it needs the library
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:The .grad attribute of a Tensor", "ignore:.*pin_memory"
@@ -115,7 +115,7 @@ def test_a_limit_that_is_none_is_refused_at_once() -> None:
 @pytest.mark.parametrize("library", ["transformers", "lightning", "accelerate"])
 def test_a_library_that_is_missing_is_named(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = "hook" if library == "accelerate" else "callback"
-    name = f"rotor_py.trainers.{library}_{kind}"
+    name = f"rotor_py.integrations.{library}_{kind}"
     for module in [each for each in sys.modules if each in (library, name) or each.startswith(f"{library}.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, library, None)

@@ -11,8 +11,8 @@ import torch
 
 from rotor_py import Checkpointable
 from rotor_py.measure.step_memory import recomputes
-from tests.trainers.runs import assert_same_weights, halfway
-from tests.trainers.test_trainer import batch, examples, history, llama, trainer
+from tests.integrations.runs import assert_same_weights, halfway
+from tests.integrations.test_trainer import batch, examples, history, llama, trainer
 
 peft = pytest.importorskip("peft")
 

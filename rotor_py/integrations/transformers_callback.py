@@ -6,7 +6,7 @@ from typing import Any
 
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import UnsupportedModelError
-from rotor_py.trainers.in_place import InPlace
+from rotor_py.integrations.in_place import InPlace
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -11,7 +11,7 @@ import torch
 
 from rotor_py import Checkpointable
 from rotor_py.measure.step_memory import recomputes
-from tests.trainers.runs import assert_same_weights, halfway, run_peak, weights
+from tests.integrations.runs import assert_same_weights, halfway, run_peak, weights
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -13,7 +13,7 @@ from rotor_profiling import tensors_in
 from rotor_py import Checkpointable
 from rotor_py.measure.step_memory import recomputes
 from tests.checkpointable.steps import blocks, images
-from tests.trainers.runs import assert_same_weights, halfway, run_peak
+from tests.integrations.runs import assert_same_weights, halfway, run_peak
 
 accelerate = pytest.importorskip("accelerate")
 

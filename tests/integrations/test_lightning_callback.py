@@ -13,8 +13,8 @@ from torch import nn
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.step_memory import recomputes
 from tests.checkpointable.steps import images
-from tests.trainers.runs import assert_same_weights, halfway, run_peak
-from tests.trainers.test_lightning import (
+from tests.integrations.runs import assert_same_weights, halfway, run_peak
+from tests.integrations.test_lightning import (
     BATCHES,
     Classifier,
     Whole,
@@ -26,7 +26,7 @@ from tests.trainers.test_lightning import (
     trainer,
 )
 
-from rotor_py.trainers.lightning_callback import MemoryLimit  # isort: skip  # after the import that may skip
+from rotor_py.integrations.lightning_callback import MemoryLimit  # isort: skip  # after the import that may skip
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:.*no `val_dataloader`"

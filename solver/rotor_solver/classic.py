@@ -1,0 +1,464 @@
+"""Strategies of the literature that store inputs, to compare plans with: Revolve, its best form for stages that differ,
+and checkpoints at regular distances.
+
+They are in plain Python and NumPy, and take a second on 300 stages. Each stage runs by its fastest option. An interval
+[i, stop) has the stages i … stop-1, with stop ≤ L+1, where stage L is the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rotor_solver.arrays.choices import operations_of
+from rotor_solver.arrays.costs import Costs, Floats, Ints, costs_of
+from rotor_solver.chain import Chain
+from rotor_solver.limits import InfeasibleError, check_slots
+from rotor_solver.segments import even_segments, fastest_forwards, recompute_segments, segments_from
+from rotor_solver.sequence import Sequence
+from rotor_solver.simulate import simulate
+
+_NOTHING = -(2**60)
+"""The need of an empty interval: less than any other, even with a size taken from the memory before it."""
+_LARGEST_TABLE = 2**27
+"""Numbers in a table: a GiB; a guess. Where there would be more, slots are made coarser."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revolve:
+    """Binomial checkpointing with `snapshots` stored inputs, or with the fastest number of them that fits.
+
+    Griewank & Walther, "Algorithm 799: Revolve", ACM Transactions on Mathematical Software 26 (2000): optimal for
+    stages that are all alike. A snapshot is a stored input; a_0 takes one of the s. Every step is run a last time with
+    a graph, immediately before its backward, or before the loss. Where no snapshot is left for the state from which
+    that happens, it is one input more in memory. Raises ValueError if `snapshots` is less than one.
+    """
+
+    snapshots: int | None = None
+
+    name = "revolve"
+
+    def __post_init__(self) -> None:
+        _check_count(self.snapshots, "snapshots", "stored inputs")
+
+    def solve(self, chain: Chain, mem_limit: int) -> Sequence:
+        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted; InfeasibleError otherwise.
+
+        All numbers of snapshots are tried: if stages differ, fewer snapshots may need more memory.
+        """
+        costs = costs_of(_with_fastest_options(chain))
+        most = max(1, len(chain) - 1)  # every input is stored then
+        tried = range(1, most + 1) if self.snapshots is None else [min(self.snapshots, most)]
+        schedules = [_revolve(costs, count) for count in tried]
+        priced = [(seconds, need + chain.input_bytes) for seconds, need, _ in schedules]
+        checkpoints = schedules[_fastest_fitting(self.name, mem_limit, priced)][2]
+        return _checked(chain, mem_limit, _input_sequence(chain, checkpoints, self.name))
+
+
+def forward_steps(steps: int, snapshots: int) -> int:
+    """Forwards in all that Revolve runs, those with a graph included: (r + 1) n - β(s+1, r-1).
+
+    `snapshots` counts the initial state; ValueError if it is less than one. 0 for no steps. β(s, r) = C(s+r, s), and r
+    is the least with β(s, r) ≥ n.
+    """
+    _check_count(snapshots, "snapshots", "stored inputs")
+    if steps < 1:
+        return 0
+    repeats = 0
+    while math.comb(snapshots + repeats, repeats) < steps:
+        repeats += 1
+    return (repeats + 1) * steps - (math.comb(snapshots + repeats, repeats - 1) if repeats else 0)
+
+
+def _advance(steps: int, snapshots: int) -> int:
+    """How far Revolve goes on before its next snapshot, for steps > 1: min(β(s, r-1), n - β(s-1, r-1))."""
+    below, reached, repeats = 0, 1, 0
+    while reached < steps:
+        repeats += 1
+        below, reached = reached, reached * (snapshots + repeats) // repeats
+    return min(below, steps - below * snapshots // (snapshots + repeats - 1))
+
+
+def _revolve(costs: Costs, snapshots: int) -> tuple[float, int, dict[tuple[int, int], int]]:
+    """Revolve's seconds without a graph, its bytes, and the checkpoint of every interval [i, l] that has one."""
+    length, backward = len(costs.activation) - 1, _stage_needs(costs)[0]
+    if length == 0:
+        return 0.0, costs.loss_need, {}
+    need, seconds, checkpoints = _NOTHING, 0.0, {}
+    pending = [(0, length + 1, snapshots, 0)]
+    while pending:
+        i, stop, free, held = pending.pop()
+        steps = min(stop, length) - i
+        if steps == 1:
+            need = max(need, held + int(backward[i, stop]))
+            if stop > length:
+                need = max(need, held + int(costs.taken[0, i]) + costs.loss_need)
+            continue
+        j = i + (steps - 1 if free <= 1 else _advance(steps, free))
+        need = max(need, held + int(costs.base[stop - 1] + costs.check_need[i, j]))
+        seconds += float(costs.split[j] - costs.run[i])
+        checkpoints[i, stop - 1] = j
+        pending += [(i, j, free, held), (j, stop, free - 1, held + int(costs.activation[j]))]
+    return seconds, need, checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Periodic:
+    """Checkpoints at the stages 0, n, 2n, … for n = `every`, a_0 among them, but at most `max_checkpoints`.
+
+    On the way forward only the first input of every segment is kept; the last segment is stored as it runs. Unless
+    `every` is given, it is the fastest distance that fits. Raises ValueError for numbers less than one.
+    """
+
+    every: int | None = None
+    max_checkpoints: int | None = None
+
+    name = "periodic"
+
+    def __post_init__(self) -> None:
+        _check_count(self.every, "every", "stages")
+        _check_count(self.max_checkpoints, "max_checkpoints", "checkpoints")
+
+    def solve(self, chain: Chain, mem_limit: int) -> Sequence:
+        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted.
+
+        InfeasibleError otherwise, with the least limit.
+        """
+        length = len(chain)
+        distances = range(1, max(2, length + 1)) if self.every is None else [self.every]
+        segments = [segments_from(range(0, length, n)[: self.max_checkpoints], length) for n in distances]
+        return _fastest_segments(chain, mem_limit, segments, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Sqrt:
+    """k = round(√L) segments of ⌊L/k⌋ or ⌈L/k⌉ stages: O(√L) memory where stages are alike.
+
+    Chen et al. 2016, arXiv:1604.06174. Segment p begins at ⌊p L / k⌋; √L is never halfway between whole numbers.
+    """
+
+    name = "sqrt"
+
+    def solve(self, chain: Chain, mem_limit: int) -> Sequence:
+        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted.
+
+        InfeasibleError otherwise, with the least limit.
+        """
+        count = max(1, round(math.sqrt(len(chain))))
+        return _fastest_segments(chain, mem_limit, [even_segments(len(chain), count)], self.name)
+
+
+def _fastest_segments(chain: Chain, mem_limit: int, candidates: list[list[range]], name: str) -> Sequence:
+    """The fastest schedule that fits, of those that store the last of the given segments and recompute the others.
+
+    With the segments [c_p, c_{p+1}) for p = 0 … k, it needs, a_0 not counted, the most of
+
+        |a_{c_1}| + … + |a_{c_p}| + base + check_need of the segment p,           p < k
+        |a_{c_1}| + … + |a_{c_p}| + the bytes that storing the segment p needs    with δ_{c_{p+1}} in memory, for p < k
+    """
+    length, costs = len(chain), costs_of(_with_fastest_options(chain))
+    stored, backward = _full_memory(costs, attached=True)[0], _stage_needs(costs)[0]
+    schedules = []
+    for segments in candidates:
+        held, needs = 0, [] if length else [costs.loss_need]
+        for segment in segments:
+            start, stop = segment.start, segment.stop
+            held += int(costs.activation[start]) if start else 0
+            if stop < length:
+                needs.append(held + int(costs.check_need[start, stop]))
+            else:
+                stop = length + 1
+            following = int(costs.taken[0, start] + stored[start + 1, stop])
+            needs.append(held + max(int(backward[start, stop]), following))
+        ends = [segment.stop for segment in segments[:-1]]
+        recomputed = float(costs.run[ends[-1]] + sum(costs.split[ends] - costs.run[ends])) if ends else 0.0
+        schedules.append((recomputed, chain.input_bytes + max(needs)))
+    segments = candidates[_fastest_fitting(name, mem_limit, schedules)]
+    return _checked(chain, mem_limit, recompute_segments(fastest_forwards(chain), segments[:-1], name))
+
+
+@dataclass(frozen=True, slots=True)
+class GriewankHeterogeneous:
+    """The best schedule that stores only inputs, for stages of different sizes and times: a heterogeneous Revolve.
+
+    Beaumont et al. (HAL hal-02352969) compare with it. No ā is kept: a stage runs with a graph immediately before its
+    own backward, or before the loss. `attached` keeps every checkpoint a_j together with ā_{j+1}, so that Fe_j is run
+    on the way forward; only a_0 and a_L are ever kept alone.
+
+    Memory is divided into `slots`, or fewer where that is exact. Raises ValueError if `slots` is not at least one, or
+    if `attached` is not True or False.
+    """
+
+    slots: int = 500
+    attached: bool = False
+
+    def __post_init__(self) -> None:
+        check_slots(self.slots)
+        if not isinstance(self.attached, bool):
+            raise ValueError(f"attached is {self.attached!r}; it has to be True or False")
+
+    @property
+    def name(self) -> str:
+        return "griewank-heterogeneous-attached" if self.attached else "griewank-heterogeneous"
+
+    def solve(self, chain: Chain, mem_limit: int) -> Sequence:
+        """The fastest schedule of its kind within `mem_limit` bytes, a_0 counted, up to rounding to slots.
+
+        It is exact if all sizes are multiples of a slot. Raises InfeasibleError if there is none, with the exact least
+        limit.
+        """
+        program = _Heterogeneous(costs_of(_with_fastest_options(chain)), self.attached)
+        _fastest_fitting(self.name, mem_limit, [(0.0, chain.input_bytes + int(program.least[0, -1]))])
+        room = min(mem_limit - chain.input_bytes, int(program.full[0, -1]))
+        program.fill(room, self.slots)
+        return _checked(chain, mem_limit, _input_sequence(chain, program.checkpoints(room), self.name))
+
+
+class _Heterogeneous:
+    """The recurrence over intervals: Opt(i, stop, m), less the time of what every schedule runs once.
+
+        Opt(L, L+1, m) = 0                                                if m ≥ loss_need
+        Opt(i, stop, m) = the least of
+          Opt(i+1, stop, m - taken_i)                                     if m ≥ stage_need(i, stop)
+            attached, for [i, i+1), or for [L-1, L+1); of an empty interval it is 0
+          split_j - run_i + Opt(j, stop, m - |a_j|) + Opt(i, j, m)        if m ≥ base + check_need_ij, for i < j < stop
+            attached, for j < L: with Opt(j+1, stop, m - |a_j| - taken_j) if m ≥ |a_j| + stage_need(j, stop)
+
+    Sizes taken from m are rounded up, so that all times in the table can be had; schedules are read off with memory
+    counted in bytes. Known of every interval in bytes: from `least` on there is a schedule, of `least_seconds` there;
+    from `full` on none is faster than `full_seconds`. All are [L+2, L+2], by (i, stop).
+    """
+
+    def __init__(self, costs: Costs, attached: bool) -> None:
+        self.costs, self.attached, self.state = costs, attached, int(attached)
+        self.length = length = len(costs.activation) - 1
+        self.needs = _stage_needs(costs)
+        # By checkpoint a_j: the first stage after it, the bytes that it takes, and by (j, stop) those to make it.
+        self.first, self.taken = np.arange(length + 1), costs.activation.copy()
+        self.kept = np.zeros((length + 1, length + 2), np.int64)
+        if attached:
+            self.first[:length] += 1
+            self.kept[:length] = self.taken[:length, None] + self.needs[0]
+            self.taken[:length] += costs.taken[0]
+        self.full, self.full_seconds = _full_memory(costs, attached)
+        self.least = np.full((length + 2, length + 2), _NOTHING)
+        self.least[length, length + 1] = costs.loss_need
+        self.least_seconds = np.zeros((length + 2, length + 2))
+        for i, stop in _intervals(length):
+            self.least[i, stop], self.least_seconds[i, stop] = self._least_of(i, stop)
+
+    def _least_of(self, i: int, stop: int) -> tuple[int, float]:
+        """The least m for [i, stop), and the seconds of the fastest schedule with no more, of shorter intervals' least.
+
+        The recurrence of the class, with "least m" for "least time".
+        """
+        costs, js, first = self.costs, slice(i + 1, stop), self.first[i + 1 : stop]
+        parts = np.maximum(self.taken[js] + self.least[first, stop], self.least[i, js])
+        needs = np.maximum(self._asked(i, js, stop), parts)
+        seconds = costs.split[js] - costs.run[i] + self.least_seconds[first, stop] + self.least_seconds[i, js]
+        if self._may_enable(i, stop):
+            following = costs.taken[self.state, i] + self.least[i + 1, stop]
+            needs = np.append(needs, max(self.needs[self.state, i, stop], following))
+            seconds = np.append(seconds, self.least_seconds[i + 1, stop])
+        best = needs.min()
+        return int(best), float(seconds[needs == best].min())
+
+    def _may_enable(self, i: int, stop: int) -> bool:
+        return _may_enable(self.length, self.attached, i, stop)
+
+    def _asked(self, i: int, j: int | slice, stop: int) -> Any:
+        """The bytes that [i, stop) needs to get to the checkpoint a_j, and to keep it."""
+        need = self.costs.base[stop - 1] + self.costs.check_need[i, j]
+        return np.maximum(need, self.kept[j, stop])
+
+    def fill(self, room: int, slots: int) -> None:
+        """Fill `rows` for `room` bytes: by i, [stop - i, m] seconds. Past a row's last slot they are `beyond`."""
+        costs, length = self.costs, self.length
+        taken = [*costs.activation[1:], *(costs.taken.flat if self.attached else [])]
+        unit = max(1, math.gcd(*map(int, taken)), -(-room // slots))
+        while (length + 3) ** 2 // 2 * (room // unit + 1) > _LARGEST_TABLE and unit < room:
+            unit *= 2
+        self.unit, self.offset, self.width = unit, room % unit, room // unit + 1
+        self.begin, self.end = self._slot_of(self.least), self._slot_of(self.full)
+        # If all numbers are out of reach, memory that an operation frees may still lead there.
+        self.beyond = np.where(self.begin < self.end, self.least_seconds, self.full_seconds)
+        self.rows = [np.full((length + 2 - i, self.width), np.inf) for i in range(length + 1)]
+        for row in self.rows:
+            row[0] = 0.0
+        self.rows[length][1, self.begin[length, length + 1] :] = 0.0
+        for stop in range(1, length + 2):
+            # [j, m] the seconds from the checkpoint a_j to `stop`.
+            after = np.full((length + 2, self.width), np.inf)
+            for i in reversed(range(min(stop, length + 1))):
+                if i < length:
+                    self._fill_row(i, stop, after)
+                after[i] = self._shifted(int(self.first[i]), stop, int(self.taken[i]))
+
+    def _fill_row(self, i: int, stop: int, after: Floats) -> None:
+        costs, row = self.costs, self.rows[i][stop - i]
+        low, high = int(self.begin[i, stop]), int(min(self.end[i, stop], self.width))
+        row[low:] = self.least_seconds[i, stop]
+        row[max(low, int(self.end[i, stop])) :] = self.full_seconds[i, stop]
+        if low >= high:
+            return
+        if self._may_enable(i, stop):
+            enough = int(self._slot_of(self.needs[self.state, i, stop]))
+            following = self._shifted(i + 1, stop, int(costs.taken[self.state, i]))
+            row[max(low, enough) : high] = np.minimum(row, following)[max(low, enough) : high]
+        if stop > i + 1:
+            forward = costs.split[i + 1 : stop] - costs.run[i]
+            times = forward[:, None] + self.rows[i][1 : stop - i, low:high] + after[i + 1 : stop, low:high]
+            enough = self._slot_of(self._asked(i, slice(i + 1, stop), stop))
+            if enough.max() > low:
+                times[np.arange(low, high) < enough[:, None]] = np.inf
+            row[low:high] = np.minimum(row[low:high], times.min(axis=0))
+        if self.end[i, stop] >= self.width:
+            self.beyond[i, stop] = row[-1]
+
+    def _shifted(self, i: int, stop: int, taken: int) -> Floats:
+        """[m] the seconds of [i, stop) with `taken` bytes less; 0 for an empty interval."""
+        if i == stop:
+            return np.zeros(self.width)
+        slots = np.arange(self.width) - -(-taken // self.unit)
+        values = self.rows[i][stop - i, np.clip(slots, 0, self.width - 1)]
+        values[slots < 0] = np.inf
+        return np.where(slots >= max(self.width, int(self.begin[i, stop])), self.beyond[i, stop], values)
+
+    def _slot_of(self, need: Any) -> Any:
+        """The first slot m for which m · unit + offset ≥ need."""
+        return np.maximum(0, -((self.offset - need) // self.unit))
+
+    def checkpoints(self, room: int) -> dict[tuple[int, int], int]:
+        """The checkpoint of every interval [i, l] that has one, in exactly `room` bytes, at least the least."""
+        found = {}
+        pending = [(0, self.length + 1, room)]
+        while pending:
+            i, stop, memory = pending.pop()
+            if i in (stop, self.length):
+                continue
+            j = self._best_checkpoint(i, stop, memory)
+            if j == i:
+                pending.append((i + 1, stop, memory - int(self.costs.taken[self.state, i])))
+                continue
+            found[i, stop - 1] = j
+            pending += [(i, j, memory), (int(self.first[j]), stop, memory - int(self.taken[j]))]
+        return found
+
+    def _best_checkpoint(self, i: int, stop: int, memory: int) -> int:
+        """The checkpoint j with which [i, stop) is fastest in exactly `memory` bytes, or i for Fe_i."""
+        costs, best, choice = self.costs, math.inf, -1
+        if self._may_enable(i, stop) and memory >= self.needs[self.state, i, stop]:
+            best = self._seconds(i + 1, stop, memory - int(costs.taken[self.state, i]))
+            choice = i if best < math.inf else -1
+        for j in range(i + 1, stop):
+            seconds = float(costs.split[j] - costs.run[i])
+            if seconds >= best or memory < self._asked(i, j, stop):
+                continue
+            seconds += self._seconds(int(self.first[j]), stop, memory - int(self.taken[j]))
+            seconds += self._seconds(i, j, memory)
+            if seconds < best:
+                best, choice = seconds, j
+        assert choice >= 0
+        return choice
+
+    def _seconds(self, i: int, stop: int, memory: int) -> float:
+        """The seconds of a schedule for [i, stop) that fits in exactly `memory` bytes; infinite if none does."""
+        if memory < self.least[i, stop]:
+            return math.inf
+        if memory >= self.full[i, stop]:
+            return float(self.full_seconds[i, stop])
+        m = (memory - self.offset) // self.unit
+        if m < self.begin[i, stop]:
+            return float(self.least_seconds[i, stop])
+        return float(self.beyond[i, stop] if m >= self.width else self.rows[i][stop - i, m])
+
+
+def _intervals(length: int) -> Iterator[tuple[int, int]]:
+    """All intervals [i, stop) with a stage that is not the loss, every one after those that lie inside it."""
+    return ((i, stop) for stop in range(1, length + 2) for i in reversed(range(min(stop, length))))
+
+
+def _may_enable(length: int, attached: bool, i: int, stop: int) -> bool:
+    """Whether [i, stop) may begin with Fe_i: attached, or with no more than the loss before its backward."""
+    return attached or stop == i + 1 or (i == length - 1 and stop == length + 1)
+
+
+def _stage_needs(costs: Costs) -> Ints:
+    """[2, L, L+2] bytes of Fe_i and B_i in [i, stop), where a_i stands alone, and where it lies in ā_i."""
+    length = len(costs.activation) - 1
+    backward = np.repeat(costs.backward_need[[1], :, None], length + 2, axis=2)
+    backward[0, :, -1] = costs.backward_need[0]
+    base = np.concatenate([[0], costs.base])  # by stop; there is no interval that stops at 0
+    return np.maximum(base + costs.forward_need[None, :, None], backward - costs.released[:, :, None])
+
+
+def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
+    """([L+2, L+2], [L+2, L+2]): the m from which all checkpoints of [i, stop) can be stored, and the seconds with it.
+
+    Every stage is then run once, or twice if it has to be: nothing is faster.
+    """
+    length, needs, state = len(costs.activation) - 1, _stage_needs(costs), int(attached)
+    full, seconds = np.full((length + 2, length + 2), _NOTHING), np.zeros((length + 2, length + 2))
+    full[length, length + 1] = costs.loss_need
+    for i, stop in _intervals(length):
+        if _may_enable(length, attached, i, stop):
+            full[i, stop] = max(needs[state, i, stop], costs.taken[state, i] + full[i + 1, stop])
+            seconds[i, stop] = seconds[i + 1, stop]
+        else:
+            need = max(costs.base[stop - 1] + costs.check_need[i, i + 1], needs[0, i, i + 1])
+            full[i, stop] = max(need, costs.activation[i + 1] + full[i + 1, stop])
+            seconds[i, stop] = costs.split[i + 1] - costs.run[i] + seconds[i + 1, stop]
+    return full, seconds
+
+
+def _with_fastest_options(chain: Chain) -> Chain:
+    """The chain with one option per stage, the fastest."""
+    stages = (
+        replace(
+            stage,
+            options=(stage.options[stage.fastest_option],),
+            nograd_time=stage.seconds_without_graph,
+            nograd_temp=stage.temp_without_graph,
+        )
+        for stage in chain.stages
+    )
+    return replace(chain, stages=tuple(stages))
+
+
+def _fastest_fitting(name: str, mem_limit: int, schedules: list[tuple[float, int]]) -> int:
+    """The index of the fastest of `schedules`, given as (seconds, bytes at their peak), within `mem_limit` bytes.
+
+    Raises InfeasibleError if none fits.
+    """
+    fitting = [index for index, (_, peak) in enumerate(schedules) if peak <= mem_limit]
+    if not fitting:
+        needed = min(peak for _, peak in schedules)
+        raise InfeasibleError(
+            f"{name} needs at least {needed} bytes; the limit is {mem_limit}", min_bytes=needed, mem_limit=mem_limit
+        )
+    return min(fitting, key=lambda index: schedules[index])
+
+
+def _input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: str) -> Sequence:
+    """The sequence that splits the interval [i, l] at checkpoints[i, l], and begins it with Fe_i if there is none."""
+    options = [stage.fastest_option for stage in chain.stages]
+
+    def choose(_state: int, i: int, last: int) -> int:
+        return -checkpoints[i, last] if (i, last) in checkpoints else options[i]
+
+    return Sequence(operations_of(len(chain), choose), name)
+
+
+def _checked(chain: Chain, mem_limit: int, sequence: Sequence) -> Sequence:
+    assert simulate(chain, sequence).peak <= mem_limit
+    return sequence
+
+
+def _check_count(value: object, what: str, thing: str) -> None:
+    """Raise ValueError unless `value` is None or a whole number, one or more."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{what} is {value!r}; it has to be a whole number of {thing}, one or more, or None")

@@ -1,0 +1,313 @@
+"""The best sequence in which checkpoints may be dropped before the backward of their stage: they float.
+
+After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A problem is (s, t, l, M),
+s ≤ t ≤ l: a_s and δ_{l+1} are in memory, the backwards of the stages l … t are to be done in M bytes, a_s counted, and
+a_s is of no use after that. If s < t, the backwards of s … t-1 are another problem's, which has an earlier checkpoint,
+so a_s can be dropped at any time. There are three ways to begin:
+
+    Fe_s … B_s   if s = t: what is between is the problem (s+1, s+1, l), with a_{s+1} inside ā_{s+1}
+    Fn_s         if s < t: then (s+1, t, l, M)
+    CF_s         for a j with t < j ≤ l: then (s+1, j, l, M - |a_s|), and from a_s again (s, t, j-1, M)
+
+It is enough to go forward by one stage: with s+1 < j the next problem may go on without a_{s+1}. Hence L⁴/24 choices in
+all, for every M. The memory-persistent sequences are those where a_s is kept by CF_s for its own stage only, s = t.
+
+The class: all sequences of this form. Every checkpoint in memory is dropped before those that were kept earlier, and
+ā_{s+1} is kept only together with a_s. A search over all sequences was faster on 2 of 3606 random chains of three and
+four stages: there, ā_{s+1} was kept while a_s was dropped and made again later. `lower_bound` is certified for the
+class, which contains the memory-persistent sequences.
+
+Less the time of storing everything, and with the names of `Costs`,
+
+    Opt(L, L, L, M) = 0                                             if M ≥ |a_L| + loss_need
+    Opt(s, t, l, M) = the least of
+      extra_k + Opt'(s+1, l, M - |a_s| - taken_k)                   if s = t and M - |a_s| ≥ base_l + forward_need_k
+        for every option k; Opt'(s+1, s, ·) is split_{s+1} - run_{s+1}  and M - |a_s| ≥ backward_need_k - released_s
+      run_{s+1} - run_s + Opt(s+1, t, l, M)                         if s < t
+      run_{s+1} - run_s + Opt(s+1, j, l, M - |a_s|) + Opt(s, t, j-1, M)     for t < j ≤ l
+        both                                                        if M ≥ base_l + |a_s| + check_need_{s,s+1}
+
+Opt'(s, l, m) is Opt(s, s, l, m) where a_s lies in ā_s: it is not counted in m, and 0 stands for |a_s| above. The last
+stage of an interval skips its output. In `persistent` the checkpoint that splits the interval takes that off; here a
+checkpoint does not say where the interval before it ends, so the stage itself does: split - run.
+
+Slot m stands for m · unit + offset bytes. Sizes taken from M are rounded down, so that the table is a lower bound;
+sequences are read off with memory counted in bytes. Plain Python and NumPy: 50 stages take seconds, 100 a minute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from rotor_solver.arrays.costs import Costs, Floats, costs_of
+from rotor_solver.chain import Chain
+from rotor_solver.extremes import store_all
+from rotor_solver.limits import InfeasibleError, check_slots
+from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
+from rotor_solver.persistent.program import Persistent
+from rotor_solver.sequence import Sequence
+from rotor_solver.simulate import simulate
+
+_LARGEST_TABLE = 2**31
+"""Bytes; a guess. A chain whose first table is larger is refused."""
+_CLOSE = 0.004
+"""Slots are made finer until the makespan is this near to the bound, as a ratio; a guess."""
+_FINER_CHOICES = 1e9
+"""They are not made finer if the next table would look at more pairs of slots than this; a guess."""
+_FINER_TABLE = 2**29
+"""Nor if it would have more bytes than this; a guess."""
+_BLENDS = (0.5, 0.0, 1.0)
+"""Ways to read between slots (`_Table.read`) when looking for a sequence; a guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floating:
+    """The program of this module, with memory divided into `slots` to begin with.
+
+    Raises ValueError if `slots` is not at least one.
+    """
+
+    slots: int = 500
+
+    name = "floating"
+
+    def __post_init__(self) -> None:
+        check_slots(self.slots)
+
+    def solve(self, chain: Chain, mem_limit: int) -> Sequence:
+        """The best sequence found within `mem_limit` bytes, a_0 counted; never slower than that of `Persistent`.
+
+        Its lower bound holds for all sequences of the class that the module describes. Raises InfeasibleError if there
+        is none, with the least limit, which may be below that of memory-persistent sequences. Raises ValueError if the
+        chain is so long that its first table is too large.
+        """
+        stored, length = store_all(chain), len(chain)
+        if simulate(chain, stored).peak <= mem_limit:
+            return Sequence(stored, self.name, stored.lower_bound)
+        _check_size(length, min(self.slots, mem_limit) + 1)
+        problem = _Problem(costs_of(chain), mem_limit)
+        stored_seconds = stored.lower_bound or 0.0
+        candidates, best, makespan, bound = [], None, math.inf, 0.0
+        # There may be no persistent sequence where there is a floating one.
+        with suppress(InfeasibleError):
+            candidates.append(Persistent(self.slots).solve(chain, mem_limit))
+        for number, unit in enumerate(problem.units(self.slots)):
+            width = mem_limit // unit + 1
+            cheap = length**4 / 24 * width <= _FINER_CHOICES and _table_bytes(length, width) <= _FINER_TABLE
+            if number and (makespan <= bound * (1 + _CLOSE) or not cheap):
+                break
+            problem.fill(unit)
+            # Sums in another order differ in their last digits; the certificate has to hold for all of them.
+            certain = 1 - (4 * length**2 + 8) * float(np.finfo(np.float64).eps)
+            bound = max(bound, (stored_seconds + float(problem.table[problem.root, -1])) * certain)
+            cut = float(problem.costs.run[-1]) + stored_seconds
+            candidates += [Sequence(problem.descend(blend, cut)) for blend in _BLENDS]
+            for sequence in candidates:
+                result = simulate(chain, sequence)
+                assert result.peak <= mem_limit
+                if result.makespan < makespan:
+                    best, makespan = sequence, result.makespan
+            candidates.clear()
+        assert best is not None
+        return Sequence(best, self.name, min(bound, makespan))
+
+
+_Task = tuple[int, int, int, int]
+"""A problem that waits: s, its column of `start`, l, and the bytes that it has."""
+_Way = tuple[float, Operation, list[_Task | Operation]]
+"""How a problem may begin: seconds, the operation, and the tasks that follow, the first of them last."""
+
+
+class _Problem:
+    """All problems of a chain. (s, t, l) has the row start[s, t] + l; start[s, L+1] + l has (s, s, l) with a_s in ā_s.
+
+    `least` is by row: the least memory in which the problem can be solved, a_s counted if it stands alone. `table` is
+    [rows, slots] seconds beyond storing everything. Raises InfeasibleError if the chain needs more than `mem_limit`.
+    """
+
+    table: Floats
+    unit: int
+    offset: int
+
+    def __init__(self, costs: Costs, mem_limit: int) -> None:
+        self.costs, self.mem_limit = costs, mem_limit
+        self.length = length = len(costs.run) - 1
+        columns = [(s, column) for s in range(length + 1) for column in range(s, length + 2)]
+        firsts = [s if column > length else column for s, column in columns]
+        ends = np.cumsum([length + 1 - first for first in firsts])
+        self.start = np.zeros((length + 1, length + 2), np.int64)
+        self.start[tuple(np.transpose(columns))] = ends - (length + 1)
+        self.root = length
+        self.least = np.zeros(ends[-1], np.int64)
+        for s, column, last in self._problems():
+            self.least[self.start[s, column] + last] = self._least_of(s, column, last)
+        needed = int(self.least[self.root])
+        if mem_limit < needed:
+            message = f"the chain needs at least {needed} bytes; the limit is {mem_limit}"
+            raise InfeasibleError(message, min_bytes=needed, mem_limit=mem_limit)
+
+    def units(self, slots: int) -> Iterator[_Way]:
+        """Bytes in a slot, finer and finer, down to where all sizes are whole numbers of slots."""
+        exact = math.gcd(*map(int, (*self.costs.activation, *self.costs.taken.flat))) or max(1, self.mem_limit)
+        while True:
+            unit = max(exact, -(-self.mem_limit // slots))
+            yield unit
+            if unit == exact:
+                return
+            slots *= 4
+
+    def _problems(self) -> Iterator[tuple[int, int, int]]:
+        """(s, column of `start`, l), each after all those that it leads to: these begin later, or end earlier."""
+        for s in reversed(range(self.length + 1)):
+            for column in range(s, self.length + 2):
+                for last in range(self._until(s, column), self.length + 1):
+                    yield s, column, last
+
+    def _until(self, s: int, column: int) -> int:
+        """t of a problem, the last stage whose backward belongs to it."""
+        return s if column > self.length else column
+
+    def _own(self, s: int, column: int) -> int:
+        """The bytes of a_s, unless they lie in ā_s."""
+        return 0 if column > self.length else int(self.costs.activation[s])
+
+    def _options(self, s: int, column: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+        """The options of stage s: (number, index of its costs, bytes that Fe_s and B_s need, bytes that it takes)."""
+        costs, inside = self.costs, int(column > self.length)
+        own, row = self._own(s, column), int(last < self.length)
+        for k in range(int(costs.first[s]), int(costs.first[s + 1])):
+            during = int(costs.backward_need[row, k] - costs.released[inside, s])
+            need = max(int(costs.base[last] + costs.forward_need[k]), during)
+            yield k - int(costs.first[s]), k, own + need, own + int(costs.taken[inside, k])
+
+    def _check_need(self, s: int, column: int, last: int) -> int:
+        """The bytes that CF_s or Fn_s needs."""
+        return self._own(s, column) + int(self.costs.base[last] + self.costs.check_need[s, s + 1])
+
+    def _least_of(self, s: int, column: int, last: int) -> int:
+        """The recurrence, with "least M" for "least time"."""
+        start, least, t, own = self.start, self.least, self._until(s, column), self._own(s, column)
+        if s == self.length:
+            return own + self.costs.loss_need
+        found = [int(least[start[s + 1, t] + last])] if s < t else []
+        if t < last:
+            later = own + least[start[s + 1, t + 1 : last + 1] + last]
+            found.append(int(np.maximum(later, least[start[s, column] + np.arange(t, last)]).min()))
+        check_need = self._check_need(s, column, last)
+        found = [max(each, check_need) for each in found]
+        if s == t:
+            for _, _, need, taken in self._options(s, column, last):
+                rest = int(least[start[s + 1, self.length + 1] + last]) if last > s else 0
+                found.append(max(need, taken + rest) if last > s else need)
+        return min(found)
+
+    def fill(self, unit: int) -> None:
+        """Fill the table with slots of `unit` bytes."""
+        costs, start, length = self.costs, self.start, self.length
+        width, self.offset = divmod(self.mem_limit, unit)
+        self.unit, self.table = unit, np.full((len(self.least), width + 1), np.inf)
+        for s, column, last in self._problems():
+            t, own, row = self._until(s, column), self._own(s, column), start[s, column] + last
+            out, low = self.table[row], self._slot_of(int(self.least[row]))
+            if s == length:
+                out[low:] = 0.0
+                continue
+            if s == t:
+                for _, k, need, taken in self._options(s, column, last):
+                    begin = max(low, self._slot_of(need))
+                    if last == s:
+                        # B_s makes Fe_s skip its output: nothing in between reads it.
+                        seconds = costs.extra[k] - (costs.run[s + 1] - costs.split[s + 1])
+                        out[begin:] = np.minimum(out[begin:], seconds)
+                        continue
+                    # Where a run frees more than it keeps, no memory is more than that of the last slot.
+                    slots = np.arange(max(begin, taken // unit), width + 1)
+                    source = self.table[start[s + 1, length + 1] + last, np.minimum(slots - taken // unit, width)]
+                    out[slots] = np.minimum(out[slots], costs.extra[k] + source)
+            seconds = costs.run[s + 1] - costs.run[s]
+            low = max(low, self._slot_of(self._check_need(s, column, last)))
+            if s < t:
+                out[low:] = np.minimum(out[low:], seconds + self.table[start[s + 1, t] + last, low:])
+            shift = own // unit
+            low = max(low, shift)
+            if t < last and low <= width:
+                later = self.table[start[s + 1, t + 1 : last + 1] + last, low - shift : width + 1 - shift]
+                later += seconds
+                later += self.table[start[s, column] + t : start[s, column] + last, low:]
+                out[low:] = np.minimum(out[low:], later.min(axis=0))
+
+    def _slot_of(self, need: int) -> int:
+        """The first slot m for which m · unit + offset ≥ need."""
+        return max(0, -((self.offset - need) // self.unit))
+
+    def _read(self, row: int, memory: int, blend: float, cut: float) -> float:
+        """Opt for exactly `memory` bytes, read between two slots: the bound for blend 0, pessimistic for blend 1."""
+        m = min(self._slot_of(memory), self.table.shape[1] - 1)
+        value = float(self.table[row, m])
+        rest = m * self.unit + self.offset - memory
+        if rest > 0 and blend > 0.0:
+            worse = min(cut, float(self.table[row, m - 1])) if m > 0 else cut
+            value += blend * rest / self.unit * max(0.0, worse - value)
+        return value
+
+    def descend(self, blend: float, cut: float) -> list[Operation]:
+        """The operations of a sequence that fits, with memory counted in bytes; the table only says where to go."""
+        operations: list[Operation] = []
+        pending: list[_Task | Operation] = [(0, 0, self.length, self.mem_limit)]
+        while pending:
+            task = pending.pop()
+            if not isinstance(task, tuple):
+                operations.append(task)
+                continue
+            s, column, last, memory = task
+            if self._until(s, column) > last:
+                continue
+            if s == self.length:
+                operations.append(Loss())
+                continue
+            _, chosen, following = min(self._ways(s, column, last, memory, blend, cut), key=lambda way: way[0])
+            operations.append(chosen)
+            pending += following
+        return operations
+
+    def _ways(self, s: int, column: int, last: int, memory: int, blend: float, cut: float) -> Iterator[_Way]:
+        """All ways in which a problem may begin in exactly `memory` bytes."""
+        costs, start, least, t = self.costs, self.start, self.least, self._until(s, column)
+        for number, k, need, taken in self._options(s, column, last) if s == t else ():
+            seconds, row = float(costs.extra[k]), start[s + 1, self.length + 1] + last if last > s else -1
+            if memory < need or (last > s and memory - taken < least[row]):
+                continue
+            if last > s:
+                seconds += self._read(row, memory - taken, blend, cut)
+            else:
+                seconds += float(costs.split[s + 1] - costs.run[s + 1])
+            yield seconds, ForwardEnable(s, number), [Backward(s), (s + 1, self.length + 1, last, memory - taken)]
+        if memory < self._check_need(s, column, last):
+            return
+        seconds, rest = float(costs.run[s + 1] - costs.run[s]), memory - self._own(s, column)
+        if s < t and memory >= least[start[s + 1, t] + last]:
+            value = self._read(start[s + 1, t] + last, memory, blend, cut)
+            yield seconds + value, ForwardNograd(s), [(s + 1, t, last, memory)]
+        for j in range(t + 1, last + 1):
+            after, before = start[s + 1, j] + last, start[s, column] + j - 1
+            if rest >= least[after] and memory >= least[before]:
+                value = seconds + self._read(after, rest, blend, cut) + self._read(before, memory, blend, cut)
+                yield value, ForwardCheck(s), [(s, column, j - 1, memory), (s + 1, j, last, rest)]
+
+
+def _table_bytes(length: int, width: int) -> int:
+    return (length + 1) * (length + 2) * (length + 6) // 6 * width * 8
+
+
+def _check_size(length: int, width: int) -> None:
+    nbytes = _table_bytes(length, width)
+    if nbytes > _LARGEST_TABLE:
+        raise ValueError(
+            f"{length} stages with memory in {width} slots need a table of {nbytes / 2**30:.1f} GiB, and at most "
+            f'{_LARGEST_TABLE / 2**30:.1f} GiB are allowed; use algorithm="persistent", or fewer slots'
+        )
