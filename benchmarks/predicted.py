@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import ecosystem
 import torch
+from cpu_scratch import cpu_scratch_bytes
 from predicted_reasons import reason
 from report import write
 from torch import nn
@@ -31,7 +32,6 @@ from rotor_profiling.instruments import using
 from rotor_profiling.isolate import RandomState
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, models, store_all
-from rotor_py.devices.cpu_scratch import cpu_scratch_bytes
 from rotor_py.measure import stage_measurer
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.sources import layer_parts

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
+from cpu_scratch import cpu_scratch_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling import storage_bytes, storages, tensors_in
 from rotor_profiling.memory import CpuMeter, Phase
 from rotor_py import Checkpointable
-from rotor_py.devices.cpu_scratch import cpu_scratch_bytes
 from rotor_py.execute import tape
 from rotor_py.execute.tape import Tape
 from rotor_solver import Backward, Loss, Operation, simulate

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +15,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py.by_hand.strategy import ByHand
-from rotor_py.compiled.around import inductor_around, inductor_of
 from rotor_py.compiled.options import Compile
 from rotor_py.errors import UnsupportedModelError, what_it_is
 from rotor_py.measure.budget import Budget
@@ -26,6 +27,8 @@ from rotor_py.plan.settings import Settings
 from rotor_py.transparent import ModelsSignature, core_of, in_training, instead_of_forward
 from rotor_solver import Algorithm, Chain, Sequence
 from rotor_solver.progress import Progress
+
+_log = logging.getLogger("rotor_py")
 
 
 class Checkpointable(PlannedModel):
@@ -176,16 +179,20 @@ class Checkpointable(PlannedModel):
             if mem_limit is not None or settings.by_hand is not None:
                 self.compute_sequence()
 
-    # torch.compile(Checkpointable(model)) compiles the stages of the plan, and not this. `torch.compiler.disable` would
-    # import TorchDynamo here; torch has this one for itself, which imports it when it is first called.
     @ModelsSignature
-    @_disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; in training mode, so that the backward follows the plan."""
+        # All that torch.compile(Checkpointable(model)) sees: that it traces this.
+        return self._forward_untraced(torch.compiler.is_compiling(), *args, **kwargs)
+
+    # `torch.compiler.disable` would import TorchDynamo here; torch has this one for itself, which imports it when it is
+    # first called.
+    @_disable_dynamo
+    def _forward_untraced(self, traced: bool, /, *args: Any, **kwargs: Any) -> Any:
         if not self.training or not torch.is_grad_enabled():
             return self.model.forward(*args, **kwargs)
-        if self._planner.may_compile and (compiler := inductor_around(self)) is not None:
-            self._planner.compile_by(compiler)
+        if traced:
+            self._planner.warn_of_torch_compile()
         if isinstance(self.model, DistributedDataParallel):
             # Its own forward prepares the reducer, and then calls the module inside: that is what follows the plan.
             with instead_of_forward(self._planner.model.core, self._planner.run):
@@ -193,14 +200,16 @@ class Checkpointable(PlannedModel):
         return self._planner.run(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Have the stages compiled from the next step on, as `torch.compile` around it does, with its arguments.
+        """Have the stages compiled from the next step on, with the arguments of `torch.compile`.
 
         ValueError for another backend than Inductor, and for a mode that records CUDA graphs.
         """
-        compiler = inductor_of(args, kwargs)
-        if compiler is None:
-            raise ValueError("stages are compiled by Inductor alone; leave backend= out")
-        self._planner.compile_by(compiler)
+        inspect.signature(torch.compile).bind(None, *args, **kwargs)  # TypeError for what it does not know
+        if kwargs.get("backend", "inductor") != "inductor" or kwargs.get("disable"):
+            raise ValueError("stages are compiled by Inductor alone; leave backend= and disable= out")
+        if kwargs.get("dynamic"):
+            _log.warning("dynamic=True has no part in a planned step: stages are compiled for one shape at a time")
+        self._planner.compile_with(kwargs.get("mode") or kwargs.get("options") or True)
 
     def refuse_what_cannot_fit(self, custom_input: Any) -> None:
         """InfeasibleError, within seconds and before anything is run, for a step that cannot be inside the limit.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gpu_parts.device_like import device_like
 from gpu_parts.estimates import LIMITS, STORED, estimated
 from gpu_parts.models import Case, cases
 from gpu_parts.setting import AT_PEAK, Setting
@@ -18,7 +19,6 @@ from rotor_py.devices.caching_allocator import replay
 from rotor_py.devices.calibration import calibrate
 from rotor_py.devices.device_file import as_toml
 from rotor_py.devices.requests import Allocate, Event, Free
-from rotor_py.devices.table import device_like
 from rotor_py.measure.device import total_bytes
 from rotor_solver import simulate, store_all
 

@@ -6,7 +6,7 @@ operators make and that end when nobody holds them, and what kernels allocate in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -83,14 +83,3 @@ class FollowedStep(FollowedStorages):
             inner = ("inside", len(self.events))
             self.events += [Allocate(inner, inside, self.stream), Free(inner)]
         self.seconds += self._roofline(func, args, kwargs, out)
-
-
-def followed(step: Callable[[], object], device: Device, present: Iterable[torch.Tensor] = ()) -> FollowedStep:
-    """Follow `step` twice, since the first one makes the optimizer's state; seconds are those of the second."""
-    found = FollowedStep(device)
-    found.hold(present)
-    with found:
-        step()
-        found.seconds = 0.0
-        step()
-    return found

@@ -32,20 +32,6 @@ def find_devices(text: str) -> Devices:
     return Devices(_table()[name], count)
 
 
-def device_like(reported: str, memory_bytes: int) -> Device | None:
-    """The device of the table that calls itself `reported` (`torch.cuda.get_device_name`) and has that much memory.
-
-    None if there is none: cards of one name and a tenth more or less memory are other cards.
-    """
-    name = reported.lower().replace(" ", "").replace("-", "")
-    found = [
-        (len(key.partition("-")[0]), ("pcie" in key) == ("pcie" in name), device)
-        for key, device in _table().items()
-        if key.partition("-")[0] in name and abs(device.memory_bytes - memory_bytes) < 0.1 * memory_bytes
-    ]
-    return max(found, key=lambda each: each[:2], default=(0, False, None))[2]
-
-
 def device_from_file(path: str | Path, name: str | None = None) -> Device:
     """The device in the TOML file at `path`, which has the form of the table. `name` chooses among several.
 

@@ -77,10 +77,6 @@ class ActivationStore:
         """Share what `other` keeps at the index `there`: it is in memory once."""
         self._held[index] = other._held[there]
 
-    def drop(self, index: int) -> None:
-        """Let go of the value at `index`, which has to be there."""
-        del self._held[index]
-
     def clear(self) -> None:
         """Let go of everything."""
         self._held.clear()

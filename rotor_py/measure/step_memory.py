@@ -46,11 +46,6 @@ class StepMemory:
     """What that tier is called."""
 
     @property
-    def floor_bytes(self) -> int:
-        """What the step needs whatever the plan is: for the layers before the chain, or for the optimizer."""
-        return max(self.fixed.total + self.before_bytes, self.optimizer_peak_bytes)
-
-    @property
     def optimizer_peak_bytes(self) -> int:
         """What is in memory while the optimizer steps, as far as the optimizer is known."""
         return self.fixed.total + self.stepping_bytes + (self.step_bytes or 0)

@@ -50,8 +50,7 @@
 #     (`on_oom="replan"`). The plan gets a sequence within a smaller limit, by which what was under way runs again. That
 #     limit counts for steps of this kind until the user sets one. → solved
 # 11. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
-# 12. A forward is called by `torch.compile` around the model. Plans are given up, since they are for other stages than
-#     those that are compiled. → unmeasured
+# 12. `.compile()` asks for compiled stages. Plans are given up, since they are for other stages. → unmeasured
 #
 # The model is in training mode in events 1 and 5, and when a file is made of a plan: the caller sees to it. In all
 # threads of a process, one planner at a time measures or solves (`planning_lock`).
@@ -67,7 +66,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import UnknownOptimizerError
-from rotor_py.compiled.options import without_cuda_graphs
+from rotor_py.compiled.options import Compile, config_of
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.conflicts.offload import refuse_compiled
@@ -96,7 +95,7 @@ class Planner:
         self.model = TrainedModel(whole, core, settings)
         self._maker = PlanMaker(self.model, settings)
         self._planned = PlannedForwards(self._maker)
-        self._asked_to_compile = False
+        self._warned_of_torch_compile = False
         self.wait_for_optimizers()
 
     def wait_for_optimizers(self) -> None:
@@ -201,28 +200,27 @@ class Planner:
             except UnknownOptimizerError as error:
                 _log.warning("%s", error)
 
-    def compile_by(self, compiler: torch._TorchCompileInductorWrapper) -> None:
-        """Event 12: plan anew with compiled stages, by this backend of a `torch.compile` around the model.
+    def compile_with(self, compile: Compile) -> None:
+        """Event 12: plan anew with compiled stages.
 
-        ValueError if it asks for CUDA graphs, or where plans may move activations. A warning says so where stages
-        cannot be compiled.
+        ValueError if `compile` asks for CUDA graphs, or where plans may move activations. A warning says so where the
+        plan is from a file, whose stages are not compiled.
         """
         refuse_compiled(self.model.offload)
-        self._asked_to_compile = True
         if self.plans.in_use is not None and self.plans.in_use.file is not None:
-            _log.warning(
-                "torch.compile around the model compiles nothing, since its plan is from a file; the step is planned"
-            )
+            _log.warning("compile() compiles nothing, since the plan is from a file; the step is planned")
             return
-        self.settings.inductor = without_cuda_graphs(compiler.config, "torch.compile around the model")
-        if compiler.dynamic:
-            _log.warning("dynamic=True has no part in a planned step: stages are compiled for one shape at a time")
+        self.settings.inductor = config_of(compile)
         self._maker.begin_anew()
 
-    @property
-    def may_compile(self) -> bool:
-        """Whether nobody has said yet that stages are to be compiled."""
-        return self.settings.inductor is None and not self._asked_to_compile
+    def warn_of_torch_compile(self) -> None:
+        """Say once that a `torch.compile` around the model compiles nothing."""
+        if self.settings.inductor is None and not self._warned_of_torch_compile:
+            self._warned_of_torch_compile = True
+            _log.warning(
+                "torch.compile around a Checkpointable compiles nothing: the step is planned; to compile what is "
+                "planned, write Checkpointable(model, compile=True)"
+            )
 
     def copied(self) -> Planner:
         """Event 11: a planner for a copy of the model. It refers to this model until that is copied along with it."""

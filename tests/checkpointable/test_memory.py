@@ -61,8 +61,8 @@ def test_the_optimizers_own_step_can_be_the_peak() -> None:
     planned = Checkpointable(network, loss=square, optimizer=optimizer, fresh_grads=True)
     planned.measure(torch.randn(2, 600))
     assert planned.budget is not None
-    assert planned.budget.least_bytes() == planned.budget.floor_bytes
-    assert_as_predicted(planned, torch.randn(2, 600), planned.budget.floor_bytes, optimizer, fresh_grads=True)
+    assert planned.budget.least_bytes() == planned.budget.optimizer_peak_bytes
+    assert_as_predicted(planned, torch.randn(2, 600), planned.budget.optimizer_peak_bytes, optimizer, fresh_grads=True)
 
 
 def test_storing_everything_peaks_no_higher_than_plain_training() -> None:

@@ -1,9 +1,8 @@
-"""The ways to ask for compiled stages: torch.compile around the model, the backend, and the command."""
+"""The ways to ask for compiled stages: `.compile()`, the backend, and the command; torch.compile around is none."""
 
 from __future__ import annotations
 
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -41,40 +40,33 @@ def planned() -> Checkpointable:
     return Checkpointable(Net(), mem_limit="1GB", loss=loss, fresh_grads=True, granularity=4)
 
 
-def test_torch_compile_around_the_model_compiles_its_stages(seen: list[int]) -> None:
+def test_compile_has_a_measured_model_planned_anew_with_compiled_stages(seen: list[int]) -> None:
     found = Checkpointable(Wide(3), mem_limit="1GB", loss=loss, fresh_grads=True, granularity=3)
     found.measure(batch())  # plain: nothing has been said of compiling
-    around = torch.compile(found, options={"fallback_random": True})
+    found.compile(options={"fallback_random": True})
     with stage_by_stage():
-        loss(around(batch())).backward()
+        loss(found(batch())).backward()
     assert len(seen) == 1
     assert seen[0] > 0
     assert found._planner.settings.inductor == (("fallback_random", True),)
-    loss(around(batch())).backward()
+    loss(found(batch())).backward()
     assert len(seen) == 1
 
 
-def test_looking_for_it_holds_nothing_of_the_caller() -> None:
+def test_compile_takes_what_torch_compile_takes_but_another_backend(caplog: pytest.LogCaptureFixture) -> None:
     found = planned()
-    found.measure(batch())
-    value = batch()
-    alive = weakref.ref(value.untyped_storage())
-    loss(found(value)).backward()
-    del value
-    assert alive() is None
-
-
-@pytest.mark.slow
-def test_so_does_its_own_method(seen: list[int]) -> None:
-    found = planned()
-    found.compile()
-    loss(found(batch())).backward()
-    assert seen[0] > 0
+    found.compile(mode="max-autotune-no-cudagraphs", dynamic=True)
+    assert ("max_autotune", True) in found._planner.settings.inductor
+    assert "dynamic=True has no part" in caplog.text
+    with pytest.raises(ValueError, match="leave backend= and disable= out"):
+        found.compile(backend="aot_eager")
+    with pytest.raises(TypeError):
+        found.compile(modus="default")
 
 
 def test_a_chain_is_captured_to_be_compiled(seen: list[int]) -> None:
     chain = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
-    found = torch.compile(Checkpointable(chain, mem_limit="1GB", loss=loss, granularity=3))
+    found = Checkpointable(chain, mem_limit="1GB", loss=loss, granularity=3, compile=True)
     with stage_by_stage():
         loss(found(batch())).backward()
     assert seen[0] > 0
@@ -84,10 +76,21 @@ def test_a_chain_is_captured_to_be_compiled(seen: list[int]) -> None:
     torch.testing.assert_close(made, gradients(chain))
 
 
-def test_another_backend_compiles_nothing(seen: list[int]) -> None:
-    found = planned()
-    loss(torch.compile(found, backend="aot_eager")(batch())).backward()
+@pytest.mark.parametrize("options", [{}, {"backend": "aot_eager"}, {"mode": "reduce-overhead"}], ids=str)
+def test_torch_compile_around_the_model_compiles_nothing_and_says_so_once(
+    options: dict[str, str], seen: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Checkpointable(Wide(3), mem_limit="1GB", loss=loss, granularity=3)
+    around = torch.compile(found, **options)
+    for _ in range(2):
+        loss(around(batch())).backward()
     assert seen == []
+    assert caplog.text.count("write Checkpointable(model, compile=True)") == 1
+    made = gradients(found)
+    found.zero_grad()
+    for _ in range(2):
+        loss(found.model(batch())).backward()
+    assert all(map(torch.equal, made, gradients(found)))
 
 
 @pytest.mark.parametrize(
@@ -95,11 +98,8 @@ def test_another_backend_compiles_nothing(seen: list[int]) -> None:
     [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}],
     ids=lambda asked: str(*asked.values()),
 )
-def test_cuda_graphs_are_refused_in_the_first_forward(asked: dict[str, Any]) -> None:
-    around = torch.compile(planned(), **asked)
-    with pytest.raises(ValueError, match=r"torch\.compile around the model records CUDA graphs"):
-        around(batch())
-    with pytest.raises(ValueError, match=r"torch\.compile around the model records CUDA graphs"):
+def test_cuda_graphs_are_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="records CUDA graphs"):
         planned().compile(**asked)
 
 
@@ -126,11 +126,11 @@ def test_a_plan_from_a_file_is_followed_uncompiled(
     found = planned()
     found.measure(batch())
     found.save_plan(tmp_path / "plan.json")
-    around = torch.compile(Checkpointable(Net(), plan=tmp_path / "plan.json", granularity=4))
-    for _ in range(2):
-        loss(around(batch())).backward()
+    followed = Checkpointable(Net(), plan=tmp_path / "plan.json", granularity=4)
+    followed.compile()
+    loss(followed(batch())).backward()
     assert seen == []
-    assert caplog.text.count("compiles nothing, since its plan is from a file") == 1
+    assert caplog.text.count("compiles nothing, since the plan is from a file") == 1
 
 
 def test_the_backend_compiles_if_it_is_told_to(seen: list[int]) -> None:

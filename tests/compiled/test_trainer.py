@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rotor_py import Checkpointable
-from tests.integrations.test_trainer import examples, llama, trainer
+from tests.integrations.test_trainer import assert_same_weights, examples, llama, trainer
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,14 +17,18 @@ pytestmark = [
 ]
 
 
-def test_a_trainer_that_compiles_compiles_the_stages(tmp_path: Path) -> None:
-    found = Checkpointable(llama(), mem_limit="1GB", granularity=3)
-    trainer(found, tmp_path, examples(), torch_compile=True).train()
-    assert found._planner.settings.inductor == ()
+def test_a_trainer_that_compiles_trains_by_the_plan_uncompiled_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, found = llama(), Checkpointable(llama(), mem_limit="1GB", granularity=3)
+    trainer(plain, tmp_path / "plain", examples()).train()
+    trainer(found, tmp_path / "planned", examples(), torch_compile=True).train()
+    assert found.sequence is not None
+    assert caplog.text.count("write Checkpointable(model, compile=True)") == 1
+    assert_same_weights(found, plain)
+
+
+def test_a_trainer_trains_with_compiled_stages_if_the_model_asks_for_them(tmp_path: Path) -> None:
+    found = Checkpointable(llama(), mem_limit="1GB", granularity=3, compile=True)
+    trainer(found, tmp_path, examples()).train()
     assert len(found._planner.in_use.ways) > 1
-
-
-def test_a_trainer_that_asks_for_cuda_graphs_is_told_why_not(tmp_path: Path) -> None:
-    found = Checkpointable(llama(), mem_limit="1GB", granularity=3)
-    with pytest.raises(ValueError, match="records CUDA graphs, which keep their memory for good"):
-        trainer(found, tmp_path, examples(), torch_compile=True, torch_compile_mode="reduce-overhead").train()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling import memory_meter, tensors_in
-from rotor_py.devices.cpu_scratch import cpu_scratch_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from cpu_scratch import cpu_scratch_bytes
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

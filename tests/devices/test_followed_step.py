@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import pytest
@@ -12,12 +12,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py.devices.caching_allocator import replay
-from rotor_py.devices.followed_step import FollowedStep, followed
+from rotor_py.devices.device import Device
+from rotor_py.devices.followed_step import FollowedStep
 from rotor_py.devices.requests import Allocate, Event, Free
 from rotor_py.devices.table import find_device
 from tests.devices.test_roofline import SIMPLE
 
 H100 = find_device("h100")
+
+
+def followed(step: Callable[[], object], device: Device, present: Iterable[torch.Tensor] = ()) -> FollowedStep:
+    """Follow `step` twice, since the first one makes the optimizer's state; seconds are those of the second."""
+    found = FollowedStep(device)
+    found.hold(present)
+    with found:
+        step()
+        found.seconds = 0.0
+        step()
+    return found
 
 
 def held(events: list[Event]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch
 
 from rotor_py.devices.caching_allocator import replay
 from rotor_py.devices.requests import Allocate, Free, Reserved
-from rotor_py.devices.table import device_like, find_device
+from rotor_py.devices.table import find_device
 from tests.docs.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu
 import report
 from gpu_parts import packing, rows, tables
+from gpu_parts.device_like import device_like
 from gpu_parts.order import by_priority
 from gpu_parts.setting import Setting
 from gpu_parts.short_table import short_table

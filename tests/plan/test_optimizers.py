@@ -49,7 +49,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
 def bytes_of(planned: Checkpointable) -> tuple[Any, ...]:
     """What the budget says in bytes: times differ from one measurement to the next."""
     budget = planned.budget
-    return budget.fixed, budget.floor_bytes, budget.snapshot_bytes, budget.stepping_bytes, budget.least_bytes()
+    return (
+        budget.fixed,
+        budget.before_bytes,
+        budget.step_bytes,
+        budget.snapshot_bytes,
+        budget.stepping_bytes,
+        budget.least_bytes(),
+    )
 
 
 def test_every_step_stays_inside_the_limit_though_the_optimizer_comes_later() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, estimate
 from rotor_py.devices.device import Device
 from rotor_py.devices.scratch import workspace_bytes
-from rotor_py.devices.table import device_like
 from rotor_py.measure.device import total_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from gpu_parts.device_like import device_like
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 

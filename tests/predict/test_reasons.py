@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import predicted
 import predicted_reasons
-
-from rotor_py.devices.cpu_scratch import cpu_scratch_bytes
+from cpu_scratch import cpu_scratch_bytes
 
 WIDTH = 64
 

@@ -24,7 +24,6 @@ _OWN_TYPES = ("rotor_py.capture.graph.", "rotor_py.models.")
 _LIBRARIES = ("torch.", "_operator.", "math.", "builtins.")
 """Where functions and classes come from whose code changes with their version alone."""
 _NAMESPACES = ("aten", "prims")
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 
 
 class UnstableKeyError(Exception):

@@ -41,6 +41,6 @@ def refuse_compiled(offload: Offload | None) -> None:
     """ValueError where stages are to be compiled, and plans may move what they save."""
     if offload is not None:
         raise ValueError(
-            "offload= has a plan move what stages save, and torch.compile has Inductor decide what that is; leave "
+            "offload= has a plan move what stages save, and compile() has Inductor decide what that is; leave "
             "one of them out"
         )

@@ -108,11 +108,6 @@ def same_kind(planned: Any, spec: Any) -> bool:
     return _agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad)
 
 
-def gradients_of(spec: Any) -> list[bool]:
-    """Which tensors get a gradient."""
-    return [leaf.requires_grad for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
-
-
 def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], bool]) -> bool:
     expected, structure = tree_flatten(planned)
     found, other = tree_flatten(spec)

@@ -6,7 +6,6 @@ not gain by it: whose operators save little, or that is a single operator.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Container, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from rotor_py.stage.ways.watched import calls_forward_alone
 if TYPE_CHECKING:
     from rotor_py.capture.captured_layer import CapturedLayer
 
-_log = logging.getLogger("rotor_py")
 
 _LEAST_BYTES = 2**20
 """What a layer has to save beside its input and output. A guess: for less, nobody wants to wait for TorchDynamo."""

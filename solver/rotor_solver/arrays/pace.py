@@ -11,7 +11,6 @@ decided by estimates of seconds, not by clocks, so that a run does today what it
 
 from __future__ import annotations
 
-import math
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -56,11 +55,6 @@ def compiling_pays(name: str, seconds: float) -> bool:
     if not on_disk(import_module(name)):
         _tell()
     return True
-
-
-def compile_at_once() -> None:
-    """From now on, whatever there are kernels for is done by them: for measuring how fast they are."""
-    _Pace.spent = math.inf
 
 
 def prepare(kernel: Any, *arguments: Any) -> None:
