@@ -32,6 +32,15 @@ def usage(message: str) -> Failure:
 
 
 @contextmanager
+def about_option(name: str) -> Iterator[None]:
+    """Turn a ValueError into the failure of the option of this name."""
+    try:
+        yield
+    except ValueError as error:
+        raise usage(f"{name}: {error}") from error
+
+
+@contextmanager
 def model_code(file: str) -> Iterator[None]:
     """Run code of the user's. What it raises becomes a Failure with its own traceback, from the user's file on."""
     try:

@@ -11,12 +11,11 @@ from functools import partial
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from rotor_cli.completion import files
 from rotor_cli.errors import DIFFERENT, INTERRUPTED, UNEXPECTED, Failure
-from rotor_cli.refusals.wrong_use import refuse_wrong_use
 from rotor_cli.request import Request, batch_of
-from rotor_cli.synonyms import CommandWithSynonyms
+from rotor_cli.validation import refuse_wrong_use
 
 _EPILOG = """\b
 Examples:
@@ -38,23 +37,75 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 4 the model itself raised; 5 --verify found a difference; 130 interrupted.
 """
 
+_OPTION_ALIASES = {
+    "--mem-limit": ("budget", "memory", "mem", "limit", "memory-limit", "memory-budget", "mem-budget", "max-memory"),
+    "--batch": ("batch-size", "bs"),
+    "--input": ("shape", "input-shape", "sample"),
+    "--max-overhead": ("overhead", "max-slowdown"),
+    "--forwards-in-flight": ("in-flight", "forwards"),
+    "--save": ("output", "out", "plan"),
+    "--device": ("gpu", "cuda"),
+}
+"""What people call the options elsewhere."""
+_COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Of torch.compile. Written down here, since wrong use is answered before torch is loaded."""
+
+
+class CommandWithAliases(click.Command):
+    """Suggests an option by its meaning; click goes by its letters, and would find --quiet for --budget."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does it. After `--` comes what is a script's. --compile takes no mode, as `torch.compile` does."""
+        script: tuple[str, ...] | None = None
+        if "--" in args:
+            args, script = args[: args.index("--")], tuple(args[args.index("--") + 1 :])
+        following = args[args.index("--compile") + 1 :][:1] if "--compile" in args else []
+        if following and following[0] in _COMPILE_MODES:
+            records = following[0] in _COMPILE_MODES[1:3]
+            why = " (this one records CUDA graphs, which no plan can follow)" if records else ""
+            raise click.UsageError(
+                f"--compile takes no mode{why}, and plans for Inductor's defaults; for another mode, give "
+                'Checkpointable compile="max-autotune-no-cudagraphs" in your code.',
+                ctx=ctx,
+            )
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name.lstrip("-").replace("_", "-")
+            meant = next((option for option, others in _OPTION_ALIASES.items() if name in others), None)
+            if meant is None:
+                raise
+            message = f"No such option {error.option_name!r}. Did you mean {meant!r}?"
+            raise click.NoSuchOption(error.option_name, message, ctx=error.ctx) from None
+        ctx.params["script_arguments"] = script
+        return rest
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """As click has them, and what may follow the options."""
+        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS]"]
+
+
+def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of files, which the shell knows best."""
+    return [CompletionItem(incomplete, type="file")]
+
 
 def _calibrate(context: click.Context, option: click.Parameter, device: str | None) -> None:
     """Like --version: it needs no model, prints, and ends."""
     if device is None or context.resilient_parsing:
         return
-    from rotor_cli.commands.calibrate import run
+    from rotor_cli.target_device import print_calibration
 
-    run(device or None)
+    print_calibration(device or None)
     context.exit()
 
 
 @click.command(
-    cls=CommandWithSynonyms,
+    cls=CommandWithAliases,
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.argument("model", shell_complete=files)
+@click.argument("model", shell_complete=_files)
 @click.option(
     "--mem-limit", metavar="LIMIT", help="Peak of the whole step: 4GB, 512MiB, 80%. [default: 90% of what is free]"
 )
@@ -69,7 +120,10 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
 )
 @click.option("--device-memory", metavar="SIZE", help="Plan for a device of so many bytes, which need not be here.")
 @click.option(
-    "--device-file", metavar="FILE", shell_complete=files, help="A device that need not be here, as --calibrate prints."
+    "--device-file",
+    metavar="FILE",
+    shell_complete=_files,
+    help="A device that need not be here, as --calibrate prints.",
 )
 @click.option("--dtype", metavar="DTYPE", help="Convert model and input first: bfloat16, float16, float32.")
 @click.option(
@@ -147,24 +201,28 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
 )
 @click.option("--no-cache", is_flag=True, help="Measure what an earlier run has measured, and keep nothing.")
 @click.option(
-    "--json", "json_file", metavar="FILE", shell_complete=files, help="Write the report as JSON; - is stdout."
+    "--json", "json_file", metavar="FILE", shell_complete=_files, help="Write the report as JSON; - is stdout."
 )
 @click.option(
     "--save",
     "plan_file",
     metavar="FILE",
-    shell_complete=files,
+    shell_complete=_files,
     help="Write the plan for Checkpointable(model, plan=FILE).",
 )
 @click.option(
     "--trace",
     "trace_file",
     metavar="FILE",
-    shell_complete=files,
+    shell_complete=_files,
     help="Write the predicted step as a trace, for Perfetto.",
 )
 @click.option(
-    "--html", "html_file", metavar="FILE", shell_complete=files, help="Write the report as one page that loads nothing."
+    "--html",
+    "html_file",
+    metavar="FILE",
+    shell_complete=_files,
+    help="Write the report as one page that loads nothing.",
 )
 @click.option("--compare", is_flag=True, help="Every strategy at this limit, in one table; --verify measures them too.")
 @click.option("--sweep", is_flag=True, help="The curve of memory against time; needs no --mem-limit.")
@@ -172,7 +230,7 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
     "--plot",
     "plot_file",
     metavar="FILE",
-    shell_complete=files,
+    shell_complete=_files,
     help="Draw the curve of --sweep as FILE.svg or FILE.png.",
 )
 @click.option("--pipeline", type=click.IntRange(min=1), metavar="RANKS", help="Cut the model for a pipeline of RANKS.")
@@ -215,21 +273,21 @@ def main(traceback: bool, **options: Any) -> None:
     try:
         refuse_wrong_use(request)
         if request.pipeline is not None:
-            from rotor_cli.commands.pipeline import run
+            from rotor_cli.pipeline_command import run
 
             run(request)
             return
-        from rotor_cli.commands.deliver import deliver
+        from rotor_cli.write_outputs import write_outputs
 
         if request.as_script:
-            from rotor_cli.commands.script import plan_script
+            from rotor_cli.script_command import plan_script
 
-            facts = plan_script(request, partial(deliver, request=request))
+            facts = plan_script(request, partial(write_outputs, request=request))
         else:
-            from rotor_cli.commands.plan import plan
+            from rotor_cli.plan_command import plan
 
             facts = plan(request)
-            deliver(facts, request)
+            write_outputs(facts, request)
     except Failure:
         raise
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rotor_cli.errors import usage
-from rotor_cli.loading.script_file import defines
+from rotor_cli.model_file_errors import defines
 
 HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")
 """Devices of this machine."""

@@ -260,15 +260,12 @@ class _Heterogeneous:
         parts = np.maximum(self.taken[js] + self.least[first, stop], self.least[i, js])
         needs = np.maximum(self._asked(i, js, stop), parts)
         seconds = costs.split[js] - costs.run[i] + self.least_seconds[first, stop] + self.least_seconds[i, js]
-        if self._may_enable(i, stop):
+        if _may_enable(self.length, self.attached, i, stop):
             following = costs.taken[self.state, i] + self.least[i + 1, stop]
             needs = np.append(needs, max(self.needs[self.state, i, stop], following))
             seconds = np.append(seconds, self.least_seconds[i + 1, stop])
         best = needs.min()
         return int(best), float(seconds[needs == best].min())
-
-    def _may_enable(self, i: int, stop: int) -> bool:
-        return _may_enable(self.length, self.attached, i, stop)
 
     def _asked(self, i: int, j: int | slice, stop: int) -> Any:
         """The bytes that [i, stop) needs to get to the checkpoint a_j, and to keep it."""
@@ -305,7 +302,7 @@ class _Heterogeneous:
         row[max(low, int(self.end[i, stop])) :] = self.full_seconds[i, stop]
         if low >= high:
             return
-        if self._may_enable(i, stop):
+        if _may_enable(self.length, self.attached, i, stop):
             enough = int(self._slot_of(self.needs[self.state, i, stop]))
             following = self._shifted(i + 1, stop, int(costs.taken[self.state, i]))
             row[max(low, enough) : high] = np.minimum(row, following)[max(low, enough) : high]
@@ -324,9 +321,10 @@ class _Heterogeneous:
         if i == stop:
             return np.zeros(self.width)
         slots = np.arange(self.width) - -(-taken // self.unit)
-        values = self.rows[i][stop - i, np.clip(slots, 0, self.width - 1)]
+        values: Floats = self.rows[i][stop - i, np.clip(slots, 0, self.width - 1)]
         values[slots < 0] = np.inf
-        return np.where(slots >= max(self.width, int(self.begin[i, stop])), self.beyond[i, stop], values)
+        values[slots >= max(self.width, int(self.begin[i, stop]))] = self.beyond[i, stop]
+        return values
 
     def _slot_of(self, need: Any) -> Any:
         """The first slot m for which m · unit + offset ≥ need."""
@@ -351,7 +349,7 @@ class _Heterogeneous:
     def _best_checkpoint(self, i: int, stop: int, memory: int) -> int:
         """The checkpoint j with which [i, stop) is fastest in exactly `memory` bytes, or i for Fe_i."""
         costs, best, choice = self.costs, math.inf, -1
-        if self._may_enable(i, stop) and memory >= self.needs[self.state, i, stop]:
+        if _may_enable(self.length, self.attached, i, stop) and memory >= self.needs[self.state, i, stop]:
             best = self._seconds(i + 1, stop, memory - int(costs.taken[self.state, i]))
             choice = i if best < math.inf else -1
         for j in range(i + 1, stop):
@@ -393,7 +391,8 @@ def _stage_needs(costs: Costs) -> Ints:
     backward = np.repeat(costs.backward_need[[1], :, None], length + 2, axis=2)
     backward[0, :, -1] = costs.backward_need[0]
     base = np.concatenate([[0], costs.base])  # by stop; there is no interval that stops at 0
-    return np.maximum(base + costs.forward_need[None, :, None], backward - costs.released[:, :, None])
+    needs: Ints = np.maximum(base + costs.forward_need[None, :, None], backward - costs.released[:, :, None])
+    return needs
 
 
 def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:

@@ -151,7 +151,7 @@ class _Problem:
             message = f"the chain needs at least {needed} bytes; the limit is {mem_limit}"
             raise InfeasibleError(message, min_bytes=needed, mem_limit=mem_limit)
 
-    def units(self, slots: int) -> Iterator[_Way]:
+    def units(self, slots: int) -> Iterator[int]:
         """Bytes in a slot, finer and finer, down to where all sizes are whole numbers of slots."""
         exact = math.gcd(*map(int, (*self.costs.activation, *self.costs.taken.flat))) or max(1, self.mem_limit)
         while True:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rotor_cli.reporters.batch_chart import CHOSEN, PLANNED, STORED, batch_chart
+from rotor_cli.charts import CHOSEN, PLANNED, STORED, batch_chart
 from rotor_py.report.batch_choice import BatchChoice, BatchPoint
 from tests.cli.conftest import SMALL
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rotor_cli.reporters.text import typed
+from rotor_cli.text_report import typed
 from rotor_py import Checkpointable, parse_bytes
 from rotor_py.report.terminal.text import folded
 from rotor_py.units import format_seconds

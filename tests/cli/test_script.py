@@ -13,8 +13,8 @@ import pytest
 from click.testing import Result
 from torch import nn
 
-from rotor_cli.loading.script import main_module, run_script
-from rotor_cli.loading.script_file import defines
+from rotor_cli.model_file_errors import defines
+from rotor_cli.script_command import main_module, run_script
 from rotor_py import parse_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*", "ignore:.*pin_memory")

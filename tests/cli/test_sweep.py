@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from rotor_cli.charts import chart, curve
 from rotor_cli.facts import Facts
-from rotor_cli.reporters.chart import chart
-from rotor_cli.reporters.sweep import curve
-from rotor_cli.reporters.text import console
+from rotor_cli.text_report import console
 from rotor_py import Checkpointable
 from rotor_py.report.sweep import Point, Sweep
 from rotor_py.report.sweeping import sweep_of

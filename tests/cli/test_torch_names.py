@@ -7,8 +7,8 @@ import inspect
 import pytest
 import torch
 
-from rotor_cli.loading import torch_names
-from rotor_cli.loading.values import optimizer_and_options, shape_of
+from rotor_cli import option_values
+from rotor_cli.option_values import optimizer_and_options, shape_of
 
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 CLASSES = {
@@ -28,32 +28,32 @@ def can_be_filled(dtype: torch.dtype) -> bool:
 
 @pytest.mark.filterwarnings("ignore")  # of kinds that are experimental, or deprecated
 def test_every_dtype_that_a_sample_can_have_is_known() -> None:
-    assert {name for name, dtype in DTYPES.items() if can_be_filled(dtype)} <= torch_names.dtypes()
-    assert {"int46", "float", "nn"} & torch_names.dtypes() == {"float"}
+    assert {name for name, dtype in DTYPES.items() if can_be_filled(dtype)} <= option_values.dtypes()
+    assert {"int46", "float", "nn"} & option_values.dtypes() == {"float"}
 
 
 def test_floating_dtypes_are_those_of_torch() -> None:
-    assert torch_names.floating_dtypes() == {name for name, dtype in DTYPES.items() if dtype.is_floating_point}
+    assert option_values.floating_dtypes() == {name for name, dtype in DTYPES.items() if dtype.is_floating_point}
 
 
 def test_optimizers_and_what_they_take_are_those_of_torch() -> None:
-    assert torch_names.optimizers().keys() == CLASSES.keys()
+    assert option_values.optimizers().keys() == CLASSES.keys()
     for name, made in CLASSES.items():
-        assert torch_names.arguments_of(name) == {"self", *inspect.signature(made).parameters}
+        assert option_values.arguments_of(name) == {"self", *inspect.signature(made).parameters}
 
 
 @pytest.mark.parametrize("text", ["", "class Adam(:", "x = 1"])
 def test_files_of_another_form_refuse_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = (torch_names.dtypes, torch_names.optimizers)
+    caches = (option_values.dtypes, option_values.optimizers)
     for each in caches:
         each.cache_clear()
-    monkeypatch.setattr(torch_names, "_text", lambda file: text)
+    monkeypatch.setattr(option_values, "_text", lambda file: text)
     try:
-        assert not torch_names.dtypes()
-        assert not torch_names.optimizers()
+        assert not option_values.dtypes()
+        assert not option_values.optimizers()
         assert shape_of("2,3:int46") == ([2, 3], "int46")
-        monkeypatch.setattr(torch_names, "optimizers", lambda: {"adam": ("optim/adam.py", "Adam")})
-        assert optimizer_and_options("adam-fused", ["adam"], torch_names.arguments_of) == ("adam", {"fused": True})
+        monkeypatch.setattr(option_values, "optimizers", lambda: {"adam": ("optim/adam.py", "Adam")})
+        assert optimizer_and_options("adam-fused", ["adam"], option_values.arguments_of) == ("adam", {"fused": True})
     finally:
         for each in caches:
             each.cache_clear()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rotor_cli.facts import Facts
-from rotor_cli.reporters.trace import AFTER, AGAIN, BACKWARD, FORWARD, LIMIT, MEASURED, PREDICTED, WHILE, trace
+from rotor_cli.trace import AFTER, AGAIN, BACKWARD, FORWARD, LIMIT, MEASURED, PREDICTED, WHILE, trace
 from rotor_py import Chain, Checkpointable, Verification, simulate, store_all
 
 KEYS = {

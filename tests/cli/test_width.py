@@ -12,10 +12,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from rotor_cli.charts import curve
 from rotor_cli.facts import Facts
-from rotor_cli.reporters.comparison import Comparison
-from rotor_cli.reporters.sweep import curve
-from rotor_cli.reporters.text import render
+from rotor_cli.text_report import Comparison, render
 from rotor_py import Checkpointable, Verification, format_bytes
 from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.terminal.prose import Prose

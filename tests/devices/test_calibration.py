@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import rotor_cli.commands.calibrate as command
+import rotor_cli.target_device as command
 from rotor_cli.main import main
 from rotor_py.devices.calibration import Sizes, calibrate
 from rotor_py.devices.device_file import as_toml

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rotor_cli.facts import Facts
-from rotor_cli.reporters.trace import BACK, OUT, PREDICTED, trace
+from rotor_cli.trace import BACK, OUT, PREDICTED, trace
 from rotor_py import Report
 from rotor_py.report.html.axis import PHONE
 from rotor_py.report.html.page import page

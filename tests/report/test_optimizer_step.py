@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_cli.facts import Facts
-from rotor_cli.reporters.trace import OPTIMIZER, PREDICTED, WHILE, trace
+from rotor_cli.trace import OPTIMIZER, PREDICTED, WHILE, trace
 from rotor_py import Checkpointable, Report, format_bytes, simulate, store_all
 from rotor_py.report.html.memory_picture import HEIGHT, TOP, layers_of, memory_picture
 from rotor_py.report.html.page import page

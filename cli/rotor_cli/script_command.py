@@ -6,16 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from rotor_cli.commands.network import refuse_offload
-from rotor_cli.commands.plan import facts_of
 from rotor_cli.errors import INFEASIBLE, MODEL_RAISED, USAGE, Failure, raised_by_script, usage
 from rotor_cli.facts import Facts, Taken
-from rotor_cli.loading.model_file import ModelFile, what_is_missing
-from rotor_cli.loading.sample import batches_of
-from rotor_cli.loading.script import main_module, run_script
+from rotor_cli.model_file import ModelFile, batches_of, what_is_missing
+from rotor_cli.plan_command import facts_of, refuse_offload
 from rotor_cli.request import Request
 from rotor_py import InfeasibleError, UnsupportedModelError
 from rotor_py.integrations.first_step import FirstStep, FirstTrainingStep, NoTrainingStepError
@@ -156,3 +154,31 @@ def _taken(step: FirstStep, request: Request) -> Taken:
         own_loss=step.own_loss,
         others=tuple(type(each).__name__ for each in step.others),
     )
+
+
+@contextmanager
+def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
+    """Inside, the module `__main__` is the one that `run_script` fills, and `sys.argv` and `sys.path` are the script's.
+
+    It goes on being `__main__` when the script has ended: its functions are called again to measure, and processes that
+    it starts import it by that name.
+    """
+    file = str(Path(path).resolve())
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=file, __loader__=SourceFileLoader("__main__", file), __builtins__=__builtins__)
+    before, argv, folders = sys.modules["__main__"], sys.argv, list(sys.path)
+    sys.modules["__main__"] = module
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(file).parent))
+    try:
+        yield module
+    finally:
+        sys.modules["__main__"] = before
+        sys.argv, sys.path[:] = argv, folders
+
+
+def run_script(module: ModuleType) -> None:
+    """Run the file of `module` in it."""
+    # Not by runpy: it clears the module when the script ends.
+    file = str(module.__file__)
+    exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)

@@ -1,16 +1,93 @@
-"""Whether a Python file is a model file or a training script, told from its text: importing it might train.
+"""What the text of MODEL, and of the file that it names, tells before anything is imported.
 
-Nothing here needs torch.
+Importing a training script might train, and importing torch takes seconds: nothing here does either.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
+from rotor_cli.errors import Failure, usage
+
+EXAMPLE = """\
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 10))
+
+def sample(batch):
+    return torch.randn(batch, 1024)
+
+def loss(output):                      # optional
+    return output.square().mean()
+
+def optimizer(parameters):             # optional
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+"""
+WANTED_SAMPLE = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
 _DYNAMIC = {"exec", "globals", "setattr", "vars"}
 """Functions by which a file may define names that are not written in it."""
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """The file or module, and the name in it; Failure if the text names neither."""
+    if target.endswith(".py"):
+        return _present(target), "model"
+    location, colon, name = target.rpartition(":")
+    if not colon:
+        if Path(target).exists():
+            raise usage(f"{target} is not a Python file; write file.py, file.py:name or package.module:name")
+        raise usage(f"{target!r} names no model; write file.py, file.py:name or package.module:name")
+    return _present(location), name
+
+
+def refuse_missing_module(location: str) -> None:
+    """Failure for a module whose package is not there. Nothing is imported to see that, neither is the package."""
+    package = location.partition(".")[0]
+    sys.path.insert(0, "")  # as `python -m` finds modules: in the folder that it is called in, too
+    try:
+        found = package in sys.modules or (package and importlib.util.find_spec(package) is not None)
+    finally:
+        sys.path.remove("")
+    if not found:
+        raise no_module(location)
+
+
+def no_module(location: str) -> Failure:
+    """The failure for a module that is not there."""
+    return usage(f"there is no module {location!r} to import, and no file of that name ending in .py")
+
+
+def _present(location: str) -> str:
+    if location.endswith(".py") and not Path(location).is_file():
+        folder = Path(location).parent
+        beside = [path.name for path in folder.glob("*.py")] if folder.is_dir() else []
+        near = get_close_matches(Path(location).name, beside, n=1)
+        raise usage(f"there is no file {location}" + (f"; did you mean {folder / near[0]}?" if near else ""))
+    return location
+
+
+def wanted_model(name: str) -> str:
+    """What the model of a file is, in words."""
+    return f"a model called {name!r} (a torch.nn.Module, or a function that makes one)"
+
+
+def unusable(file: str, names: Iterable[str], wanted: str) -> Failure:
+    """The failure for a file that defines these names, and not what is `wanted`; with an example of one that works."""
+    defined = ", ".join(name for name in names if not name.startswith("_")) or "nothing"
+    return usage(f"{file} has to define {wanted}; it defines {defined}. A file that works:\n\n{EXAMPLE}")
+
+
+def refuse_file_without(name: str, file: str) -> None:
+    """Failure for a file whose text tells that it defines no model of this name."""
+    defined = defined_names(file)
+    if defined is not None and name not in defined:
+        raise unusable(file, defined, wanted_model(name))
 
 
 def defines(path: str, names: Iterable[str]) -> bool:

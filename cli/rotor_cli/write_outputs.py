@@ -1,11 +1,19 @@
-"""The report as data, with a schema number: seconds and bytes, as their keys say."""
+"""From facts to what was asked for: files, JSON with a schema number, and the report on the screen."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import click
+
+from rotor_cli.charts import BatchChart, curve, plot
 from rotor_cli.facts import Facts
+from rotor_cli.request import Request
+from rotor_cli.text_report import Comparison, console, render, usage_lines, verified
+from rotor_cli.trace import trace
 from rotor_profiling import StageCost
 from rotor_py.measure.measurement import Way
 from rotor_py.report.batch_choice import BatchChoice
@@ -16,6 +24,46 @@ from rotor_py.trials.verification import Verification
 
 SCHEMA = 1
 """Raised when a key is dropped or changes its meaning; new keys leave it as it is."""
+
+
+def write_outputs(facts: Facts, request: Request) -> None:
+    """Write the files that are asked for, and print the report; OSError if a file cannot be written."""
+    write(facts, request)
+    show(facts, request)
+
+
+def write(facts: Facts, request: Request) -> None:
+    """Write trace, page, plot and JSON, each where a file is named; OSError if one cannot be written."""
+    if request.trace_file is not None:
+        Path(request.trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
+    if request.html_file is not None:
+        remarks = (verified(facts).plain,) if facts.verified is not None else ()
+        usage = usage_lines(facts, request.plan_file) if facts.limited else ""  # without a limit, nothing is planned
+        facts.to_html(request.html_file, remarks, usage=usage)
+    if request.plot_file is not None and facts.sweep is not None:
+        plot(facts.sweep, request.plot_file, facts.title)
+    if request.json_file not in (None, "-"):
+        Path(str(request.json_file)).write_text(_json(facts) + "\n", encoding="utf-8")
+
+
+def show(facts: Facts, request: Request) -> None:
+    """Print the report, as text or, with `--json -`, as JSON and nothing else."""
+    if request.json_file == "-":
+        click.echo(_json(facts))
+        return
+    out = console()
+    if facts.limited:
+        out.print(render(facts, saved_plan=request.plan_file))
+    if facts.batches is not None:
+        out.print("", BatchChart(facts.batches), sep="\n")
+    if facts.compared:
+        out.print("", Comparison(facts.compared), sep="\n")
+    if request.sweep and facts.sweep is not None:
+        out.print(*([""] if facts.limited else []), curve(facts.sweep, facts.title, request.overhead), sep="\n")
+
+
+def _json(facts: Facts) -> str:
+    return json.dumps(json_report(facts), indent=1)
 
 
 def json_report(facts: Facts) -> dict[str, Any]:

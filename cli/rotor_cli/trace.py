@@ -14,7 +14,6 @@ from rotor_solver import Backward, Loss
 from rotor_solver.moving import timed_moments, transfers
 
 Event = dict[str, Any]
-
 PREDICTED, MEASURED = 1, 2
 FORWARD, AGAIN, BACKWARD = 11, 12, 13
 """Other numbers than those of processes: a thread with its process's number would be called the main thread."""

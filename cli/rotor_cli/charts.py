@@ -1,0 +1,181 @@
+"""Curves for a terminal: time against the limit, and samples a second against the batch."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from rotor_py.report.batch_choice import BatchChoice, format_rate
+from rotor_py.report.sweep import Sweep
+from rotor_py.report.terminal.prose import Prose
+from rotor_py.report.wording import USUAL, format_share, saving
+from rotor_py.units import format_bytes
+
+_HEIGHT, _WIDEST = 14, 100
+
+
+def curve(sweep: Sweep, title: str, overhead: float | None = None) -> RenderableType:
+    """The sentence about `overhead` more time, 10 % unless given, the chart, and what its letters stand for."""
+    parts: list[RenderableType] = [Prose(f"{title}: {saving(sweep, USUAL if overhead is None else overhead)}")]
+    if len(sweep.points) > 1:
+        parts += ["", _Chart(sweep)]
+    return Group(*parts, "", strategies(sweep))
+
+
+def strategies(sweep: Sweep) -> Table:
+    """The letters of the chart: each strategy at the least memory that it needs."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("")
+    table.add_column("at its least", overflow="fold")
+    table.add_column("peak", justify="right", no_wrap=True)
+    table.add_column("overhead", justify="right", no_wrap=True)
+    for letter, point in sweep.lettered():
+        table.add_row(letter, point.name, format_bytes(point.mem_limit), f"{point.overhead - 1:+.1%}")
+    return table
+
+
+def plot(sweep: Sweep, path: str | Path, title: str) -> None:
+    """Draw the same into an image file."""
+    from rotor_solver.plot import draw
+
+    points = [(point.name, point.mem_limit, point.overhead - 1) for point in sweep.strategies]
+    limits, overheads = zip(*((point.mem_limit, point.overhead - 1) for point in sweep.points), strict=True)
+    draw(path, limits, overheads, points=points, title=title)
+
+
+class _Chart:
+    """The chart, as wide as the console."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        points = self.sweep.points
+        lines = chart(
+            [(point.mem_limit, point.overhead - 1) for point in points],
+            [(letter, point.mem_limit, point.overhead - 1) for letter, point in self.sweep.lettered()],
+            width=min(options.max_width, _WIDEST),
+            height=_HEIGHT,
+            top=format_share(points[0].overhead - 1),
+            ends=(format_bytes(points[0].mem_limit), format_bytes(points[-1].mem_limit)),
+        )
+        outside = any(arrow in line for line in lines for arrow in ARROWS)
+        arrows = "; arrows: further out than the chart" if outside else ""
+        yield Text(f"more time, by the limit of the whole step{arrows}", style="dim")
+        yield Text("\n".join(lines), no_wrap=True)
+
+
+LINE, FILL = "●", "·"
+LEFTWARDS, RIGHTWARDS, UPWARDS, DOWNWARDS = ARROWS = "←→↑↓"
+_LABEL = 8
+"""Characters for the labels on the left."""
+
+
+def chart(
+    curve: Sequence[tuple[float, float]],
+    marks: Sequence[tuple[str, float, float]],
+    *,
+    width: int,
+    height: int,
+    top: str,
+    ends: tuple[str, str],
+) -> list[str]:
+    """Lines of at most `width` characters, for a curve of (x, y), x increasing and y decreasing to the least.
+
+    From every x to the next the curve is at its y. `marks` are (letter, x, y), and every one is drawn: where there is a
+    letter already, the next stands beside it; one that lies outside stands at the edge, with an arrow to where it is.
+    `top` labels the largest y, `ends` the least and the largest x. The least y is 0.
+    """
+    columns, highest = width - _LABEL - 2, max(y for _, y in curve)
+    left, right = curve[0][0], curve[-1][0]
+    starts = [x for x, _ in curve]
+
+    def row_of(y: float) -> int:
+        return height - 1 - round(y / highest * (height - 1)) if highest else height - 1
+
+    def column_of(x: float) -> int:
+        return round((x - left) / (right - left) * (columns - 1)) if right > left else 0
+
+    cells = [[" "] * columns for _ in range(height)]
+    before = None
+    for column in range(columns):
+        x = right if column == columns - 1 else left + (right - left) * column / (columns - 1)
+        row = row_of(curve[bisect.bisect_right(starts, x) - 1][1])
+        # Steps are joined by dots, or points in neighbouring columns would not look like one curve.
+        for between in range(row if before is None else before + 1, row):
+            cells[between][column] = FILL
+        cells[row][column] = LINE
+        before = row
+    for letter, x, y in marks:
+        inside = min(max(x, left), right), min(max(y, 0), highest)
+        sideways = LEFTWARDS * (x < left), RIGHTWARDS * (x > right)
+        text = sideways[0] + letter + sideways[1] + UPWARDS * (y > highest) + DOWNWARDS * (y < 0)
+        _write(cells, row_of(inside[1]), column_of(inside[0]), text)
+    return _with_axes(cells, (top, "0 %"), ends)
+
+
+def _with_axes(cells: list[list[str]], heights: tuple[str, str], ends: tuple[str, str]) -> list[str]:
+    """The cells as lines, with labels for the highest and the lowest, and for both ends of the axis below."""
+    columns = len(cells[0])
+    labels = [heights[0], *[""] * (len(cells) - 2), heights[1]]
+    return [
+        *(f"{label:>{_LABEL}} │{''.join(row)}".rstrip() for label, row in zip(labels, cells, strict=True)),
+        f"{'':{_LABEL}} └{'─' * columns}",
+        f"{'':{_LABEL}}  {ends[0]}{ends[1]:>{columns - len(ends[0])}}",
+    ]
+
+
+def _write(cells: list[list[str]], row: int, column: int, text: str) -> None:
+    """Write `text` where it covers no other, as near to the place as it can be: first to the right in its own row."""
+    height, columns = len(cells), len(cells[0])
+    places = itertools.product(range(height), range(columns - len(text) + 1))
+    for found, begin in sorted(places, key=lambda at: (abs(at[0] - row), at[1] < column, abs(at[1] - column))):
+        if all(cell in (" ", LINE, FILL) for cell in cells[found][begin : begin + len(text)]):
+            cells[found][begin : begin + len(text)] = text
+            return
+
+
+_BATCH_HEIGHT = 12
+PLANNED, STORED, CHOSEN = "●", "○", "◆"
+
+
+class BatchChart:
+    """The points of a choice, as wide as the console; batches by their logarithm."""
+
+    def __init__(self, choice: BatchChoice) -> None:
+        self.choice = choice
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(
+            f"samples a second by the batch: {PLANNED} by the fastest plan, {STORED} storing everything, "
+            f"{CHOSEN} this batch",
+            style="dim",
+        )
+        yield Text("\n".join(batch_chart(self.choice, min(options.max_width, _WIDEST))), no_wrap=True)
+
+
+def batch_chart(choice: BatchChoice, width: int) -> list[str]:
+    """Lines of at most `width` characters."""
+    points, columns = choice.points, width - _LABEL - 2
+    first, last = math.log(points[0].batch), math.log(points[-1].batch)
+    highest = max(max(point.samples_per_second, point.stored_per_second or 0.0) for point in points)
+    cells = [[" "] * columns for _ in range(_BATCH_HEIGHT)]
+
+    def mark(batch: int, rate: float, sign: str) -> None:
+        share = (math.log(batch) - first) / (last - first) if last > first else 0.0
+        cells[_BATCH_HEIGHT - 1 - round(rate / highest * (_BATCH_HEIGHT - 1))][round(share * (columns - 1))] = sign
+
+    for point in points:
+        mark(point.batch, point.samples_per_second, PLANNED)
+    for point in points:  # over the others: where both are, nothing has to be recomputed
+        if point.stored_per_second is not None:
+            mark(point.batch, point.stored_per_second, STORED)
+    mark(choice.batch, choice.samples_per_second, CHOSEN)
+    return _with_axes(cells, (format_rate(highest), "0"), (str(points[0].batch), str(points[-1].batch)))

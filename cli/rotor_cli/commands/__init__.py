@@ -1,1 +1,0 @@
-"""What the command does: from the options to facts, and from facts to files and the screen."""

@@ -1,0 +1,307 @@
+"""`--pipeline`: load the model, measure one microbatch, cut, compare with equal cuts, and show the plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rotor_cli.errors import INFEASIBLE, Failure, explained, usage
+from rotor_cli.model_file import ModelFile, load
+from rotor_cli.request import Request
+from rotor_cli.target_device import LocalTarget, device_of, limit_on
+from rotor_cli.text_report import console
+from rotor_cli.write_outputs import SCHEMA
+from rotor_profiling import bytes_like, optimizer_cost, tensors_in
+from rotor_py import Checkpointable
+from rotor_py.measure.pipeline_costs import PipelineCosts, pipeline_costs
+from rotor_py.report.progress import Activities, activities
+from rotor_py.report.terminal.prose import Prose
+from rotor_py.trials.default_loss import default_loss
+from rotor_py.units import format_bytes, format_seconds, limit_text
+from rotor_solver import InfeasibleError, PipelinePlan, plan_pipeline, watched
+from rotor_solver.pipeline import EqualCuts, Part, equal_cuts
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineFacts:
+    """A plan for a pipeline of the model `title`, and what equal cuts cost under every policy, the fastest first.
+
+    `names` are those of the model's stages. `stored_seconds` is what a microbatch takes through all of them if
+    everything is stored.
+    """
+
+    title: str
+    device: str
+    plan: PipelinePlan
+    equal: tuple[EqualCuts, ...]
+    names: tuple[str, ...]
+    stored_seconds: float
+
+    @property
+    def best_equal(self) -> EqualCuts | None:
+        """The fastest policy on equal cuts that fits; None if none does."""
+        return next((each for each in self.equal if each.fits), None)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times longer a step of `best_equal` takes than one of the plan."""
+        best = self.best_equal
+        if best is None or not self.plan.timeline.makespan:
+            return None
+        return best.plan.timeline.makespan / self.plan.timeline.makespan
+
+    def recomputed(self, part: Part) -> float:
+        """Seconds that a microbatch takes longer in a part than if everything was stored, as a share."""
+        fastest = sum(min(way.forward_time + way.backward_time for way in stage.options) for stage in part.chain)
+        stored = fastest + part.chain.loss_time
+        return part.microbatch.seconds / stored - 1 if stored else 0.0
+
+
+def run(request: Request) -> None:
+    """Plan the pipeline, and write and print what was found; Failure if that cannot be done."""
+    facts = _facts(request)
+    text = json.dumps(pipeline_json(facts), indent=1)
+    if request.json_file == "-":
+        click.echo(text)
+        return
+    if request.json_file is not None:
+        Path(request.json_file).write_text(text + "\n", encoding="utf-8")
+    console().print(render_pipeline(facts))
+
+
+def _facts(request: Request) -> PipelineFacts:
+    assert request.pipeline is not None
+    with activities(quiet=request.quiet) as shown:
+        device = device_of(request.device)
+        limits = _limits(request.mem_limit, request.pipeline, device)
+        shown.doing("loading")(0, 0, request.model)
+        found = load(request, LocalTarget(device))
+        network, costs = _measure(found, request, shown)
+        with watched(shown.doing("solving")):
+            plan = _plan(costs, limits, request)
+    equal = equal_cuts(costs.chain, plan, fixed=costs.fixed, boundaries=costs.boundaries, buffers=True)
+    stored = sum(min(way.forward_time + way.backward_time for way in stage.options) for stage in costs.chain)
+    return PipelineFacts(
+        found.name, str(network.device), plan, equal, tuple(network.names), stored + costs.chain.loss_time
+    )
+
+
+def _limits(text: str | None, ranks: int, device: torch.device) -> tuple[int, ...]:
+    """The limit of every rank: one for all, or several with commas between them."""
+    texts = [None] if text is None else text.split(",")
+    if len(texts) not in (1, ranks):
+        raise usage(f"--mem-limit has {len(texts)} limits for {ranks} ranks; give one for each, or one for all")
+    limits = tuple(limit_on(device, each) for each in texts)
+    return limits if len(limits) == ranks else limits * ranks
+
+
+def _measure(found: ModelFile, request: Request, shown: Activities) -> tuple[Checkpointable, PipelineCosts]:
+    with explained(found.file):
+        network = Checkpointable(
+            found.model,
+            mem_slots=request.slots,
+            loss=found.loss or default_loss,
+            optimizer=found.optimizer,
+            progress=shown.doing("measuring"),
+            cache=not request.no_cache,
+        )
+        network.measure(found.sample)
+        assert network.inspection_values is not None
+        prefix = network.inspection_values.prefix
+        costs = pipeline_costs(
+            network.model,
+            network.functions,
+            network.inspection_values,
+            network.device,
+            microbatches=request.microbatches_or_default,
+            batch_bytes=bytes_like(tensors_in(found.sample)) if prefix else 0,
+            optimizer=optimizer_cost(found.optimizer) if found.optimizer else None,
+        )
+    return network, costs
+
+
+def _plan(costs: PipelineCosts, limits: tuple[int, ...], request: Request) -> PipelinePlan:
+    assert request.pipeline is not None
+    try:
+        plan = plan_pipeline(
+            costs.chain,
+            request.pipeline,
+            limits,
+            request.microbatches_or_default,
+            request.schedule,
+            fixed=costs.fixed,
+            boundaries=costs.boundaries,
+            virtual_stages=request.virtual_stages_or_default,
+            buffers=True,
+        )
+    except InfeasibleError as error:
+        # With several parts on a rank, its limit is divided among them in a few ways; another way might do with less.
+        several = request.schedule == "interleaved"
+        needs = (
+            "the way in which the limits are divided among the parts of a rank needs"
+            if several
+            else "it needs at least"
+        )
+        raise Failure(
+            f"the model does not fit on {request.pipeline} ranks, wherever it is cut: {needs} "
+            f"{format_bytes(error.min_bytes)} ({error.min_bytes} bytes) on a rank whose limit is "
+            f"{format_bytes(error.mem_limit)} ({error.mem_limit} bytes). Try smaller microbatches, more ranks, or a "
+            f"limit of {limit_text(error.min_bytes)}.",
+            INFEASIBLE,
+        ) from error
+    except ValueError as error:
+        raise usage(f"--pipeline: {error}") from error
+    for rank, limit in enumerate(limits):
+        stages = [stage for part in plan.parts_of(rank) for stage in range(part.begin, part.end)]
+        stepping = sum(costs.fixed[stage] + costs.stepping[stage] for stage in stages)
+        if stepping > limit:
+            raise Failure(
+                f"the optimizer's step on rank {rank} needs {format_bytes(stepping)} ({stepping} bytes); the limit is "
+                f"{format_bytes(limit)} ({limit} bytes). Try more ranks, or a limit of {limit_text(stepping)}.",
+                INFEASIBLE,
+            )
+    return plan
+
+
+def render_pipeline(facts: PipelineFacts) -> RenderableType:
+    """The verdict, what equal cuts cost, a line for every part, and their sequences."""
+    return Group(
+        Prose(_verdict(facts)),
+        "",
+        Prose(_compared(facts)),
+        "",
+        _parts(facts),
+        "",
+        *(Prose(_sequence(facts, part)) for part in facts.plan.parts),
+    )
+
+
+def _verdict(facts: PipelineFacts) -> Text:
+    plan = facts.plan
+    schedule, line = plan.schedule, plan.timeline
+    share = plan.slowest_seconds * schedule.ranks / facts.stored_seconds - 1 if facts.stored_seconds else 0.0
+    limits = sorted({*plan.limits})
+    within = " or ".join(format_bytes(limit) for limit in limits) if len(limits) < 3 else "their limits"
+    text = Text(f"{facts.title} fits on {schedule.ranks} ranks", style="bold")
+    text.append(
+        f" in {within} each on {facts.device}, {schedule.microbatches} microbatches like the sample in the schedule "
+        f"{schedule.name}: "
+        f"the slowest rank takes {format_seconds(plan.slowest_seconds)} for a microbatch, {share:+.1%} compared with "
+        f"an equal part of storing everything. A step takes {format_seconds(line.makespan)}, of which ranks wait "
+        f"{line.bubble:.1%}.",
+        style="not bold",
+    )
+    return text
+
+
+def _compared(facts: PipelineFacts) -> Text:
+    text = Text("equal cuts  ", style="bold")
+    best = facts.best_equal
+    if best is None:
+        least = min(facts.equal, key=lambda each: max(_excess(each.plan)))
+        rank = max(range(len(least.plan.limits)), key=lambda each: _excess(least.plan)[each])
+        return text.append(
+            f"no policy that is the same for all ranks fits: the one that needs least ({least.policy}) takes "
+            f"{format_bytes(least.plan.timeline.peaks[rank])} on rank {rank}",
+            style="not bold",
+        )
+    return text.append(
+        f"the fastest policy that fits ({best.policy}, on all ranks) takes "
+        f"{format_seconds(best.plan.timeline.makespan)} for a step, {facts.ratio or 1.0:.2f} times as long",
+        style="not bold",
+    )
+
+
+def _excess(plan: PipelinePlan) -> list[int]:
+    """By how much each rank passes its limit."""
+    return [peak - limit for peak, limit in zip(plan.timeline.peaks, plan.limits, strict=True)]
+
+
+def _parts(facts: PipelineFacts) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("rank", "stages", "in flight", "peak", "fixed", "kept", "time", "recomputed"):
+        table.add_column(heading, justify="left" if heading == "stages" else "right", no_wrap=heading != "stages")
+    for part in facts.plan.parts:
+        one = part.microbatch
+        table.add_row(
+            str(part.rank),
+            _stages(facts, part),
+            str(part.flying.forwards + part.flying.weights),
+            format_bytes(part.peak_bytes),
+            format_bytes(part.fixed_bytes),
+            format_bytes(one.kept_bytes),
+            format_seconds(one.seconds),
+            f"{facts.recomputed(part):+.1%}",
+        )
+    return table
+
+
+def _stages(facts: PipelineFacts, part: Part) -> str:
+    first, last = facts.names[part.begin], facts.names[part.end - 1]
+    return f"{part.begin}–{part.end - 1}: {first} … {last}" if part.end - part.begin > 1 else f"{part.begin}: {first}"
+
+
+def _sequence(facts: PipelineFacts, part: Part) -> Text:
+    where = f"rank {part.rank}, from stage {part.begin}" if part.begin else f"rank {part.rank}"
+    return Text.assemble((f"{where}  ", "bold"), str(part.sequence))
+
+
+def pipeline_json(facts: PipelineFacts) -> dict[str, Any]:
+    """What `--json` writes: seconds and bytes, as the keys say. Sequences number the stages of a part from 0."""
+    plan = facts.plan
+    best = facts.best_equal
+    return {
+        "schema": SCHEMA,
+        "device": facts.device,
+        "pipeline": {
+            "schedule": plan.schedule.name,
+            "ranks": plan.schedule.ranks,
+            "microbatches": plan.schedule.microbatches,
+            "virtual_stages": plan.schedule.virtual_stages,
+            "cuts": list(plan.cuts),
+            "microbatch_seconds": plan.slowest_seconds,
+            "lower_bound_seconds": plan.lower_bound,
+            "step_seconds": plan.timeline.makespan,
+            "bubble": plan.timeline.bubble,
+            "by_rank": [
+                {"rank": rank, "mem_limit": limit, "peak_bytes": peak}
+                for rank, (limit, peak) in enumerate(zip(plan.limits, plan.timeline.peaks, strict=True))
+            ],
+            "parts": [_part(facts, part) for part in plan.parts],
+        },
+        "equal_cuts": None
+        if best is None
+        else {
+            "policy": best.policy,
+            "cuts": list(best.plan.cuts),
+            "microbatch_seconds": best.plan.slowest_seconds,
+            "step_seconds": best.plan.timeline.makespan,
+            "ratio": facts.ratio,
+        },
+    }
+
+
+def _part(facts: PipelineFacts, part: Part) -> dict[str, Any]:
+    one = part.microbatch
+    return {
+        "rank": part.rank,
+        "first_stage": part.begin,
+        "last_stage": part.end - 1,
+        "names": list(facts.names[part.begin : part.end]),
+        "microbatches_in_flight": part.flying.forwards,
+        "microbatches_waiting_for_weights": part.flying.weights,
+        "peak_bytes": part.peak_bytes,
+        "fixed_bytes": part.fixed_bytes,
+        "kept_bytes": one.kept_bytes,
+        "forward_seconds": one.forward_seconds,
+        "backward_seconds": one.backward_seconds,
+        "sequence": str(part.sequence),
+    }

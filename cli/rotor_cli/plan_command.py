@@ -1,0 +1,284 @@
+"""From a request to all facts: load the model, measure it, plan, compare, and train steps to verify."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from rotor_cli.errors import INFEASIBLE, Failure, about_option, explained, usage
+from rotor_cli.facts import Facts, Taken
+from rotor_cli.model_file import ModelFile, load
+from rotor_cli.request import Request
+from rotor_cli.target_device import LocalTarget, limit_on, target_of
+from rotor_cli.text_report import console
+from rotor_py import Checkpointable, InfeasibleError, PlannedBatch, best_batch, largest_batch, verify
+from rotor_py.batch.choose import choose_elsewhere
+from rotor_py.measure.device import limit_bytes
+from rotor_py.offload.offload import checked_name
+from rotor_py.plan.conflicts.step_in_backward import refuse_optimizer
+from rotor_py.predict.operators.autocast import region
+from rotor_py.predict.recurrent import recurrent_layers
+from rotor_py.predict.training_step import TrainingStep
+from rotor_py.report.batch_choice import Aim, BatchChoice
+from rotor_py.report.progress import Activities, activities
+from rotor_py.report.sweeping import sweep_of
+from rotor_py.report.terminal.stage_table import StageTable
+from rotor_py.trials.comparison import compare_at_limit, leanest_of_each, with_verified
+from rotor_py.trials.default_loss import default_loss
+from rotor_solver import store_all, watched
+
+
+def plan(request: Request) -> Facts:
+    """All facts that are asked for; on a terminal, with a line about what is being done.
+
+    Failure, with the exit code that the command's help names, if that cannot be done.
+    """
+    with activities(quiet=request.quiet) as shown:
+        target = target_of(request)
+        # Read before the model is loaded, which may take long: a typing error is told at once.
+        limit = None
+        if request.limited and request.overhead is None:
+            with target.measuring():
+                limit = limit_on(target.device, request.mem_limit)
+        with nullcontext() if target.elsewhere is None else target.elsewhere.together():
+            shown.doing("loading")(0, 0, request.model)
+            found = load(request, target)
+            with target.measuring():
+                return _planned(found, limit, request, shown, target)
+
+
+def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activities, target: LocalTarget) -> Facts:
+    chosen = None
+    if request.batch_aim is None:
+        # Inside of it again, so that what the model may not do there is told as what it is.
+        with explained(found.file), target.measuring():
+            network = measured_network(found, limit, request, shown, target)
+            if target.elsewhere is not None:
+                target.elsewhere.follow(_step(network, found, request, target))
+    else:
+        assert limit is not None
+        chosen = choose(found, limit, request, shown, target)
+        limit = chosen.mem_limit
+        network, found = chosen.network, replace(found, sample=found.sample_of(chosen.batch))
+    return facts_of(found, network, limit, request, shown, chosen=chosen, target=target)
+
+
+def facts_of(
+    found: ModelFile,
+    network: Checkpointable,
+    limit: int | None,
+    request: Request,
+    shown: Activities,
+    *,
+    chosen: BatchChoice | None = None,
+    taken: Taken | None = None,
+    target: LocalTarget | None = None,
+) -> Facts:
+    """All facts that are asked for about `network`, which has been measured on the sample of `found`.
+
+    `chosen` is how the batch was chosen, `taken` what a script has shown, and `target` the device that is planned for,
+    if it is not that of the model. Failure as from `plan`.
+    """
+    facts = replace(_stored(found, network, request), batches=chosen, taken=taken)
+    elsewhere = None if target is None else target.elsewhere
+    if elsewhere is not None:
+        recurrent = recurrent_layers(network.model, elsewhere.devices.each)
+        facts = replace(facts, device=elsewhere.devices.name, predicted_for=elsewhere.devices, recurrent=recurrent)
+    if request.sweep or request.overhead is not None:
+        facts = _sweep(facts, network, request, shown)
+    if request.limited:
+        with watched(shown.doing("solving")):
+            facts = _plan(facts, network, limit, request)
+        if target is not None and elsewhere is not None:
+            shown.doing("following")(0, 0, "a step by the plan")
+            with explained(found.file), target.measuring():
+                facts = _reserve(facts, network, found, request, target)
+    if request.plan_file is not None:
+        with region(None if target is None else target.autocast):  # the file says what it was planned under
+            network.save_plan(request.plan_file)
+    if request.compare:
+        compared = compare_at_limit(facts, network.model, request.slots, shown.doing("comparing"))
+        facts = replace(facts, compared=compared)
+    return _verify(facts, network, found, request, shown) if request.verify else facts
+
+
+def _step(network: Checkpointable, found: ModelFile, request: Request, target: LocalTarget) -> TrainingStep:
+    loss = found.loss or default_loss
+    return TrainingStep(network, found.sample, loss, found.optimizer, request.fresh_grads, target.autocast)
+
+
+def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:
+    """The facts before anything is planned: those of storing everything, without a limit."""
+    assert network.budget is not None
+    assert network.inspection_values is not None
+    stored = store_all(network.budget.chain)
+    return Facts(
+        title=found.name,
+        device=str(network.device),
+        mem_limit=network.budget.peak_bytes(stored),
+        budget=network.budget,
+        measurement=network.inspection_values,
+        sequence=stored,
+        arguments=arguments_in_python(found, network, request),
+        limited=request.limited,
+        compiled=network.compiled if request.compile else None,
+    )
+
+
+def _sweep(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:
+    others = leanest_of_each(facts, network.model, request.slots, shown.doing("sweeping"))
+    with watched(shown.doing("sweeping")):
+        return replace(facts, sweep=sweep_of(facts, request.slots, others, request.overhead))
+
+
+def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:
+    """With the plan for `limit`, or else for the time that is allowed. Failure if no plan fits."""
+    if request.overhead is not None:
+        # The sweep has solved for every limit already, so its sequence is taken over and not solved for again.
+        assert facts.sweep is not None
+        point = facts.sweep.least_for(request.overhead)
+        network.mem_limit, network.sequence = point.mem_limit, point.sequence
+        return replace(facts, mem_limit=point.mem_limit, sequence=point.sequence)
+    assert limit is not None
+    try:
+        sequence = network.compute_sequence()
+    except InfeasibleError as error:
+        if not request.quiet:
+            # What each stage takes says where to cut. Not on stdout, where a script expects a plan.
+            console(stderr=True).print(StageTable(facts, costs_alone=True), "", sep="\n")
+        raise Failure(str(error), INFEASIBLE) from error
+    # Which stages run compiled is decided for a limit, and costs follow from that.
+    assert network.budget is not None
+    assert network.inspection_values is not None
+    found = replace(facts, budget=network.budget, measurement=network.inspection_values)
+    compiled = network.compiled if request.compile else None
+    return replace(found, mem_limit=limit, sequence=sequence, compiled=compiled)
+
+
+def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, target: LocalTarget) -> Facts:
+    """With what the allocator reserves for the plan; where nobody has set a limit, one that leaves room for it."""
+    keep_limit = request.mem_limit is not None or request.overhead is not None
+    assert target.elsewhere is not None
+    reserved = target.elsewhere.reserve(_step(network, found, request, target), keep_limit=keep_limit)
+    assert network.budget is not None
+    assert network.sequence is not None
+    limit = limit_bytes(network.mem_limit, network.device)
+    return replace(facts, reserved=reserved, mem_limit=limit, budget=network.budget, sequence=network.sequence)
+
+
+def _verify(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, shown: Activities) -> Facts:
+    """With what real steps showed: of the plan, and of every other strategy that fits."""
+    with explained(found.file):
+        results = verify(
+            network,
+            found.sample,
+            loss=found.loss,
+            optimizer=found.optimizer,
+            others=[each.sequence for each in facts.compared[1:] if each.fits],
+            operations=request.trace_file is not None,
+            progress=shown.doing("verifying:"),
+        )
+    return replace(facts, verified=results[0], compared=with_verified(facts.compared, results))
+
+
+def measured_network(
+    found: ModelFile, limit: int | None, request: Request, shown: Activities, target: LocalTarget
+) -> Checkpointable:
+    """The network of a model file, measured on its sample, on `target`; `limit` is in bytes.
+
+    Failure where an option cannot be had, or where the step is above the limit by what is known before measuring.
+    """
+    if request.step_in_backward:
+        _refuse_optimizer(found.optimizer)
+    refuse_offload(request)
+    network = Checkpointable(
+        found.model,
+        mem_limit=limit,
+        mem_slots=request.slots,
+        loss=found.loss or default_loss,  # `verify` takes it, too: what is predicted is what is measured
+        optimizer=found.optimizer,
+        fresh_grads=request.fresh_grads,
+        forwards_in_flight=request.forwards_in_flight,
+        backward_order=request.backward_order,
+        progress=shown.doing("measuring"),
+        cache=not request.no_cache,
+        compile=request.compile,
+        step_in_backward=found.optimizer if request.step_in_backward else None,
+        keep=request.keep,
+        offload=request.offload,
+    )
+    if request.limited and request.overhead is None:
+        try:
+            network.refuse_what_cannot_fit(found.sample)
+        except InfeasibleError as error:
+            raise Failure(str(error), INFEASIBLE) from error
+    with region(target.autocast):
+        network.measure(found.sample, closely=request.overhead is not None)
+    return network
+
+
+def refuse_offload(request: Request) -> None:
+    """Failure for a tier that there is not, or not here."""
+    if request.offload is not None:
+        with about_option("--offload"):
+            checked_name(request.offload)
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
+    """Failure for an optimizer of the model file that cannot step in the backward."""
+    if optimizer is None:
+        raise usage("--step-in-backward needs an optimizer; define `optimizer` in the model file")
+    with about_option("--step-in-backward"):
+        refuse_optimizer(optimizer)
+
+
+def arguments_in_python(found: ModelFile, network: Checkpointable, request: Request) -> tuple[str, ...]:
+    """What `Checkpointable` has to be given beside the limit to plan the same."""
+    optimizer = "step_in_backward" if request.step_in_backward else "optimizer"
+    forwards, order = network.forwards_in_flight, request.backward_order
+    given = {
+        "loss=loss": found.loss is not None,
+        f"{optimizer}=optimizer": found.optimizer is not None,
+        "fresh_grads=True": network.fresh_grads,
+        f"forwards_in_flight={forwards}": forwards > 1,
+        f"backward_order={order!r}": forwards > 1 and order != "any",
+        "compile=True": request.compile,
+        f'keep="{request.keep}"': request.keep is not None,
+        f"offload={request.offload!r}": request.offload is not None,
+    }
+    return tuple(argument for argument, asked in given.items() if asked)
+
+
+def choose(found: ModelFile, limit: int, request: Request, shown: Activities, target: LocalTarget) -> PlannedBatch:
+    """The batch inside `limit` bytes, and the model planned for it. Failure if not even the smallest fits."""
+    refuse_offload(request)
+    aim: Aim = "max" if request.batch_aim == "max" else "best"
+    choose_at = largest_batch if aim == "max" else best_batch
+    if target.elsewhere is not None:
+        keep = request.mem_limit is not None
+        choose_at = partial(choose_elsewhere, aim, target.elsewhere, target.autocast, keep_limit=keep)
+    # Where it is not here, inside of it again, so that what the model may not do there is told as what it is.
+    with explained(found.file), target.measuring():
+        try:
+            return choose_at(
+                found.model,
+                found.sample_of,
+                limit,
+                loss=found.loss,
+                optimizer=found.optimizer,
+                fresh_grads=request.fresh_grads,
+                multiple=request.batch_multiple,
+                effective_batch=request.grad_accumulation,
+                progress=shown.doing("measuring"),
+                mem_slots=request.slots,
+                forwards_in_flight=request.forwards_in_flight,
+                backward_order=request.backward_order,
+                cache=not request.no_cache,
+                keep=request.keep,
+                offload=request.offload,
+            )
+        except InfeasibleError as error:
+            raise Failure(str(error), INFEASIBLE) from error

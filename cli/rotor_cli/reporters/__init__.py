@@ -1,1 +1,0 @@
-"""What the command found out, for people and for programs."""

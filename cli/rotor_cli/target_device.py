@@ -1,0 +1,186 @@
+"""The device that a step is planned for: one of this machine, or one that is simulated; and the limit on it."""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, Literal
+
+import click
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from rotor_cli.errors import INFEASIBLE, Failure, about_option, usage
+from rotor_cli.option_values import autocast_dtype, floating_dtype, no_floating_dtype
+from rotor_cli.request import Request
+from rotor_profiling import tensors_in
+from rotor_py.devices.calibration import calibrate
+from rotor_py.devices.device import UNANCHORED, Devices
+from rotor_py.devices.device_file import as_toml
+from rotor_py.devices.table import devices_from_file, find_devices
+from rotor_py.measure.device import limit_bytes, total_bytes
+from rotor_py.plan.inputs.sample import arguments_of
+from rotor_py.predict.elsewhere import Elsewhere
+from rotor_py.units import format_bytes, parse_bytes
+
+_HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
+_OF_MEMORY_ALONE = "a100-80"
+"""Whose data sheet stands in where only the bytes of a device are given. A guess: the middle of the table."""
+
+
+class LocalTarget:
+    """A device of this machine: what runs there is measured."""
+
+    elsewhere: Elsewhere | None = None
+    """What stands for devices that need not be there; None if what runs here is measured."""
+    autocast: torch.dtype | None = None
+    """The dtype of the region of autocast that steps are taken in; None if they enter one themselves, or none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = str(device)
+
+    def making(self) -> AbstractContextManager[object]:
+        """Inside, the user's code makes its model and its sample."""
+        return nullcontext()
+
+    def measuring(self) -> AbstractContextManager[object]:
+        """Inside, the model is measured and planned."""
+        return nullcontext()
+
+    def model(self, model: nn.Module, module: ModuleType) -> nn.Module:
+        """The model, brought there, and what a model file has beside it: targets of a loss, for example."""
+        return model.to(self.device)
+
+    def sample(self, sample: Any, model: nn.Module) -> Any:
+        """What the model is called with, brought there."""
+        return moved_to(self.device, sample)
+
+
+class SimulatedTarget(LocalTarget):
+    """Devices of the table, which need not be there: tensors are on the CPU, and take no memory."""
+
+    elsewhere: Elsewhere
+
+    def __init__(
+        self,
+        devices: Devices,
+        precision: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+        shard: Literal["blocks", "whole"] | None = None,
+    ) -> None:
+        super().__init__(torch.device("cpu"))
+        self.name, self.autocast = devices.name, autocast
+        self.elsewhere = Elsewhere(devices, shard=shard, precision=precision)
+
+    def making(self) -> AbstractContextManager[object]:
+        return self.elsewhere.making()
+
+    def measuring(self) -> AbstractContextManager[object]:
+        return self.elsewhere.measuring()
+
+    def model(self, model: nn.Module, module: ModuleType) -> nn.Module:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, _HOLDERS) and any(each.is_meta for each in tensors_in(value)):
+                setattr(module, name, self.elsewhere.without_memory.value(value))
+        return self.elsewhere.model(model)
+
+    def sample(self, sample: Any, model: nn.Module) -> Any:
+        arguments, keywords = arguments_of(sample, model)  # of a DataLoader, the first batch
+        return self.elsewhere.without_memory.value(keywords or arguments)
+
+
+_OF_MEMORY_ALONE = "a100-80"
+"""Whose data sheet stands in where only the bytes of a device are given. A guess: the middle of the table."""
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device called `name`; without one, the present CUDA device, or the CPU where there is none.
+
+    Failure if it is no device to plan for, or not there.
+    """
+    if name is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # torch has never heard of it; the refusal below says so
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise usage(f"--device {name!r} is not a device to plan for; write cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise usage(f"--device {name!r} is not there: PyTorch sees {count} CUDA devices")
+        return torch.device("cuda", device.index or 0)
+    return torch.device("cpu")
+
+
+def target_of(request: Request) -> LocalTarget:
+    """Where the model is measured: on a device of this machine, or without memory for one of the table or a file.
+
+    Failure if there is no such device.
+    """
+    text = request.device
+    if not request.elsewhere:
+        return LocalTarget(device_of(text))
+    try:
+        if request.device_file is not None:
+            devices = devices_from_file(request.device_file, text)
+        else:
+            devices = find_devices(_OF_MEMORY_ALONE if text is None else text)
+    except OSError as error:
+        raise usage(f"--device-file: {error}") from error
+    except ValueError as error:
+        raise usage(f"{'--device' if request.device_file is None else '--device-file'}: {error}") from error
+    precision = None if request.precision is None else dtype_called(request.precision, "--precision")
+    autocast = None if request.autocast is None else dtype_called(autocast_dtype(request.autocast), "--autocast")
+    if request.device_memory is not None:
+        size = parse_bytes(request.device_memory)
+        each = devices.each
+        if text is None and request.device_file is None:  # of which nothing else is known
+            name = f"a device of {format_bytes(size)}"
+            each = replace(each, name=name, efficiencies=UNANCHORED, sources=(), rates_of=each.name)
+        with about_option("--device-memory"):
+            devices = replace(devices, each=replace(each, memory_bytes=size))
+    return SimulatedTarget(devices, precision, autocast, request.shard)
+
+
+def limit_on(device: torch.device, text: str | None) -> int:
+    """The bytes that a limit stands for on `device`; Failure if it is not a size."""
+    with about_option("--mem-limit"):
+        return limit_bytes(text, device)
+
+
+def print_calibration(name: str | None) -> None:
+    """Measure the device called `name`, by default CUDA's where there is one; the file goes to stdout."""
+    if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise usage(f"--calibrate measures cpu, cuda or cuda:N, not {name!r}; it needs no MODEL")
+    device = device_of(name)
+    try:
+        found = calibrate(
+            device, total_bytes(device), progress=lambda what: click.echo(f"measuring {what} on {device} ...", err=True)
+        )
+    except torch.OutOfMemoryError as error:
+        raise Failure(f"{device} has too little free memory to be measured: {error}", INFEASIBLE) from error
+    key = re.sub(r"[^a-z0-9]+", "-", found.name.lower()).strip("-")
+    click.echo(as_toml(key, found), nl=False)
+
+
+def dtype_called(name: str, option: str = "--dtype") -> torch.dtype:
+    """The kind of floating-point number called `name`: `bfloat16`, `bf16`; Failure of `option` for anything else."""
+    found = getattr(torch, floating_dtype(name, option), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise no_floating_dtype(name, option)
+    return found
+
+
+def moved_to(device: torch.device, sample: Any) -> Any:
+    """The sample with every tensor on `device`; those that need a gradient are leaves there."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == device else tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, moved, sample)
