@@ -33,7 +33,7 @@ from rotor_solver.progress import watched
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import Simulation, simulate, skipped_outputs
 from rotor_solver.solve import ALGORITHMS, Algorithm, solve
-from rotor_solver.stage import Option, RoundedOutput, Stage
+from rotor_solver.stage import Option, Stage
 
 unread_outputs = skipped_outputs
 """An earlier name."""
@@ -62,7 +62,6 @@ __all__ = [
     "PlanMemory",
     "RecomputeAll",
     "Revolve",
-    "RoundedOutput",
     "Schedule",
     "Sequence",
     "Simulation",

@@ -172,7 +172,6 @@ class Chain:
     @property
     def released(self) -> tuple[tuple[int, int], ...]:
         """For every stage, the bytes of its input that are freed once it has run with a graph: (alone, inside ā_i).
-        Below zero if the input grows then.
 
         If the input lies in the ā_i of the stage before, they are freed only if that stage does not need them either.
         """
@@ -180,7 +179,7 @@ class Chain:
         for before, stage in zip(self.stages, self.stages[1:], strict=False):
             # Nobody knows which bytes each of the two does without: at least so many are the same ones.
             inside = max(0, stage.input_released + before.output_released - before.activation)
-            found.append((stage.input_released - stage.input_grown, inside))
+            found.append((stage.input_released, inside))
         return tuple(found)
 
     def _first_options(self) -> Iterator[Option]:

@@ -20,17 +20,12 @@ class ForwardEnable:
 
 @dataclass(frozen=True, slots=True)
 class ForwardCheck:
-    """Run stage `stage` forward without a graph, and keep its input as a checkpoint: after the run in fewer bits, if
-    `rounded`.
-
-    The next forward of the stage brings a rounded input back to its full size first.
-    """
+    """Run stage `stage` forward without a graph, and keep its input as a checkpoint."""
 
     stage: int
-    rounded: bool = False
 
     def __str__(self) -> str:
-        return f"CF_{self.stage}~" if self.rounded else f"CF_{self.stage}"
+        return f"CF_{self.stage}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""Sequences of operations, and the text in which people write them: `Fe_0, CF_1, Fn_2, Fe_3, L, B_3, …`.
-
-`CF_1~` is a checkpoint that is kept in fewer bits.
-"""
+"""Sequences of operations, and the text in which people write them: `Fe_0, CF_1, Fn_2, Fe_3, L, B_3, …`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, Forwa
 if TYPE_CHECKING:  # its folder is about sequences
     from rotor_solver.moving.moves import Moves
 
-_TOKEN = re.compile(r"(?P<kind>Fe|CF|Fn|B)_(?P<stage>[0-9]+)(\^(?P<option>[0-9]+)|(?P<rounded>~))?")
+_TOKEN = re.compile(r"(?P<kind>Fe|CF|Fn|B)_(?P<stage>[0-9]+)(\^(?P<option>[0-9]+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +87,13 @@ def _operation(position: int, token: str) -> Operation:
     found = _TOKEN.fullmatch(token)
     if found is not None:
         stage, option = int(found["stage"]), found["option"]
-        match found["kind"], option, found["rounded"]:
-            case "Fe", _, None:
+        match found["kind"], option:
+            case "Fe", _:
                 return ForwardEnable(stage, int(option or 0))
-            case "CF", None, rounded:
-                return ForwardCheck(stage, rounded is not None)
-            case "Fn", None, None:
+            case "CF", None:
+                return ForwardCheck(stage)
+            case "Fn", None:
                 return ForwardNograd(stage)
-            case "B", None, None:
+            case "B", None:
                 return Backward(stage)
-    raise ValueError(f"operation {position} is {token!r}; an operation reads Fe_3, Fe_3^1, CF_3, CF_3~, Fn_3, L or B_3")
+    raise ValueError(f"operation {position} is {token!r}; an operation reads Fe_3, Fe_3^1, CF_3, Fn_3, L or B_3")

@@ -45,21 +45,6 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedOutput:
-    """A stage's output in fewer bits, as a checkpoint may be kept. Bytes and seconds.
-
-    To round it takes `seconds` and `temp` bytes beyond both forms; to bring it back, `restore_seconds` and
-    `restore_temp`.
-    """
-
-    nbytes: int
-    seconds: float = 0.0
-    restore_seconds: float = 0.0
-    temp: int = 0
-    restore_temp: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Stage:
     """One stage: `activation` is the size of its output, `options` the ways to run it with a graph.
 
@@ -72,11 +57,6 @@ class Stage:
 
     `skipped_output_time` is the part of a forward with a graph that goes into the output's values alone. A run right
     before the stage's own backward skips it. It is at most the time of any forward of the stage.
-
-    `rounded` is what the output takes as a checkpoint in fewer bits; None if it is always kept as it is.
-
-    `input_grown` bytes more are taken by the input once the stage has run with a graph, where it stands alone; below
-    zero, fewer (`rotor_solver.rounded`).
     """
 
     activation: int
@@ -88,8 +68,6 @@ class Stage:
     input_released: int = 0
     output_released: int = 0
     skipped_output_time: float = 0.0
-    rounded: RoundedOutput | None = None
-    input_grown: int = 0
 
     @property
     def seconds_without_graph(self) -> float:
@@ -140,8 +118,6 @@ def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
             most=min(stage.activation, *(option.saved for option in stage.options)),
         ),
         skipped_output_time=skipped_output_time,
-        rounded=None if stage.rounded is None else _checked_rounded(stage.rounded, stage.activation, where),
-        input_grown=checked_size(stage.input_grown, f"input_grown of {where}", least=-incoming),
     )
 
 
@@ -157,17 +133,6 @@ def _checked_option(option: Option, where: str, incoming: int) -> Option:
         backward_temp=checked_size(option.backward_temp, f"backward_temp of {where}", least=-incoming),
         moved=checked_size(option.moved, f"moved of {where}"),
         replay_temp=None if replay is None else checked_size(replay, f"replay_temp of {where}", least=-incoming),
-    )
-
-
-def _checked_rounded(rounded: RoundedOutput, activation: int, where: str) -> RoundedOutput:
-    where = f"rounded output of {where}"
-    return RoundedOutput(
-        nbytes=checked_size(rounded.nbytes, f"nbytes of the {where}", most=activation),
-        seconds=checked_seconds(rounded.seconds, f"seconds of the {where}"),
-        restore_seconds=checked_seconds(rounded.restore_seconds, f"restore_seconds of the {where}"),
-        temp=checked_size(rounded.temp, f"temp of the {where}"),
-        restore_temp=checked_size(rounded.restore_temp, f"restore_temp of the {where}"),
     )
 
 

@@ -37,4 +37,4 @@ def test_few_know_the_algorithms() -> None:
         for name, modules in imports().items()
         if name.split(".")[0] not in ALGORITHMS and any(module.split(".")[0] in ALGORITHMS for module in modules)
     }
-    assert knowing == {"__init__", "frontier", "in_flight", "moving", "pipeline", "rounded", "solve"}
+    assert knowing == {"__init__", "frontier", "in_flight", "moving", "pipeline", "solve"}

@@ -11,7 +11,7 @@ from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, L
 NUMBERS = st.integers(0, 10**6)
 OPERATIONS = st.one_of(
     st.builds(ForwardEnable, NUMBERS, st.integers(0, 9)),
-    st.builds(ForwardCheck, NUMBERS, st.booleans()),
+    st.builds(ForwardCheck, NUMBERS),
     st.builds(ForwardNograd, NUMBERS),
     st.builds(Backward, NUMBERS),
     st.just(Loss()),
@@ -30,11 +30,6 @@ def test_text_is_read_back(operations) -> None:
 def test_the_notation_of_the_field() -> None:
     operations = [ForwardEnable(0), ForwardCheck(1), ForwardNograd(2), ForwardEnable(3, 1), Loss(), Backward(3)]
     assert str(Sequence(operations)) == "Fe_0, CF_1, Fn_2, Fe_3^1, L, B_3"
-
-
-def test_a_rounded_checkpoint_has_a_tilde() -> None:
-    assert str(ForwardCheck(3, rounded=True)) == "CF_3~"
-    assert Sequence.parse("CF_3~, CF_3") == Sequence([ForwardCheck(3, rounded=True), ForwardCheck(3)])
 
 
 def test_it_is_a_sequence() -> None:

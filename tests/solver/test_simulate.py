@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
-
 import pytest
 
-from rotor_solver import Chain, Option, RoundedOutput, Sequence, Stage, simulate
+from rotor_solver import Chain, Option, Sequence, Stage, simulate
 
 CHAIN = Chain.from_arrays(
     forward_time=[1, 2, 3],
@@ -164,57 +161,3 @@ def test_no_stages_and_nothing_but_zeros() -> None:
 def test_what_is_not_in_memory_cannot_be_used(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("^", r"\^")):
         simulate(CHAIN, Sequence.parse(text))
-
-
-ROUNDED = Chain(
-    tuple(
-        replace(stage, rounded=RoundedOutput(size, 0.25, 0.5, temp=3, restore_temp=40))
-        for stage, size in zip(CHAIN.stages, (5, 9, 15), strict=True)
-    ),
-    CHAIN.input_bytes,
-    CHAIN.loss_time,
-    CHAIN.loss_temp,
-)
-
-
-def test_a_rounded_checkpoint_is_whole_from_its_next_read_on() -> None:
-    result = simulate(ROUNDED, Sequence.parse("CF_0, CF_1~, Fe_2, L, B_2, Fe_1, B_1, Fe_0, B_0"))
-    exact = simulate(ROUNDED, Sequence.parse("CF_0, CF_1, Fe_2, L, B_2, Fe_1, B_1, Fe_0, B_0"))
-    assert result.makespan == exact.makespan + 0.25 + 0.5
-    # a_0; a_1 in 5 bytes; a_2. Once it is read again, a_0; a_1 whole; δ_2; ā_2.
-    assert result.after == (110, 125, 158, 188, 125, 152, *exact.after[6:])
-    assert result.during[:2] == exact.during[:2]  # stage 1 reads a_1 as it is
-    assert result.during[5] == 125 + 5 + 22 + 2000
-
-
-def test_both_forms_are_there_while_a_checkpoint_is_rounded_or_brought_back() -> None:
-    stages = tuple(
-        replace(stage, options=(replace(stage.options[0], forward_temp=0, backward_temp=0),))
-        for stage in ROUNDED.stages
-    )
-    result = simulate(
-        replace(ROUNDED, stages=stages), Sequence.parse("CF_0, CF_1~, Fe_2, L, B_2, CF_1~, Fn_2, Fe_1, B_1, Fe_0, B_0")
-    )
-    assert result.during[1] == 110 + 20 + 5 + 3
-    assert result.after[5] == 100 + 5 + 20 + 20  # rounded again; a_2 is there beside δ_2
-    assert result.during[5] == 100 + 5 + 20 + 10 + 40  # brought back before
-    assert result.during[7] == 100 + 5 + 30 + 20 + 10 + 40
-    assert result.after[7] == 100 + 10 + 30 + 20 + 22
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("CF_0~", "operation 0, CF_0~, rounds a_0, which the chain keeps as it is"),
-        ("Fe_0, CF_1~", "operation 1, CF_1~, rounds a_1, which what is kept for a backward holds whole"),
-        ("CF_0, Fe_1, CF_1~", "operation 2, CF_1~, rounds a_1, which what is kept for a backward holds whole"),
-    ],
-)
-def test_what_cannot_be_rounded_is_named(text: str, why: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(why)):
-        simulate(ROUNDED, Sequence.parse(text))
-
-
-def test_a_chain_without_rounded_forms_refuses_rounded_checkpoints() -> None:
-    with pytest.raises(ValueError, match="rounds a_1, which the chain keeps as it is"):
-        simulate(CHAIN, Sequence.parse("CF_0, CF_1~"))

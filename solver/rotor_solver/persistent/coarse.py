@@ -77,5 +77,4 @@ def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
         nograd_temp=max(0, check_most - outgoing),
         gradient=sum(stage.gradient for stage in stages),
         skipped_output_time=stages[-1].skipped_output_time,
-        input_grown=stages[0].input_grown,
     )

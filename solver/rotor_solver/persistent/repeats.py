@@ -23,7 +23,7 @@ def kinds_of(chain: Chain) -> Ints:
     """[L] a number for every stage; stages that cost the same have the same."""
     numbers: dict[object, int] = {}
     bare = (
-        replace(stage, name="", rounded=None, options=tuple(replace(option, name="") for option in stage.options))
+        replace(stage, name="", options=tuple(replace(option, name="") for option in stage.options))
         for stage in chain.stages
     )
     return np.array([numbers.setdefault(stage, len(numbers)) for stage in bare], np.int64)
