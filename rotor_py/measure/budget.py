@@ -29,7 +29,7 @@ from rotor_solver.in_flight import least_in_flight_sequence
 from rotor_solver.moving import Link, solve_moving
 
 _WORTH = 0.005
-"""The share of time that different sequences have to save: as much as the solver's gap may be."""
+"""The share of time that different sequences in reverse have to save: as much as the solver's gap may be."""
 
 
 @dataclass(frozen=True, slots=True)

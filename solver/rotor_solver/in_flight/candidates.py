@@ -1,4 +1,4 @@
-"""Sequences of one forward among others, to choose plans for all of them from."""
+"""Sequences that all forwards in flight may follow, to choose one from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ROOMS = 10
 """Amounts of room for the forward that runs, at first; a guess."""
 _CLOSER = 4
 """How often the two amounts beside the best are tried; a guess."""
-_SHARES = (0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.6)
-"""Parts of an even share that one forward may keep, to be mixed; a guess."""
+_SHARES = (0.6, 0.8, 0.9, 1.1, 1.25, 1.6)
+"""Parts of an even share that one forward may keep at most; a guess. What it keeps in the end may be less, and fit."""
 
 
 def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[Candidate]:

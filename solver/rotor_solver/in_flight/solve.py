@@ -1,6 +1,6 @@
 """The fastest plans for several forwards of one chain that are in flight at once, within one limit.
 
-In any order, the forwards share the limit evenly: what all of them keep, and what one needs more while it runs, has to
+In any order, all forwards follow one sequence: what all of them keep, and what one needs more while it runs, has to
 fit. A plan of one forward within a limit, with room at its loss for the others, keeps the difference of the two; so
 each amount of room is a problem for the persistent program. In reverse order, all forwards are one chain
 (`nested_chain`), whose plan is also a bound for any order.
@@ -14,7 +14,7 @@ from rotor_solver.chain import Chain
 from rotor_solver.extremes import recompute_all, store_all
 from rotor_solver.in_flight.candidates import candidates
 from rotor_solver.in_flight.footprint import Footprint, peak_in_any_order, peak_in_reverse, with_room_at_loss
-from rotor_solver.in_flight.joint_plan import Candidate, JointPlan, fastest_alike, fastest_join, joined
+from rotor_solver.in_flight.joint_plan import Candidate, JointPlan, fastest_alike, joined
 from rotor_solver.in_flight.least import least_in_flight, least_in_reverse
 from rotor_solver.in_flight.nested_chain import apart, nested_chain
 from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
@@ -37,10 +37,9 @@ def solve_in_flight(
     """The fastest plans known for `forwards` forwards of `chain` that together stay within `mem_limit` bytes.
 
     Every a_0 is counted. `order` says in which order the backwards may come: "any", or "reverse", from the last forward
-    to the first, which takes less time or memory. Plans for any order are safe in reverse. With `alike`, all forwards
-    follow one sequence, which is made for any order. What asks less of the step is preferred: one sequence for all of
-    them to different ones, and those for any order to those for one, as long as it takes no more than `worth` longer,
-    a share of the time.
+    to the first, which takes less time or memory. Plans for any order are safe in reverse; all forwards follow one
+    sequence there, and with `alike` in reverse as well. That asks less of the step, and is preferred to different
+    sequences in reverse as long as it takes no more than `worth` longer, a share of the time.
 
     Raises InfeasibleError if nothing fits; its `min_bytes` is `least_in_flight`. Raises ValueError if the limit is not
     a number of bytes, `forwards` or `slots` not one at least, or the order neither of the two.
@@ -64,10 +63,8 @@ def solve_in_flight(
         in_reverse = joined(nested, peak_in_reverse, bound)
         if not worth:
             return in_reverse
-    known = list(candidates(chain, limit, forwards, slots))
-    several = (fastest_alike,) if alike else (fastest_alike, fastest_join)
-    found = [plan for choose in several if (plan := choose(known, forwards, limit)) is not None]
-    plans = [joined(each, peak_in_any_order, bound) for each in found] + ([in_reverse] if in_reverse else [])
+    found = fastest_alike(candidates(chain, limit, forwards, slots), forwards, limit)
+    plans = [*([joined(found, peak_in_any_order, bound)] if found else []), *([in_reverse] if in_reverse else [])]
     if not plans:  # the least limit for any order may be more than that in reverse
         return joined(least_in_reverse(chain, forwards), peak_in_reverse, bound)
     enough = (1 + worth) * min(plan.makespan for plan in plans)
