@@ -16,7 +16,7 @@ from rotor_py.batch.cost_law import CostLaw
 from rotor_py.batch.relaxed import relaxed
 from rotor_py.batch.step_costs import StepCosts
 from rotor_solver import Chain, InfeasibleError, Persistent
-from rotor_solver.moving.priced import priced
+from rotor_solver.moving.lagrangian import priced
 
 TOLERANCE = 0.005
 """The share of time that another batch would have to save to be looked for: as much as the solver's gap may be."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from rotor_solver.chain import Chain
-from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
-from rotor_solver.sequence import Sequence
-from rotor_solver.stage import Option
+from rotor_solver.chain import Chain, Option
+from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 
 
 @dataclass(frozen=True, slots=True)

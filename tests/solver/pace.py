@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rotor_solver.arrays import pace
+from rotor_solver import jit_policy as pace
 
 
 def fresh_process(monkeypatch: pytest.MonkeyPatch, spent: float = 0.0) -> None:

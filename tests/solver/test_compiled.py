@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from rotor_solver import Chain, Option, Stage
-from rotor_solver.arrays.costs import costs_of
+from rotor_solver.least_memory import costs_of
 from tests.solver.compiling import kernel_modules, kernels_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compiled(which: str) -> tuple[int, int]:
+def kernels_called(which: str) -> tuple[int, int]:
     """How many kernels a process calls, and how many it has to compile."""
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "solver"))
     command = [sys.executable, "-m", "tests.solver.compiling", which]
@@ -31,22 +31,20 @@ def compiled(which: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("which", "least"), [("persistent", 10), ("others", 5)])
 def test_a_second_process_compiles_nothing(which: str, least: int) -> None:
-    called, missed = compiled(which)
+    called, missed = kernels_called(which)
     if missed:
-        called, missed = compiled(which)
+        called, missed = kernels_called(which)
     assert called >= least
     assert missed == 0
 
 
 def test_these_are_all_the_files_with_kernels() -> None:
     assert {module.__name__.removeprefix("rotor_solver.") for module in kernel_modules()} == {
-        "arrays.least_memory",
-        "persistent.equal_rows",
+        "least_memory_kernels",
         "persistent.kernels",
-        "persistent.layout",
-        "persistent.descend",
+        "persistent.table_kernels",
         "persistent.windows",
-        "pipeline.sequences.kernels",
+        "pipeline.kernels",
     }
 
 
@@ -65,7 +63,7 @@ def test_kernels_use_nothing_of_other_files_of_the_solver(module: ModuleType) ->
     assert all(inspect.getmodule(each.py_func) is module for each in kernels_of(module))
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rotor_solver"):
-            assert node.module == "rotor_solver.compiled"
+            assert node.module == "rotor_solver.jit_policy"
             assert {each.name for each in node.names} <= {"compiled", "prange"}
 
 

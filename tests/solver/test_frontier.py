@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from rotor_solver import Chain, InfeasibleError, Periodic, frontier, limit_for, min_bytes, simulate, solve, store_all
-from rotor_solver.frontier.find_frontier import _steepest
+from rotor_solver.frontier import _steepest
 from tests.solver.naive import naive_optimum
 from tests.solver.persistent.test_scale import random_chain
 from tests.solver.strategies import rich_chains, unit_chain

@@ -20,7 +20,7 @@ from rotor_solver import (
     solve,
     store_all,
 )
-from rotor_solver.kept_at_loss import plan_memory
+from rotor_solver.memory_timeline import plan_memory
 from tests.solver.strategies import rich_chains
 
 FORWARDS = (ForwardEnable, ForwardCheck, ForwardNograd)
@@ -76,7 +76,7 @@ def test_what_is_kept_is_what_the_twin_says(chain: Chain) -> None:
         assert (memory.input_bytes, memory.beside_bytes) == (chain.input_bytes, 3)
 
 
-def test_a_sequence_that_is_not_valid_is_refused() -> None:
+def test_plan_memory_refuses_a_sequence_that_is_not_valid() -> None:
     chain = Chain.from_arrays([1], [1, 1], [1, 1], [1], [0], [0, 0])
     with pytest.raises(ValueError, match="B_0, needs δ_1"):
         plan_memory(chain, Sequence.parse("Fe_0, B_0"))

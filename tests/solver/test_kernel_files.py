@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numba.core.caching import IndexDataCacheFile
 
-from rotor_solver.arrays.kernel_files import VersionFiles, keep_versions_apart
-from rotor_solver.compiled import compiled
+from rotor_solver.jit_policy import compiled
+from rotor_solver.kernel_files import VersionFiles, keep_versions_apart
 from tests.solver.compiling import kernel_modules, kernels_of
 
 

@@ -44,7 +44,7 @@ def test_a_recomputed_step_by_hand() -> None:
     assert [moment.gradients for moment in found] == [0, 0, 20, 2010, 2010, 3100]
 
 
-def test_a_sequence_that_is_not_valid_is_refused() -> None:
+def test_moments_refuse_a_sequence_that_is_not_valid() -> None:
     chain = Chain.from_arrays([1], [1, 1], [1, 1], [1], [0], [0, 0])
     with pytest.raises(ValueError, match="B_0, needs δ_1"):
         moments(chain, Sequence.parse("Fe_0, B_0"))

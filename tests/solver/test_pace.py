@@ -8,14 +8,14 @@ from types import ModuleType
 
 import pytest
 
+from rotor_solver import jit_policy as pace
 from rotor_solver import solve
-from rotor_solver.arrays import pace
 from rotor_solver.persistent import table
 from tests.solver.pace import fresh_process
 from tests.solver.persistent.test_scale import limit_between, random_chain
 from tests.solver.test_solve import run
 
-LAYOUT = "rotor_solver.persistent.layout"
+LAYOUT = "rotor_solver.persistent.table_kernels"
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rotor_solver import Persistent, frontier, watched
-from rotor_solver.arrays import pace
-from rotor_solver.arrays.pace import PREPARING
-from rotor_solver.persistent import table, work
-from rotor_solver.persistent.problem import Problem
+from rotor_solver import jit_policy as pace
+from rotor_solver.jit_policy import PREPARING
+from rotor_solver.persistent import table
+from rotor_solver.persistent.layout import Problem
 from rotor_solver.persistent.table import Table
 from rotor_solver.progress import Progress
 from tests.solver.pace import always_compiled
@@ -62,14 +62,14 @@ def test_a_watched_table_is_filled_in_portions_and_is_the_same_table(kind: str, 
     assert done == sorted(set(done))
     assert {(total, what) for _, total, what in told} == {(done[-1], f"{len(chain)} stages, {found.grid.width} slots")}
     assert len(done) > 5
-    assert len(done) <= work._PORTIONS + 2
+    assert len(done) <= table._PORTIONS + 2
 
 
 def test_portions_are_of_about_the_same_work() -> None:
     told: Told = []
     filled(repeated_chain(200, 2), True, told)
     done = np.array([state[0] for state in told])
-    assert np.diff(done).max() <= 3 * done[-1] / work._PORTIONS
+    assert np.diff(done).max() <= 3 * done[-1] / table._PORTIONS
 
 
 def test_a_frontier_tells_its_limits_after_its_tables() -> None:

@@ -30,8 +30,7 @@ from rotor_solver import (
     solve_in_flight,
     store_all,
 )
-from rotor_solver.in_flight.footprint import Footprint, peak_in_any_order, peak_in_reverse
-from rotor_solver.in_flight.nested_chain import apart, nested_chain
+from rotor_solver.in_flight import Footprint, apart, nested_chain, peak_in_any_order, peak_in_reverse
 from tests.solver.strategies import plain_chains, rich_chains
 
 Parts = tuple[list[Operation], list[Operation]]

@@ -11,8 +11,8 @@ from rotor_solver.moving import Link, plan_moves, simulate_moves
 from tests.solver.moving.chains import LINKS, moving_chains, tiny_chains
 from tests.solver.moving.naive import all_sequences, best_timetable, possible_trips
 
-STAGE = Stage(1, (Option(1.0, 2.0, 10), Option(1.0, 2.0, 2, moved=8)))
-CHAIN = Chain((STAGE,) * 4, 1)
+EVEN_STAGE = Stage(1, (Option(1.0, 2.0, 10), Option(1.0, 2.0, 2, moved=8)))
+EVEN_CHAIN = Chain((EVEN_STAGE,) * 4, 1)
 SEQUENCE = Sequence.parse("Fe_0^1, Fe_1^1, Fe_2^1, Fe_3, L, B_3, B_2, B_1, B_0")
 
 
@@ -72,22 +72,22 @@ def test_what_was_slow_to_keep_stays_once_the_link_has_less_to_carry() -> None:
 
 
 def test_nothing_moves_where_all_fits() -> None:
-    moves = plan_moves(CHAIN, SEQUENCE, Link(8.0, 8.0), 43)
+    moves = plan_moves(EVEN_CHAIN, SEQUENCE, Link(8.0, 8.0), 43)
     assert not moves.stages
-    assert simulate_moves(CHAIN, SEQUENCE, moves, Link(8.0, 8.0)).peak == 43
+    assert simulate_moves(EVEN_CHAIN, SEQUENCE, moves, Link(8.0, 8.0)).peak == 43
 
 
 def test_stages_far_from_the_loss_move_first() -> None:
-    moves = plan_moves(CHAIN, SEQUENCE, Link(8.0, 8.0), 36)
+    moves = plan_moves(EVEN_CHAIN, SEQUENCE, Link(8.0, 8.0), 36)
     assert moves.stages == {0}
     assert moves.wait_out[3] == (0,), "as late as possible: before the fourth stage makes its 10 bytes"
     assert moves.fetch[6] == (0,), "as early as possible: once the last stage has gone backward"
-    assert simulate_moves(CHAIN, SEQUENCE, moves, Link(8.0, 8.0)).makespan == 12.0
+    assert simulate_moves(EVEN_CHAIN, SEQUENCE, moves, Link(8.0, 8.0)).makespan == 12.0
 
 
 def test_a_sequence_that_needs_more_is_refused_with_what_it_needs() -> None:
     with pytest.raises(
         InfeasibleError, match="the sequence needs 19 bytes, whatever it moves; the limit is 18"
     ) as info:
-        plan_moves(CHAIN, SEQUENCE, Link(1.0, 1.0), 18)
+        plan_moves(EVEN_CHAIN, SEQUENCE, Link(1.0, 1.0), 18)
     assert info.value.min_bytes == 19

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, recompute_all, simulate, solve, store_all
-from rotor_solver.persistent.coarse import coarse_chain, fine_sequence
+from rotor_solver.persistent.program import coarse_chain, fine_sequence
 from rotor_solver.segments import even_segments
 from tests.solver.strategies import rich_chains
 

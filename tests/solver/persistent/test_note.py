@@ -9,9 +9,8 @@ import pytest
 
 from rotor_solver import Chain, simulate, solve
 from rotor_solver.persistent import kernels
-from rotor_solver.persistent.grid import nodes_of
 from rotor_solver.persistent.kernels import BEYOND, CHUNK
-from rotor_solver.persistent.problem import Problem
+from rotor_solver.persistent.layout import Problem, nodes_of
 from rotor_solver.persistent.table import Table
 
 NOTE = " ".join(line.removeprefix("#").strip() for line in (inspect.getdoc(kernels) or "").splitlines())

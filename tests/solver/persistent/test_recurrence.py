@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, min_bytes, simulate, solve, store_all
-from rotor_solver.persistent.recurrence import optimum
+from rotor_solver.persistent.program import optimum
 from tests.solver.naive import naive_optimum
 from tests.solver.strategies import rich_chains, unit_chain
 

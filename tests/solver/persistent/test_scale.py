@@ -9,8 +9,7 @@ import pytest
 
 from rotor_solver import Chain, min_bytes, simulate, solve, store_all
 from rotor_solver.persistent import program, table
-from rotor_solver.persistent.grid import extents
-from rotor_solver.persistent.problem import Problem
+from rotor_solver.persistent.layout import Problem, extents
 from rotor_solver.persistent.program import THOROUGH, Effort
 from rotor_solver.persistent.table import Table
 
@@ -128,7 +127,7 @@ def test_groups_of_stages_only_make_it_faster(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_coarse_chains_promise_is_true_of_the_chain_itself() -> None:
-    from rotor_solver.persistent.coarse import coarse_chain, fine_sequence
+    from rotor_solver.persistent.program import coarse_chain, fine_sequence
     from rotor_solver.segments import even_segments
 
     chain = random_chain(23)

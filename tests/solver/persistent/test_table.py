@@ -10,7 +10,7 @@ import pytest
 from rotor_solver import Chain, Option, Stage, simulate
 from rotor_solver.persistent import table
 from rotor_solver.persistent.kernels import BLOCK, CHUNK, need_of
-from rotor_solver.persistent.problem import Problem
+from rotor_solver.persistent.layout import Problem
 from rotor_solver.persistent.table import Table
 from tests.solver.persistent.test_scale import limit_between, random_chain
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rotor_solver import Chain, Option, Stage, simulate, solve
-from rotor_solver.persistent.problem import Problem
+from rotor_solver.persistent.layout import Problem
 from rotor_solver.persistent.table import Table
 from tests.solver.persistent.test_scale import limit_between, random_chain
 from tests.solver.persistent.test_table import rich_chain

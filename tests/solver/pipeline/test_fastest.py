@@ -9,10 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, Option, Stage, simulate, solve, store_all
-from rotor_solver.pipeline.sequences.fastest import bound_in_flight, fastest_in_flight
-from rotor_solver.pipeline.sequences.least import least_in_flight
-from rotor_solver.pipeline.sequences.microbatch import Microbatch, bytes_in_flight
-from rotor_solver.pipeline.sequences.recurrence import optimum
+from rotor_solver.pipeline.sequences import (
+    Microbatch,
+    bound_in_flight,
+    bytes_in_flight,
+    fastest_in_flight,
+    least_in_flight,
+    optimum,
+)
 from tests.solver.pipeline import naive
 from tests.solver.strategies import plain_chains, rich_chains
 

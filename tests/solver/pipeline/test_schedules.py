@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining import schedules as theirs
 
 from rotor_solver.pipeline import SCHEDULES, Schedule
-from rotor_solver.pipeline.in_flight import InFlight, in_flight
+from rotor_solver.pipeline.schedules import InFlight, in_flight
 
 
 def rounds_of_torch(ranks: int, microbatches: int, parts: int, rank: int, zero_bubble: bool) -> list[str]:

@@ -1,22 +1,25 @@
-"""Finding the whole trade-off between memory and time at once.
+"""The whole trade-off between memory and time: found once, a step function to ask, and its picture.
 
 One table of the persistent program knows the times for all limits up to its own. For small limits its slots are too
-coarse, so there are more tables: for a quarter of the memory, a sixteenth, and so on.
+coarse, so there are more tables: for a quarter of the memory, a sixteenth, and so on. Drawing needs matplotlib, which
+nothing else of the package does: it is imported on use.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
+from os import PathLike
+from typing import Any
 
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.extremes import store_all
-from rotor_solver.frontier.step_function import Frontier
-from rotor_solver.limits import bytes_of_limit, check_slots
-from rotor_solver.persistent.problem import Problem
+from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
+from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.program import (
     BRIEF,
     THOROUGH,
@@ -26,11 +29,77 @@ from rotor_solver.persistent.program import (
     solved,
     units,
 )
-from rotor_solver.persistent.spacing import Spacing
 from rotor_solver.persistent.table import Table
 from rotor_solver.progress import watcher
+from rotor_solver.segments import store_all
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """A step function: limits[k] bytes, a_0 counted, are enough for sequences[k], which takes makespans[k] seconds.
+
+    Limits increase, makespans do not. No persistent sequence within limits[k] bytes takes less than lower_bounds[k]
+    seconds. `stored` is the makespan of storing everything.
+    """
+
+    limits: tuple[int, ...]
+    makespans: tuple[float, ...]
+    lower_bounds: tuple[float, ...]
+    sequences: tuple[Sequence, ...]
+    stored: float
+
+    def __len__(self) -> int:
+        return len(self.limits)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return iter(zip(self.limits, self.makespans, strict=True))
+
+    @property
+    def gap(self) -> float:
+        """By how much a makespan is longer than its bound, at most, as a ratio: 0.01 is a hundredth."""
+        pairs = zip(self.makespans, self.lower_bounds, strict=True)
+        return max((made / least - 1 for made, least in pairs if least), default=0.0)
+
+    def sequence(self, mem_limit: float) -> Sequence:
+        """The fastest sequence known within `mem_limit` bytes.
+
+        Raises InfeasibleError below the first limit, and ValueError if `mem_limit` is not a number of bytes.
+        """
+        return self.sequences[self._position(mem_limit)]
+
+    def makespan(self, mem_limit: float) -> float:
+        """Seconds of `sequence(mem_limit)`, with the same errors."""
+        return self.makespans[self._position(mem_limit)]
+
+    def limit_for(self, overhead: float) -> int:
+        """The first limit whose makespan is at most 1 + `overhead` times that of storing everything.
+
+        Raises ValueError if no limit has such a makespan, or if `overhead` is not zero or more.
+        """
+        if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not overhead >= 0:
+            raise ValueError(f"overhead is {overhead!r}; it has to be zero or more: 0.1 for a tenth more time")
+        for limit, made in self:
+            if made <= self.stored * (1 + overhead):
+                return limit
+        raise ValueError(f"none of the {len(self)} limits keeps the overhead at {overhead}")
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw into a file (.svg, .png, .pdf) how much longer than storing everything a step takes at every limit.
+
+        Raises ImportError if matplotlib is missing, and ValueError for a format that it does not know.
+        """
+        draw(path, self.limits, [made / self.stored - 1 if self.stored else 0.0 for made in self.makespans])
+
+    def _position(self, mem_limit: float) -> int:
+        limit = bytes_of_limit(mem_limit)
+        position = bisect.bisect_right(self.limits, limit) - 1
+        if position < 0:
+            least = self.limits[0] if self.limits else 0
+            message = f"the least limit of the frontier is {least} bytes; the limit is {limit}"
+            raise InfeasibleError(message, min_bytes=least, mem_limit=limit)
+        return position
 
 
 def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int = 500) -> Frontier:
@@ -187,3 +256,49 @@ def _closer(
         proven[limit] = best.bound
         steps = _steepest(chain, [*(each for _, each in steps), best.sequence])
     return steps
+
+
+LINE, POINT = "#1f77b4", "#d62728"
+
+
+def require_matplotlib() -> Any:
+    """The module `matplotlib`; ImportError, with what to install, if it is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        message = "drawing needs matplotlib, which is not installed: pip install 'rotor-plan[plot]'"
+        raise ImportError(message, name="matplotlib") from error
+    return matplotlib
+
+
+def draw(
+    path: str | PathLike[str],
+    limits: Iterable[int],
+    overheads: Iterable[float],
+    *,
+    points: Iterable[tuple[str, int, float]] = (),
+    title: str = "",
+) -> None:
+    """Write the step function of `overheads` (0.1 is a tenth more time) by `limits` in bytes to an image file.
+
+    The ending of `path` says the format: .svg, .png, .pdf. `points` are (name, bytes, overhead), drawn beside it.
+    ImportError if matplotlib is missing, ValueError for a format that it does not know.
+    """
+    matplotlib = require_matplotlib()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        axes = figure.subplots()
+        axes.step([*limits], [*overheads], where="post", color=LINE, linewidth=1.6, label="optimal")
+        for name, size, overhead in points:
+            axes.plot([size], [overhead], marker="o", markersize=4, linestyle="", color=POINT, clip_on=False)
+            axes.annotate(name, (size, overhead), xytext=(4, 3), textcoords="offset points", fontsize=7)
+        axes.set(xlabel="limit", ylabel="more time than storing everything", title=title)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=150)

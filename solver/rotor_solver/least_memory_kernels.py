@@ -1,9 +1,9 @@
 """The least memory in which the backward of every interval of a chain can be done: kernels.
 
 It is exact, in bytes: it says which limits are refused, where rows of a table begin, and which choices are open while a
-sequence is read off. `costs` is an `arrays.Costs`. The interval [i, l] has two states, as in `persistent.kernels`: in
-state 0, a_i stands alone; in state 1, it lies in the ā_i of the stage before. A choice for an interval is coded as an
-integer: k ≥ 0 is option k of stage i, j < 0 is the checkpoint at a_{-j}.
+sequence is read off. `costs` is a `least_memory.Costs`. The interval [i, l] has two states, as in
+`persistent.kernels`: in state 0, a_i stands alone; in state 1, it lies in the ā_i of the stage before. A choice for an
+interval is coded as an integer: k ≥ 0 is option k of stage i, j < 0 is the checkpoint at a_{-j}.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rotor_solver.compiled import compiled, prange
+from rotor_solver.jit_policy import compiled, prange
 
 INFINITE = np.int64(2**62)
 """More than any need, and small enough that a size can be added to it."""

@@ -1,9 +1,9 @@
-"""The recurrence of `recurrence` for all numbers of slots at once: kernels.
+"""The recurrence of `sequences.optimum` for all numbers of slots at once: kernels.
 
 Slot m stands for m · unit + offset bytes; the offset is what is left of the limit beyond whole slots. `taken`
 ([2, options]) and `activation` ([L+1]), what operations leave in memory, are given in slots. If they were rounded up,
 what fits into slots fits into bytes; if they were rounded down, times are lower bounds. What operations need while they
-run is compared in bytes. `costs` is an `arrays.Costs`; times are those beyond storing everything.
+run is compared in bytes. `costs` is a `least_memory.Costs`; times are those beyond storing everything.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rotor_solver.compiled import compiled
+from rotor_solver.jit_policy import compiled
 
 
 @compiled()
@@ -134,7 +134,7 @@ def choice(
     last: int,
     slots: int,
 ) -> int:
-    """A choice that attains the least seconds for [i, last], i < L, coded as in `arrays.least_memory`.
+    """A choice that attains the least seconds for [i, last], i < L, coded as in `least_memory_kernels`.
 
     `slots` are those that are free; or, for last = L, r of `fill_kept`.
     """

@@ -35,6 +35,13 @@ _KNOWN = ("_index_name", "_source_stamp", "_load_index", "_save_index", "_save_d
 class VersionFiles(caching.IndexDataCacheFile):
     """The files of one kernel's versions, and the index of them."""
 
+    def _load_index(self: Any) -> Any:
+        """The index; empty where it names types that are gone, as one of an older source may."""
+        try:
+            return super()._load_index()  # type: ignore[no-untyped-call]  # of Numba
+        except (ImportError, AttributeError):  # Numba unpickles an index before it compares sources
+            return {}
+
     def save(self: Any, key: Any, data: Any) -> None:
         """Keep a version. `key` has its types, the processor and the code of the function."""
         # With the stamp: processes with an older source must not write into files that the new index names.

@@ -1,19 +1,22 @@
-"""What the kernels `fill`, `fill_shared` and `fill_tails` do, by NumPy: one checkpoint of one row at a time.
+"""Small tables without compiled kernels: the same numbers, to the last bit, by NumPy.
 
-The numbers are the same to the last bit, since sums are in the same order. `kernels` says what rows and slots are, and
-has the recurrence in the docstring of `fill`.
+`fill` does what the kernels `fill`, `fill_shared` and `fill_tails` do, one checkpoint of one row at a time; sums are in
+the same order. `kernels` says what rows and slots are, and has the recurrence in the docstring of `fill`.
+`plain_windows` is `windows` as plain Python, but for its inner loops, which are by NumPy here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from rotor_solver.arrays.costs import Costs, Floats, Ints
-from rotor_solver.compiled import plain_python
-from rotor_solver.persistent.grid import Grid, Rows
+from rotor_solver.jit_policy import plain_python
+from rotor_solver.least_memory import Costs, Floats, Ints
+from rotor_solver.persistent.layout import Grid, Rows
 
 _ROW, _CHECKPOINT, _PAIR = 1.2e-5, 4.5e-6, 1.5e-9
 """Seconds for a row, for a checkpoint of it, and for a pair of slots. Measured, for chains of 20 to 100 stages."""
@@ -30,7 +33,7 @@ def fill(
     """Complete all rows, from short to long; returns how many pairs of slots were looked at.
 
     owner[row] is the row whose numbers a row shares; None if every row has its own. `portions` are those of
-    `work.portions`, with blocks of one stage.
+    `table.portions`, with blocks of one stage.
     """
     filler, length = RowFiller(flat, rows, costs, grid), len(grid.band)
     filler.finish(grid.tail + len(grid.place) - 1, np.empty(0))  # the loss: stored whole from the first slot on
@@ -154,3 +157,46 @@ class RowFiller:
 def lower(times: Floats, others: Floats | float) -> None:
     """The lesser of both, in place."""
     np.minimum(times, others, out=times)
+
+
+@cache
+def plain_windows() -> ModuleType:
+    """The module `windows`, to be used in its place: the same numbers to the last bit."""
+    module = plain_python("rotor_solver.persistent.windows")
+    for loop in (slots_of_use, hand_on, hand_on_alone, least_of_both, least_of_three):
+        setattr(module, loop.__name__, loop)
+    return module
+
+
+def slots_of_use(flat: Floats, out: Floats, at: int, begin: int, end: int, cut: float) -> tuple[int, int]:
+    own = out[at + begin : at + end + 1]
+    own[:] = np.minimum.accumulate(own[::-1])[::-1]
+    useful = np.flatnonzero(own[:-1] + flat[at + begin : at + end] <= cut)
+    return (begin + int(useful[0]), begin + int(useful[-1]) + 1) if len(useful) else (end, end)
+
+
+def hand_on(out: Floats, flat: Floats, whole: int, part: int, other: int, count: int, time: float) -> None:
+    target = out[part : part + count]
+    np.minimum(target, out[whole : whole + count] + time + flat[other : other + count], out=target)
+
+
+def hand_on_alone(out: Floats, whole: int, part: int, count: int, time: float) -> None:
+    target = out[part : part + count]
+    np.minimum(target, out[whole : whole + count] + time, out=target)
+
+
+def least_of_both(out: Floats, flat: Floats, whole: int, other: int, count: int) -> float:
+    starts, ends = _steps(count)
+    return float((out[whole + starts] + flat[other + ends]).min(initial=np.inf))
+
+
+def least_of_three(out: Floats, flat: Floats, whole: int, first: int, second: int, count: int) -> float:
+    starts, ends = _steps(count)
+    return float((out[whole + starts] + flat[first + ends] + flat[second + ends]).min(initial=np.inf))
+
+
+@cache
+def _steps(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last slot of every step of `count` slots."""
+    starts = np.arange(0, count, plain_python("rotor_solver.persistent.windows").STEP)
+    return starts, np.append(starts[1:], count) - 1 if len(starts) else starts

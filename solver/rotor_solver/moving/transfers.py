@@ -1,17 +1,77 @@
-"""The simulator of a step that moves: one queue of operations, and a queue of copies for each direction of the link."""
+"""The copies of a step that moves: the link, the trips that a sequence allows, and the simulator.
+
+The simulator has one queue of operations, and a queue of copies for each direction of the link.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from rotor_solver.chain import Chain
-from rotor_solver.moving.link import Link
-from rotor_solver.moving.moves import Moves
-from rotor_solver.moving.trips import Trip, loss_position, trips_of
-from rotor_solver.sequence import Sequence
+from rotor_solver.memory_timeline import Moment, moments
+from rotor_solver.sequence import Backward, ForwardEnable, Loss, Moves, Sequence
 from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Bytes a second in each direction, while both are busy. The two directions do not wait for each other.
+
+    ValueError if a rate is no finite number above zero.
+    """
+
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        for name in ("out_bytes_per_second", "in_bytes_per_second"):
+            rate = getattr(self, name)
+            if not (math.isfinite(rate) and rate > 0):
+                raise ValueError(f"{name} is {rate!r}; it has to be a finite number of bytes, above zero")
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Seconds in which a byte goes out and comes back."""
+        return 1 / self.out_bytes_per_second + 1 / self.in_bytes_per_second
+
+    @classmethod
+    def slowest(cls, links: Iterable[Link]) -> Link:
+        """As fast each way as the slowest of `links`."""
+        out, back = zip(*((link.out_bytes_per_second, link.in_bytes_per_second) for link in links), strict=True)
+        return cls(min(out), min(back))
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """`moved` bytes of a stage, from position `forward` of a sequence, where they are made, to `backward`."""
+
+    stage: int
+    moved: int
+    forward: int
+    backward: int
+
+
+def loss_position(sequence: Sequence) -> int:
+    """Where the loss is; ValueError if there is none."""
+    if Loss() not in sequence.operations:
+        raise ValueError(f"the sequence of {len(sequence)} operations has no loss")
+    return sequence.operations.index(Loss())
+
+
+def trips_of(chain: Chain, sequence: Sequence) -> tuple[Trip, ...]:
+    """All trips of a valid sequence, in the order of the forwards. A forward after the loss moves nothing."""
+    before = sequence.operations[: loss_position(sequence)]
+    backward = {each.stage: place for place, each in enumerate(sequence) if isinstance(each, Backward)}
+    found = []
+    for position, operation in enumerate(before):
+        if isinstance(operation, ForwardEnable):
+            moved = chain.stages[operation.stage].options[operation.option].moved
+            if moved:
+                found.append(Trip(operation.stage, moved, position, backward[operation.stage]))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +207,19 @@ def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> dict[int, 
     if missing := waited.keys() - fetched.keys():
         raise ValueError(f"stages {sorted(missing)} are copied out, and never back")
     return fetched
+
+
+def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Moment, ...]:
+    """`moments`, where copies go over `link`. ValueError, as from `simulate_moves`, for what is not valid."""
+    found = moments(chain, sequence)
+    if link is None or sequence.moves is None:
+        return found
+    begins = simulate_moves(chain, sequence, sequence.moves, link).begin
+    return tuple(replace(moment, begin=begin) for moment, begin in zip(found, begins, strict=True))
+
+
+def transfers(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Transfer, ...]:
+    """All copies of a step over `link`; none where nothing moves. ValueError as above."""
+    if link is None or sequence.moves is None:
+        return ()
+    return simulate_moves(chain, sequence, sequence.moves, link).transfers

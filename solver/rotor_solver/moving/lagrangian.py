@@ -1,37 +1,131 @@
 """What to keep, to compute again and to move, for the least time within a limit: by prices, with a certified bound.
 
-For a price λ of every byte moved, the persistent program solves the chain in which moved bytes take no memory. Each
-sequence that it finds is given a timetable that fits, and simulated; the fastest is the answer, and `bound` makes a
-certificate of the program's bounds. Copies take memory on their way. So sequences for somewhat lower limits are tried
-too: they leave room in which copies are under way while the next stage computes.
+For a price λ of every byte moved, the persistent program solves the chain in which moved bytes take no memory but in
+their own operations (`priced`). A sequence of it takes `seconds + price · moved bytes`, and its memory is that of the
+sequence while all that moves is away whenever it can be: no timetable of copies needs less. Each sequence that is found
+is given a timetable that fits, and simulated; the fastest is the answer. Copies take memory on their way. So sequences
+for somewhat lower limits are tried too: they leave room in which copies are under way while the next stage computes.
 
 A price does not know how long copies wait for each other, and where a stage can move much or little, it takes the
 wrong one at times. So chains are tried as well in which each stage can only move the most, or the least.
+
+The bound (`lower_bound`) is for all steps that move, from lower bounds for priced chains. Of any sequence within the
+limit, let C₁ be the seconds that it computes up to the loss, C₂ those after it, and M the bytes that it moves. Copies
+out are over when the first operation after the loss begins, and copies back begin after the loss. So with β bytes a
+second, a step takes at least
+
+    T ≥ max(C₁, M / β_out) + max(C₂, M / β_in)
+      = the most of  C₁ + C₂,  M / β_out + C₂,  C₁ + M / β_in,  M / β_out + M / β_in.
+
+Every stage runs once before the loss, by one of its forwards: C₁ lies between `least` and `most`, whatever the
+sequence. The program's certificate for the chain with a price λ says that C₁ + C₂ + λ M ≥ D(λ). Together, for all λ
+that were solved, T is at least the height over M of each of the lines
+
+    D(λ) - λ M        D(λ) - λ M - most + M / β_out        least + M / β_in        M / β_out + M / β_in
+
+and of the seconds of storing everything. So it is at least the lowest point of all lines together. Memory that copies
+take on their way is left out, which only lowers the bound.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 from typing import NamedTuple
 
-from rotor_solver.chain import Chain
+from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
 from rotor_solver.limits import InfeasibleError, bytes_of_limit
-from rotor_solver.moving.bound import Priced, lower_bound
-from rotor_solver.moving.link import Link
-from rotor_solver.moving.moves import Moves
 from rotor_solver.moving.plan_moves import plan_moves
-from rotor_solver.moving.priced import priced
-from rotor_solver.moving.simulate_moves import simulate_moves
-from rotor_solver.moving.trips import loss_position, trips_of
-from rotor_solver.operations import ForwardEnable, Operation
+from rotor_solver.moving.transfers import Link, loss_position, simulate_moves, trips_of
 from rotor_solver.persistent.program import BRIEF, THOROUGH, Persistent
-from rotor_solver.sequence import Sequence
+from rotor_solver.sequence import ForwardEnable, Moves, Operation, Sequence
 from rotor_solver.simulate import simulate
-from rotor_solver.stage import LARGEST_SIZE, Option, Stage
+
+
+def priced(chain: Chain, price: float) -> Chain:
+    """`chain`, where every byte that an option moves takes `price` seconds more.
+
+    What is made again after the loss does not move: no copy goes out then. So these options cannot be used there.
+    """
+    return replace(chain, stages=tuple(_priced_stage(stage, price) for stage in chain.stages))
+
+
+def _priced_stage(stage: Stage, price: float) -> Stage:
+    if not any(option.moved for option in stage.options):
+        return stage
+    return replace(
+        stage,
+        options=tuple(_priced_option(option, price) for option in stage.options),
+        # Unless given, they are those of the first option, which may have a price now.
+        nograd_time=stage.seconds_without_graph,
+        nograd_temp=stage.temp_without_graph,
+    )
+
+
+def _priced_option(option: Option, price: float) -> Option:
+    if not option.moved:
+        return option
+    return replace(
+        option,
+        forward_time=option.forward_time + price * option.moved,
+        forward_temp=option.forward_temp + option.moved,
+        backward_temp=option.backward_temp + option.moved,
+        replay_temp=LARGEST_SIZE,  # of a forward after the loss: more than any limit
+        moved=0,
+    )
+
+
+class Line(NamedTuple):
+    """`seconds` for no byte moved, and `slope` seconds more for every byte."""
+
+    seconds: float
+    slope: float
+
+    def at(self, moved: float) -> float:
+        """Seconds if so many bytes are moved."""
+        return self.seconds + self.slope * moved
+
+
+class Priced(NamedTuple):
+    """`bound`: no sequence takes fewer seconds on the chain with this `price` for every byte."""
+
+    price: float
+    bound: float
+
+
+def lower_bound(chain: Chain, link: Link, found: Iterable[Priced]) -> tuple[float, float]:
+    """(bytes, seconds): every step within the limit takes so many seconds at least, and that only if it moves so many
+    bytes. The bounds in `found` have to be for that limit, or a higher one.
+    """
+    return lowest_point(list(_lines(chain, link, found)))
+
+
+def lowest_point(lines: list[Line]) -> tuple[float, float]:
+    """(bytes, seconds): where the highest of all lines is lowest, over zero bytes or more."""
+    crossings = [0.0]
+    for one, other in combinations(lines, 2):
+        if one.slope != other.slope:
+            crossings.append(max(0.0, (other.seconds - one.seconds) / (one.slope - other.slope)))
+    return min(((moved, max(line.at(moved) for line in lines)) for moved in crossings), key=lambda point: point[1])
+
+
+def _lines(chain: Chain, link: Link, found: Iterable[Priced]) -> Iterator[Line]:
+    out, back = 1 / link.out_bytes_per_second, 1 / link.in_bytes_per_second
+    forwards = [(stage.seconds_without_graph, *(o.forward_time for o in stage.options)) for stage in chain.stages]
+    least, most = (sum(map(pick, forwards)) + chain.loss_time for pick in (min, max))
+    yield Line(
+        sum(min(o.forward_time + o.backward_time for o in stage.options) for stage in chain) + chain.loss_time, 0
+    )
+    yield Line(least, back)
+    yield Line(0.0, out + back)
+    for price, bound in found:
+        yield Line(bound, -price)
+        yield Line(bound - most, out - price)
+
 
 _CLOSE = 0.005
 """Where the gap is no more than this, it is good enough: that of `persistent.program`."""
