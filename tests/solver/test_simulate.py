@@ -1,10 +1,32 @@
-"""The simulator against sums worked out by hand."""
+"""The simulator against sums worked out by hand, and the memory by owner that is read off it."""
 
 from __future__ import annotations
 
-import pytest
+import itertools
+from dataclasses import dataclass, field
 
-from rotor_solver import Chain, Option, Sequence, Stage, simulate
+import pytest
+from hypothesis import given, settings
+
+from rotor_solver import (
+    Chain,
+    ForwardCheck,
+    ForwardEnable,
+    ForwardNograd,
+    Loss,
+    Moment,
+    Option,
+    Sequence,
+    Stage,
+    min_bytes,
+    moments,
+    recompute_all,
+    simulate,
+    solve,
+    store_all,
+)
+from rotor_solver.memory_timeline import plan_memory
+from tests.solver.strategies import rich_chains
 
 CHAIN = Chain.from_arrays(
     forward_time=[1, 2, 3],
@@ -161,3 +183,101 @@ def test_no_stages_and_nothing_but_zeros() -> None:
 def test_what_is_not_in_memory_cannot_be_used(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("^", r"\^")):
         simulate(CHAIN, Sequence.parse(text))
+
+
+def parts(moment: Moment) -> int:
+    return sum(moment.inputs.values()) + sum(moment.attached.values()) + moment.output + moment.gradients
+
+
+@settings(deadline=None, max_examples=60)
+@given(rich_chains())
+def test_the_parts_add_up_to_the_simulated_memory(chain: Chain) -> None:
+    for sequence in (store_all(chain), recompute_all(chain), solve(chain, max(1, min_bytes(chain)))):
+        simulated, found = simulate(chain, sequence), moments(chain, sequence)
+        assert tuple(moment.during for moment in found) == simulated.during
+        assert tuple(moment.after for moment in found) == simulated.after
+        assert tuple(map(parts, found)) == simulated.after
+        assert sum(moment.seconds for moment in found) == simulated.makespan
+        assert all(a.begin + a.seconds == b.begin for a, b in itertools.pairwise(found))
+
+
+def test_a_recomputed_step_by_hand() -> None:
+    chain = Chain.from_arrays(
+        forward_time=[1, 2],
+        backward_time=[10, 20, 5],
+        activation=[100, 10, 20],
+        saved=[11, 22],
+        forward_temp=[0, 0],
+        backward_temp=[0, 0, 0],
+        gradient=[1000, 2000],
+    )
+    found = moments(chain, Sequence.parse("CF_0, Fe_1, L, B_1, Fe_0, B_0"))
+    assert [moment.again for moment in found] == [False, False, False, False, True, False]
+    assert [dict(moment.inputs) for moment in found] == [{0: 100, 1: 10}] * 3 + [{0: 100}] * 2 + [{}]
+    assert [dict(moment.attached) for moment in found] == [{}, {2: 22}, {2: 22}, {}, {1: 11}, {}]
+    assert [moment.gradients for moment in found] == [0, 0, 20, 2010, 2010, 3100]
+
+
+def test_moments_refuse_a_sequence_that_is_not_valid() -> None:
+    chain = Chain.from_arrays([1], [1, 1], [1, 1], [1], [0], [0, 0])
+    with pytest.raises(ValueError, match="B_0, needs δ_1"):
+        moments(chain, Sequence.parse("Fe_0, B_0"))
+
+
+FORWARDS = (ForwardEnable, ForwardCheck, ForwardNograd)
+
+
+@dataclass
+class Present:
+    """a_i that stand alone and ā_i, in bytes by i; what is made anew while it is there takes no room again."""
+
+    plain: dict[int, int] = field(default_factory=dict)
+    attached: dict[int, int] = field(default_factory=dict)
+
+
+def kept_at_the_loss(chain: Chain, sequence: Sequence) -> list[int]:
+    """For every stage, the bytes of its output and its ā that are there when the loss begins."""
+    present = Present({0: chain.input_bytes})
+    last = {each.stage: at for at, each in enumerate(sequence) if isinstance(each, FORWARDS)}
+    for position, operation in enumerate(sequence):
+        match operation:
+            case Loss():
+                break
+            case ForwardEnable(stage, option):
+                present.attached[stage + 1] = chain.stages[stage].options[option].saved
+            case ForwardCheck(stage) | ForwardNograd(stage):
+                present.plain.setdefault(stage + 1, chain.stages[stage].activation)
+                if isinstance(operation, ForwardNograd):
+                    present.plain.pop(stage, None)
+        if isinstance(operation, FORWARDS) and last[operation.stage] == position:
+            release(chain, present, operation.stage)
+    return [present.plain.get(i + 1, 0) + present.attached.get(i + 1, 0) for i in range(len(chain))]
+
+
+def release(chain: Chain, present: Present, stage: int) -> None:
+    """The last forward of `stage` has run, and its backward can do without a part of its input."""
+    alone, inside = chain.released[stage]
+    if stage in present.plain:
+        present.plain[stage] -= alone
+    elif stage in present.attached:
+        present.attached[stage] -= inside
+
+
+@settings(deadline=None, max_examples=100)
+@given(rich_chains())
+def test_what_is_kept_is_what_the_twin_says(chain: Chain) -> None:
+    least, full = min_bytes(chain), simulate(chain, store_all(chain)).peak
+    plain = kept_at_the_loss(chain, store_all(chain))
+    for sequence in (store_all(chain), recompute_all(chain), solve(chain, least), solve(chain, (least + full) // 2)):
+        kept = kept_at_the_loss(chain, sequence)
+        memory = plan_memory(chain, sequence, beside_bytes=3)
+        assert [stage.kept_bytes for stage in memory.stages] == kept
+        missing = [max(0, there - here) for here, there in zip(kept, plain, strict=True)]
+        assert [stage.not_kept_bytes for stage in memory.stages] == missing
+        assert (memory.input_bytes, memory.beside_bytes) == (chain.input_bytes, 3)
+
+
+def test_plan_memory_refuses_a_sequence_that_is_not_valid() -> None:
+    chain = Chain.from_arrays([1], [1, 1], [1, 1], [1], [0], [0, 0])
+    with pytest.raises(ValueError, match="B_0, needs δ_1"):
+        plan_memory(chain, Sequence.parse("Fe_0, B_0"))

@@ -18,7 +18,7 @@ the stage before. Times are those beyond storing everything.
 #
 # The example is a chain of five stages with forwards of 1, 2, 3, 2, 1 seconds and backwards twice as long, which save
 # 24, 40, 16, 32, 24 bytes. Every a_i has 8 bytes. Beside a_0 there are 96 bytes, in slots of 4. The numbers are those
-# of tests/solver/persistent/test_note.py, which computes them again.
+# of tests/solver/persistent/test_table.py, which computes them again.
 #
 #  1. Slot m of a row stands for m · unit + offset bytes. Every node has an offset of its own, such that the fastest
 #     option takes a whole number of slots from its row to the next. Here all sizes are multiples of 4, and all offsets

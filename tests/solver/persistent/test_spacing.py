@@ -24,7 +24,7 @@ from rotor_solver.persistent.program import levels, parts_of
 from rotor_solver.persistent.table import Table
 from rotor_solver.persistent.table_kernels import first_of_equals
 from rotor_solver.persistent.windows import spread
-from tests.solver.persistent.test_scale import limit_between, random_chain, repeated_chain
+from tests.solver.persistent.test_program import limit_between, random_chain, repeated_chain
 from tests.solver.persistent.test_table import plain_rows, rich_chain, row_values
 
 SPACINGS = [Spacing(1), Spacing(2), Spacing(3), Spacing(1, 3), Spacing(2, 4)]

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from rotor_solver import Chain, InfeasibleError, Option, Persistent, Stage, min_bytes, simulate, solve, store_all
 from rotor_solver.moving import Link, simulate_moves, solve_moving
 from rotor_solver.moving.lagrangian import Line, Priced, lower_bound, lowest_point, moving_only, priced
-from tests.solver.moving.chains import LINKS, moving_chains, tiny_chains
-from tests.solver.moving.naive import exhaustive_moving_optimum
-from tests.solver.moving.pofo import pofo_optimum
+from tests.solver.moving.twins import LINKS, exhaustive_moving_optimum, moving_chains, pofo_optimum, tiny_chains
 from tests.solver.naive import naive_optimum
 
 SLOW = Link(1e-9, 1e-9)
