@@ -37,9 +37,8 @@ from published import published_plan, table_bytes
 from solver_report import Row
 
 from rotor_solver import Chain, Sequence, simulate, solve
-from rotor_solver.arrays import pace
-from rotor_solver.persistent.problem import Problem
-from rotor_solver.persistent.spacing import Spacing
+from rotor_solver import jit_policy as pace
+from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.table import Table
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@
 
 A limit is a share of the activations of a step that stores everything; parameters, gradients and the batch come on
 top. *Two ways* are whole, and in part with cheap operators made again; *exact* are all ways with the same bits;
-*file* and *bf16* have a file in the temporary folder as well, or what `keep="bf16"` allows of stages and checkpoints.
+*file* and *bf16* have a file in the temporary folder as well, or what `keep="bf16"` allows.
 A model is measured once, with all its ways, and each column plans with those that would be offered to it, so that
 columns compare the same seconds. Overhead is that of forward and backward beside a plain step: what was predicted, and
 the median over turns of a plain and a planned step. Seconds are the processor's, and those are a step's where it has
@@ -37,7 +37,6 @@ from rotor_py.measure import stage_measurer
 from rotor_py.measure.measurement import Way
 from rotor_py.measure.walks.stage_ways import saving_ones, worth_choosing
 from rotor_py.models import resnet50
-from rotor_py.plan.settings import Settings
 from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_py.stage.ways.elsewhere import ELSEWHERE
 from rotor_py.trials.one_way import OneWay
@@ -103,7 +102,6 @@ class Measured:
             patch.object(stage_measurer, "stand_ins", lambda _: {}),
             patch.object(stage_measurer, "saving_ones", _all_that_save),
             patch.object(stage_measurer, "worth_choosing", lambda whole, ways: tuple(ways)),
-            patch.object(Settings, "rounding", property(lambda settings: settings.keep)),  # not beside a file, else
         ):
             self.planned.measure(self.inputs)
         budget, measurement = self.planned.budget, self.planned.inspection_values
@@ -117,7 +115,7 @@ class Measured:
         stages = zip(self.measurement.stages, self.measurement.ways_by_stage, strict=True)
         options = tuple((0, *_offered(whole, ways, wanted)) for whole, ways in stages)
         link = self.budget.link if wanted(ELSEWHERE.name) else None
-        return OneWay(column, options, SLOTS, link, rounds=column == "bf16")
+        return OneWay(column, options, SLOTS, link)
 
     def plan(self, column: str, limit: int) -> float | None:
         """The predicted overhead of a plan for `limit` with the ways of a column; None if there is none."""

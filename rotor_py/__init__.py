@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         solve,
         store_all,
     )
-    from rotor_solver.kept_at_loss import PlanMemory, StageMemory
+    from rotor_solver.memory_timeline import PlanMemory, StageMemory
 
 _NAMES = {
     "rotor_py.batch.choose": ("best_batch", "largest_batch"),
@@ -104,7 +104,7 @@ _NAMES = {
     "rotor_py.trials.best_level": ("LevelChoice", "best_level"),
     "rotor_py.partition.memory_budget": ("memory_budget",),
     "rotor_py.plan.saved.plan": ("Plan",),
-    "rotor_solver.kept_at_loss": ("PlanMemory", "StageMemory"),
+    "rotor_solver.memory_timeline": ("PlanMemory", "StageMemory"),
     "rotor_py.report": ("Report",),
     "rotor_py.report.sweep": ("Sweep",),
     "rotor_py.trials.limits": ("least_limit", "sweep"),

@@ -93,9 +93,8 @@ class Checkpointable(PlannedModel):
         offload: where activations may wait for their backward: "host" (pinned memory, for a CUDA device) or
             "file:/path" (a file in that folder, for a model on the CPU). What moves there, and when, is decided by the
             solver, by the bandwidth that is measured. The file has no name, and is gone when the model is.
-        keep: "bf16", "fp8" or "int8": the plan may keep what a stage saves for its backward in fewer bits, and inputs
-            from which stages run again, where that is better for the limit. The forward stays exact, and gradients
-            differ. None: everything is exact.
+        keep: "bf16", "fp8" or "int8": the plan may keep what a stage saves for its backward in fewer bits, where that
+            is better for the limit. The forward stays exact, and gradients differ. None: everything is exact.
 
     With `level` or `every_n_layers` nothing is solved: the strategy takes whatever memory it needs. If `mem_limit` is
     given as well, a strategy that needs more is refused.

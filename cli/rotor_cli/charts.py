@@ -43,7 +43,7 @@ def strategies(sweep: Sweep) -> Table:
 
 def plot(sweep: Sweep, path: str | Path, title: str) -> None:
     """Draw the same into an image file."""
-    from rotor_solver.plot import draw
+    from rotor_solver.frontier import draw
 
     points = [(point.name, point.mem_limit, point.overhead - 1) for point in sweep.strategies]
     limits, overheads = zip(*((point.mem_limit, point.overhead - 1) for point in sweep.points), strict=True)

@@ -174,7 +174,7 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
 @click.option(
     "--keep",
     type=click.Choice(["bf16", "fp8", "int8"]),
-    help="Let stages and checkpoints be kept in fewer bits: gradients then differ. Without it, all is exact.",
+    help="Let stages be kept in fewer bits: gradients then differ. Without it, all is exact.",
 )
 @click.option(
     "--forwards-in-flight",

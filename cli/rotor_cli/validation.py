@@ -206,7 +206,7 @@ def _refuse_plot(request: Request) -> None:
     """Failure for a plot without a sweep, for a file that is no image, and where Matplotlib is missing."""
     if request.plot_file is None:
         return
-    from rotor_solver.plot import require_matplotlib
+    from rotor_solver.frontier import require_matplotlib
 
     if not request.sweep:
         raise usage("--plot draws what --sweep finds; add --sweep")

@@ -18,7 +18,7 @@ from rotor_profiling import StageCost
 from rotor_py.measure.measurement import Way
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.sweep import Point, Sweep
-from rotor_py.stage.keepers.rounded_stages import rounded_checkpoints, rounded_stages
+from rotor_py.stage.keepers.fewer_bits import rounded_stages
 from rotor_py.trials.comparison import ComparedStrategy
 from rotor_py.trials.verification import Verification
 
@@ -90,7 +90,6 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "sequences": [str(each) for each in facts.sequence.of_forwards(facts.budget.forwards)],
             **({"compiled": list(facts.compiled)} if facts.compiled else {}),
             **({"fewer_bits": fewer} if (fewer := _fewer_bits(facts)) else {}),
-            **({"rounded_checkpoints": inputs} if (inputs := _rounded_checkpoints(facts)) else {}),
             **({} if facts.budget.link is None else {"moved_bytes": facts.budget.moved_bytes(facts.sequence)}),
         },
         "stages": _stages(facts),
@@ -129,12 +128,6 @@ def _fewer_bits(facts: Facts) -> dict[str, str]:
     """The stages that the plan keeps in fewer bits, with the word for these."""
     found = rounded_stages(facts.chain, facts.sequence)
     return {facts.measurement.names[stage]: word for stage, word in sorted(found.items())}
-
-
-def _rounded_checkpoints(facts: Facts) -> dict[str, str | None]:
-    """The stages whose inputs the plan keeps in fewer bits, with the word for these."""
-    found = rounded_checkpoints(facts.sequence)
-    return {facts.measurement.names[stage]: facts.measurement.fewer_bits for stage in sorted(found)}
 
 
 def _stages(facts: Facts) -> list[dict[str, Any]]:

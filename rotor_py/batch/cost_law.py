@@ -73,7 +73,7 @@ def on_line(low: Costs, high: Costs, way: _Way) -> Costs:
     """What lies so far on the way from `low` to `high`, number by number; sizes are rounded up.
 
     Numbers that are not below zero at both ends are not below zero anywhere. Of the ways to run a stage, those are left
-    that both have, and so are checkpoints in fewer bits: what is smaller than a page stays as it is.
+    that both have.
     """
     found: Any
     if low is None or high is None:

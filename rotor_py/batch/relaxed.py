@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from rotor_solver import Chain, Option, Stage
-from rotor_solver.stage import LARGEST_SIZE
+from rotor_solver.chain import LARGEST_SIZE
 
 
 def relaxed(chains: Sequence[Chain], batches: Sequence[int]) -> Chain | None:

@@ -16,8 +16,7 @@ from rotor_py.batch.cost_law import CostLaw
 from rotor_py.batch.relaxed import relaxed
 from rotor_py.batch.step_costs import StepCosts
 from rotor_solver import Chain, InfeasibleError, Persistent
-from rotor_solver.moving.priced import priced
-from rotor_solver.rounded import may_round, relaxed_chain
+from rotor_solver.moving.lagrangian import priced
 
 TOLERANCE = 0.005
 """The share of time that another batch would have to save to be looked for: as much as the solver's gap may be."""
@@ -117,8 +116,8 @@ class Search:
 
 
 def _with_least(costs: StepCosts) -> Chain:
-    """A chain whose plans cost no more than those of a batch that may move something, or round checkpoints."""
+    """A chain whose plans cost no more than those of a batch that may move something."""
     if costs.budget.link is not None:
         # As if the link took no time. What is away takes no memory but in its own operations.
         return priced(costs.chain, 0.0)
-    return relaxed_chain(costs.chain) if may_round(costs.chain) else costs.chain
+    return costs.chain

@@ -18,7 +18,6 @@ from rotor_solver import (
     Loss,
     Operation,
     Option,
-    RoundedOutput,
     Sequence,
     Stage,
     simulate,
@@ -34,11 +33,6 @@ class Step:
     operation: Operation
     live: frozenset[int]
     skips_output: bool = False
-
-    @property
-    def rounds(self) -> bool:
-        """Whether the input of its stage is kept in fewer bits once it is done."""
-        return isinstance(self.operation, ForwardCheck) and self.operation.rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +58,6 @@ class Program:
     """By stage, the option by which it is stored, without those that are stored whole."""
     runs_after_backward: frozenset[int] = frozenset()
     """The stages that run again after their backward. No solver has any, but a sequence by hand may."""
-
-    @property
-    def rounded(self) -> frozenset[int]:
-        """The stages whose input is kept in fewer bits at any time."""
-        steps = (*self.forward, *self.replay)
-        return frozenset(
-            each.operation.stage for each in steps if isinstance(each.operation, ForwardCheck) and each.rounds
-        )
 
     def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
         """The inputs that the replay reads until it has come to the backward of all these stages."""
@@ -241,5 +227,5 @@ def _first_runs(operations: Operations[Operation]) -> dict[int, int]:
 
 
 def _unit_chain(stages: int, options: int) -> Chain:
-    stage = Stage(1, (Option(1.0, 1.0, 1),) * options, rounded=RoundedOutput(1))
+    stage = Stage(1, (Option(1.0, 1.0, 1),) * options)
     return Chain((stage,) * stages, input_bytes=1)

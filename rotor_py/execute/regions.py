@@ -53,9 +53,7 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
         match operations[at]:
             case ForwardEnable(stage):
                 found.append((stage, stage + 1, True))
-            case ForwardCheck(stage, rounded):
-                if rounded:
-                    raise ValueError(f"{operations[at]} keeps a checkpoint in fewer bits, which regions do not")
+            case ForwardCheck(stage):
                 found.append((stage, stage + 1, False))
             case ForwardNograd(stage) if found and not found[-1][2] and found[-1][1] == stage:
                 found[-1] = (found[-1][0], stage + 1, False)

@@ -11,7 +11,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import storage_bytes, tensors_in
-from rotor_py.stage.keepers.rounded_value import RoundedValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +62,6 @@ class ActivationStore:
         if index not in self._held:
             self.keep(index, value)
 
-    def keep_rounded(self, index: int, rounded: RoundedValue) -> None:
-        """Keep a value in fewer bits, in the place of what was there, until `restore` brings it back."""
-        self._held[index] = rounded
-
-    def restore(self, index: int) -> None:
-        """Bring the value at `index` back to its full size, if it is kept in fewer bits."""
-        held = self._held[index]
-        if isinstance(held, RoundedValue):
-            self._held[index] = held.whole()
-
     def adopt(self, index: int, other: ActivationStore, there: int) -> None:
         """Share what `other` keeps at the index `there`: it is in memory once."""
         self._held[index] = other._held[there]
@@ -95,7 +84,6 @@ class ActivationStore:
     def held_tensors(self, index: int | None = None) -> list[torch.Tensor]:
         """The tensors in memory, at `index` or all, in the dtypes in which they are kept."""
         values = list(self._held.values()) if index is None else self._held[index]
-        values = tree_map_only(RoundedValue, RoundedValue.tensors, values)
         return tensors_in(tree_map_only(_Packed, lambda packed: packed.tensor, values))
 
     @property

@@ -36,9 +36,6 @@
 #     back right before the operations that the plan names, also where the engine runs these (`Moving`).
 # 16. Stages of rule 1 that follow each other run as one function, if they can: between them, nothing happens, and
 #     nothing is moved. What goes in is handed over in a list, since the arguments of a function live until it returns.
-# 17. An input may be kept in fewer bits (`CF_3~`). The run that keeps it has read it as it is; the next one brings it
-#     back, and from then on it is whole. So the forward computes with exact numbers, and only what is run again with
-#     rounded ones. Copies of what the tape holds (Rule 8) share the rounded form.
 """
 
 from __future__ import annotations
@@ -58,7 +55,6 @@ from rotor_py.execute.runners import Runners
 from rotor_py.execute.store import ActivationStore
 from rotor_py.execute.whole_runs import run_through
 from rotor_py.offload.tier import Tier
-from rotor_py.stage.keepers.rounded_value import Rounding
 from rotor_py.stage.restored.other_streams import draws
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
@@ -105,7 +101,6 @@ class Tape:
         instructions: Program,
         store: ActivationStore | None = None,
         tier: Tier | None = None,
-        rounding: Rounding | None = None,
     ) -> None:
         # By their options from the start: of some stages, runs without a graph differ by option, too.
         self.runners = Runners.of(runners).by(instructions.options)
@@ -121,13 +116,6 @@ class Tape:
                     "the sequence moves what stages save, and there is no tier to move it to; give offload="
                 )
             self._moving = Moving(instructions.moves, tier)
-        self._rounding = rounding
-        unknown = instructions.rounded - (rounding.positions.keys() if rounding is not None else set())
-        if unknown:
-            raise ValueError(
-                f"the sequence keeps the inputs of stages {sorted(unknown)} in fewer bits, which is not known of them "
-                "here; give keep=, or a sequence without CF_…~"
-            )
 
     def forward(self, value: Any) -> Any:
         """Run the operations before the loss; return the output, in the caller's graph."""
@@ -173,18 +161,8 @@ class Tape:
             value = self._run_in_graph(self._runner(step), stage, value)  # Rule 1: plain autograd
         if stage in self.program.awaited:
             self._await(stage, value)
-        self._round(held, step)
         held.release(step.live)
         return value
-
-    def _round(self, held: Held, step: Step) -> None:
-        """Keep the input of a stage that has run in fewer bits, if the sequence says so (Rule 17)."""
-        if step.rounds:
-            stage = step.operation.stage  # type: ignore[union-attr] # a forward
-            if stage in step.live:
-                assert self._rounding is not None
-                rounded = self._rounding.rounded(stage, self.runners[stage].name, held.inputs[stage])
-                held.inputs.keep_rounded(stage, rounded)
 
     def _run_in_graph(self, runner: StageRunner, stage: int, value: Any) -> Any:
         return runner.forward(value) if self._moving is None else self._moving.forward(runner, stage, value)
@@ -264,19 +242,7 @@ class Tape:
         current.position = max(begin, end)
 
     def _run_again(self, held: Held, step: Step) -> None:
-        try:
-            self._run_from_kept(held, step)
-        except RuntimeError as error:
-            if self._rounding is not None and self.program.rounded:
-                error.add_note(
-                    f"the plan keeps checkpoints in fewer bits (keep={self._rounding.word!r}): stages are run again "
-                    "from rounded numbers; without keep=, they are run again from those of the forward"
-                )
-            raise
-
-    def _run_from_kept(self, held: Held, step: Step) -> None:
         stage = step.operation.stage  # type: ignore[union-attr] # a forward
-        held.inputs.restore(stage)
         runner, value = self.runners[stage], held.inputs[stage]
         surroundings = self.surroundings[stage]  # Rule 4: as in the first run
         before = self._versions(stage, value)
@@ -290,7 +256,6 @@ class Tape:
         if stage + 1 in step.live:
             held.inputs.keep_first(stage + 1, output)
         self._refuse_overwritten(stage, value, before)
-        self._round(held, step)
         held.release(step.live)
 
     def _without_gradient(self, stage: int, value: Any, output: Any) -> list[torch.Tensor]:
@@ -324,13 +289,12 @@ def replay(
     value: Any,
     store: ActivationStore | None = None,
     tier: Tier | None = None,
-    rounding: Rounding | None = None,
 ) -> Any:
     """Run a chain forward on `value`; what it returns is part of the caller's graph.
 
     Inputs of stages are kept in `store` for the backward, if one is given; it has to be empty. What the sequence moves
-    goes to `tier`, and what it keeps in fewer bits is rounded by `rounding`. RuntimeError if a stage overwrites its own
-    input and has to be run again from it, OffloadError if something cannot be moved.
+    goes to `tier`. RuntimeError if a stage overwrites its own input and has to be run again from it, OffloadError if
+    something cannot be moved.
     """
-    tape = Tape(runners, instructions, store, tier, rounding)
+    tape = Tape(runners, instructions, store, tier)
     return tape.forward(value)

@@ -27,10 +27,9 @@ from rotor_solver import (
 )
 from rotor_solver.in_flight import least_in_flight_sequence
 from rotor_solver.moving import Link, solve_moving
-from rotor_solver.rounded import least_rounded_sequence, solve_rounded
 
 _WORTH = 0.005
-"""The share of time that different sequences have to save: as much as the solver's gap may be."""
+"""The share of time that different sequences in reverse have to save: as much as the solver's gap may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class Budget(StepMemory):
 
     def _least_sequence(self) -> Sequence:
         if self.forwards == 1:
-            return recompute_all(self.chain) if self.link is not None else least_rounded_sequence(self.chain)
+            return recompute_all(self.chain)
         return least_in_flight_sequence(self.chain, self.forwards, self.backward_order)
 
     def solve(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
@@ -100,9 +99,6 @@ class Budget(StepMemory):
             raise self.refuse(mem_limit)
         if self.forwards == 1 and self.link is not None and isinstance(algorithm, Persistent):
             sequence = self._solve_moving(mem_limit, algorithm, self.link)
-        elif self.forwards == 1 and isinstance(algorithm, Persistent):
-            # Checkpoints may be in fewer bits, where that was asked for and measured.
-            sequence = solve_rounded(self.chain, self.chain_limit(mem_limit), algorithm)
         elif self.forwards == 1:
             sequence = algorithm.solve(self.chain, self.chain_limit(mem_limit))
         else:

@@ -7,7 +7,6 @@ sequence that fits these costs fits each of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import takewhile
 
 from rotor_solver import Chain, Option, Stage
@@ -59,8 +58,3 @@ def _option(same: Sequence[Option]) -> Option:
         name=same[0].name,
         moved=max(option.moved for option in same),
     )
-
-
-def exact(chain: Chain) -> Chain:
-    """The chain with checkpoints that stay as they are: processes would have to round the same ones."""
-    return replace(chain, stages=tuple(replace(stage, rounded=None) for stage in chain.stages))

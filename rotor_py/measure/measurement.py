@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rotor_profiling import LossCost, StageCost
 from rotor_profiling.stage.seconds import StageSeconds
 from rotor_py.stage.keepers.fewer_bits import word_of
-from rotor_solver import Chain, Option, RoundedOutput, Stage
+from rotor_solver import Chain, Option, Stage
 
 _NEVER = 2**48
 """Scratch memory that no device has (256 TiB), so what needs it is in no plan. The solver takes sizes up to 1 PiB."""
@@ -49,30 +49,6 @@ class Way:
     moved_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RoundedBorder:
-    """What goes into a stage, as a checkpoint in fewer bits: of its tensors, those at `positions` are rounded.
-
-    It takes `spared_bytes` less so. To round it takes `rounding_temp_bytes` beyond both forms, and to bring it back
-    `restoring_temp_bytes`.
-    """
-
-    positions: tuple[int, ...]
-    spared_bytes: int
-    rounding_seconds: float
-    restoring_seconds: float
-    rounding_temp_bytes: int
-    restoring_temp_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedBorders:
-    """The inputs of stages that may be kept in the fewer bits that `word` asks for (`keep=`), one or None by stage."""
-
-    word: str
-    of_inputs: tuple[RoundedBorder | None, ...]
-
-
 Ends = tuple[Mapping[str, StageSeconds], Mapping[str, StageSeconds]]
 """The least and the most seconds of a stage by the name of the way to store it, "" for whole."""
 
@@ -101,8 +77,6 @@ class Measurement:
     any."""
     ways: tuple[tuple[Way, ...], ...] = ()
     """The other ways to store each stage (`stage.ways`), as the chain has them: option n of a stage is its n-th."""
-    rounded: RoundedBorders | None = None
-    """The checkpoints that a plan may keep in fewer bits; None where nobody has asked for it, or none can be."""
     spread: float = field(default=0.0, compare=False)
     """How far the times of one kind of stage were apart, as a part of them: about how it was measured."""
     intervals: tuple[Ends, ...] = field(default=(), compare=False)
@@ -126,8 +100,7 @@ class Measurement:
     @property
     def fewer_bits(self) -> str | None:
         """The word that asks for the fewer bits in which a plan may keep something; None if all stays exact."""
-        in_ways = word_of(name for names in self.way_names for name in names)
-        return in_ways if self.rounded is None else self.rounded.word
+        return word_of(name for names in self.way_names for name in names)
 
     def chain(self, *, fresh_gradients: bool, forwards: int = 1) -> Chain:
         """The chain for the solver; parameter gradients appear in it if they are freed between steps.
@@ -152,24 +125,6 @@ class Measurement:
             input_released=cost.input_released_bytes,
             output_released=cost.output_released_bytes,
             skipped_output_time=cost.skipped_output_seconds,
-            rounded=self._rounded_output(number, beside),
-        )
-
-    def _rounded_output(self, number: int, beside: _Beside) -> RoundedOutput | None:
-        """The output of a stage as a checkpoint in fewer bits, where it is the input of another one."""
-        reader = number + 1
-        if self.rounded is None or reader == len(self.stages):
-            return None
-        border, whole = self.rounded.of_inputs[reader], self.stages[number].activation_bytes
-        if border is None or border.spared_bytes > whole:
-            return None
-        # It is rounded, and brought back, while the stage that reads it runs.
-        return RoundedOutput(
-            whole - border.spared_bytes,
-            border.rounding_seconds,
-            border.restoring_seconds,
-            border.rounding_temp_bytes + beside.nograd[reader],
-            border.restoring_temp_bytes + beside.forward[reader],
         )
 
 

@@ -46,7 +46,6 @@ from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement, Way
 from rotor_py.measure.prefix import run_prefix
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
-from rotor_py.measure.walks.border_rounding import BorderRounding
 from rotor_py.measure.walks.carried_tensors import CarriedTensors
 from rotor_py.measure.walks.found import Weighed
 from rotor_py.measure.walks.free_cores import so_many_threads
@@ -71,14 +70,13 @@ from rotor_solver.progress import Progress
 class StageMeasurer:
     """Measures the stages of a chain on the input `value`, of equal ones the first.
 
-    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. A stage
-    is timed `as_node` of a graph, if that is given. The backward steps the parameters in `stepped`. Stages may be
-    stored by `keepers`, beside their own ways, and `elsewhere`, in another tier of memory, and their inputs kept as
-    checkpoints in the fewer bits of the word `rounding`. The processes of `group` measure the same stages together.
-    With `cache`, kinds of stages that an earlier run has measured are not measured again. What layers offer beside what
-    they say themselves is found by `layer_offers`. Measured for `ONE_PLAN`, stages are timed no more often than they
-    have to be, until somebody calls `time_further`; and with so many `threads`, if not with all (`free_cores`). Bytes
-    are those with all of them: operators may have some for each.
+    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. A stage is timed
+    `as_node` of a graph, if that is given. The backward steps the parameters in `stepped`. Stages may be stored by
+    `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group` measure the
+    same stages together. With `cache`, kinds of stages that an earlier run has measured are not measured again. What
+    layers offer beside what they say themselves is found by `layer_offers`. Measured for `ONE_PLAN`, stages are timed
+    no more often than they have to be, until somebody calls `time_further`; and with so many `threads`, if not with all
+    (`free_cores`). Bytes are those with all of them: operators may have some for each.
     """
 
     def __init__(
@@ -96,7 +94,6 @@ class StageMeasurer:
         stepped: SteppedParameters = NONE_STEPPED,
         keepers: Sequence[Keeper] = (),
         elsewhere: bool = False,
-        rounding: str | None = None,
         precision: Precision = ALL_PLANS,
         threads: int | None = None,
         layer_offers: LayerOffers | None = None,
@@ -115,7 +112,6 @@ class StageMeasurer:
         self._unkept: set[Hashable] = set()
         """The kinds of which more is known than is kept for the next run."""
         self._movable = MovableBytes(device, group) if elsewhere else None
-        self._rounding = None if rounding is None else BorderRounding(rounding, device)
         self._as_node = as_node
         self._times = StageTimes(precision)
         self._precision = precision
@@ -146,7 +142,6 @@ class StageMeasurer:
         """Begin anew, with `cut` as the cut of the same chain."""
         self._cut, self._stages, self._chain = cut, cut.stages, replace(self._chain, cut=cut)
         self._survey = self._survey.of(self._chain)
-        self._rounding = None if self._rounding is None else self._rounding.anew()
         self._walks = 0
         self._begin()
 
@@ -227,7 +222,6 @@ class StageMeasurer:
             carried=self._carried.found,
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),
-            rounded=None if self._rounding is None else self._rounding.found(),
             spread=self._times.spread(self._kinds),
             intervals=tuple(ends[kind] for kind in self._kinds),
         )
@@ -236,8 +230,6 @@ class StageMeasurer:
         self._kinds: list[Hashable] = []
         self._carried = CarriedTensors()
         self._held_bytes = 0
-        if self._rounding is not None:
-            self._rounding.begin()
         self._steps = self.stepped.by_stage(self._cut)
         self._decided_bytes = 0  # of what the stages decide, if all of them have to be run again
         self.activation_bytes = self._input_bytes
@@ -251,7 +243,6 @@ class StageMeasurer:
             found, output = self._find(number, value, beside, carried)
             cost = found.weighed.bytes[0]
             self._decided_bytes += found.weighed.decided_bytes
-            given, given_bytes = value, self.activation_bytes
             self.activation_bytes = cost.activation_bytes
             if self._movable is not None:
                 exact = [way for way in found.weighed.ways if word_of([way]) is None]
@@ -262,18 +253,9 @@ class StageMeasurer:
             else:
                 value = self._chain.run(self._chain.runner(number), value)
             del output
-            if self._rounding is not None:
-                self._rounding.pass_by(given, value, given_bytes, self._held_throughout(given))
-            del given
             self._carried.count_gradients(cost.gradient_storage_bytes)
             self._carried.pass_on(carried, value, number + 1, [*self._owned, *beside])
         return value
-
-    def _held_throughout(self, value: Any) -> list[torch.Tensor]:
-        """What is in memory whatever becomes of `value`: parameters, the chain's input, and what is carried in it."""
-        modules = [function for _, function in self._stages]
-        parameters = [each for module in modules for each in (*module.parameters(), *module.buffers())]
-        return [*parameters, *tensors_in(self._input), *self._carried.tensors(value)]
 
     def _wanted(self, *, only_fewest: bool) -> set[int]:
         """The stages to time in the next walk; where some wait for other processes, those that any of these wants."""

@@ -9,7 +9,7 @@ from torch import fx
 from rotor_py.partition.chain.stages import Stages
 from rotor_py.partition.program import BackwardWriter, Program
 from rotor_solver import Sequence
-from rotor_solver.operations import ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
+from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
 
 def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Program:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.budget import Budget
-from rotor_py.measure.costliest import costliest, exact
+from rotor_py.measure.costliest import costliest
 from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, Chain, InfeasibleError, Sequence
 from rotor_solver.moving import Link
@@ -61,7 +61,7 @@ def agreed_sequence(
         try:
             links = [part.link for part in parts if part.link is not None]
             link = Link.slowest(links) if len(links) == len(parts) else None
-            all_of_them = replace(budget, chain=exact(costliest([part.chain for part in parts])), link=link)
+            all_of_them = replace(budget, chain=costliest([part.chain for part in parts]), link=link)
             # The least room, as a limit of this process: `solve` takes its own fixed part off again.
             found = [all_of_them.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
         except InfeasibleError as error:

@@ -17,7 +17,7 @@ from rotor_py.report import Report
 from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.units import format_bytes
 from rotor_solver import Sequence, store_all
-from rotor_solver.kept_at_loss import PlanMemory, plan_memory
+from rotor_solver.memory_timeline import PlanMemory, plan_memory
 
 
 def file_of(plan: StepPlan, model: TrainedModel) -> Plan:

@@ -156,5 +156,5 @@ class PlannedForwards:
         tier = None if sequence.moves is None or self._model.offload is None else self._model.offload.tier
         rng, ways = self._settings.preserve_rng_state, plan.way_names
         with nullcontext() if smaller is None else smaller.telling_of_the_rest():
-            how = Following(sequence, rng, ways, self._settings.keepers, smaller, tier, plan.rounding)
+            how = Following(sequence, rng, ways, self._settings.keepers, smaller, tier)
             return plan.source.run(plan.cut, value, how)

@@ -19,7 +19,7 @@ from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.report import Report
 from rotor_py.transparent import Transparent, in_training
 from rotor_solver import Chain, Sequence
-from rotor_solver.kept_at_loss import PlanMemory
+from rotor_solver.memory_timeline import PlanMemory
 from rotor_solver.progress import Progress
 
 T = TypeVar("T")

@@ -118,12 +118,6 @@ class Settings:
         return (FormKeeper(Packed()), *fewer, *(() if self.offload is None else (ELSEWHERE,)))
 
     @property
-    def rounding(self) -> str | None:
-        """The word for fewer bits, where plans may keep checkpoints in them: not beside what moves or runs again."""
-        beside = self.replans or self.offload is not None or self.step_in_backward is not None
-        return None if beside or self.inductor is not None or self.forwards_in_flight > 1 else self.keep
-
-    @property
     def solved_with(self) -> tuple[float | str | None, int]:
         """What a sequence depends on that the user may change after it was found."""
         return self.mem_limit, self.mem_slots

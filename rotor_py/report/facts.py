@@ -16,7 +16,7 @@ from rotor_py.report.basis import Basis
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.numbers import PlanNumbers
 from rotor_py.report.sweep import Sweep
-from rotor_py.stage.keepers.rounded_stages import rounded_checkpoints, rounded_stages
+from rotor_py.stage.keepers.fewer_bits import rounded_stages
 from rotor_py.units import format_bytes, format_seconds
 
 
@@ -82,17 +82,12 @@ class ReportFacts(PlanNumbers):
         asked = self.measurement.fewer_bits
         if asked is None:
             return None
-        stages, checkpoints = len(rounded_stages(self.chain, self.sequence)), len(rounded_checkpoints(self.sequence))
-        found = [
-            *([f"{stages} of {len(self.chain)} stages"] if stages else []),
-            *([f"{checkpoints} checkpoint{'' if checkpoints == 1 else 's'}"] if checkpoints else []),
-        ]
-        if not found:
+        stages = len(rounded_stages(self.chain, self.sequence))
+        if not stages:
             return f"No stage is kept in {asked}: the plan is exact."
-        said = f"{' and '.join(found)} {'is' if stages + checkpoints == 1 else 'are'}"
         return (
-            f"{said} kept in {asked} for the backward: the forward is exact, and gradients differ "
-            "from those of plain training."
+            f"{stages} of {len(self.chain)} stages {'is' if stages == 1 else 'are'} kept in {asked} for the backward: "
+            "the forward is exact, and gradients differ from those of plain training."
         )
 
     @property

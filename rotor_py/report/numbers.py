@@ -126,12 +126,11 @@ class PlanNumbers:
                         way = self.chain.stages[stage].options[option]
                         size = f"{format_bytes(way.moved)} moved" if way.moved else format_bytes(way.saved)
                         kept[stage] = f"stored {way.name}: {size}" if option else "stored"
-                case ForwardCheck(stage, rounded):
+                case ForwardCheck(stage):
                     runs[stage] += 1
                     # A sequence may run a stage again before the loss, and store it then: that is what counts.
                     if before_loss:
-                        form = f" in {self.measurement.fewer_bits}" if rounded else ""
-                        kept.setdefault(stage, f"checkpointed{form}")
+                        kept.setdefault(stage, "checkpointed")
                 case ForwardNograd(stage):
                     runs[stage] += 1
         return [_action(kept.get(stage), count - 1) for stage, count in enumerate(runs)]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from rotor_py.report.facts import ReportFacts
 from rotor_py.report.sweep import Point, Sweep
 from rotor_solver import Persistent, Sequence, frontier, store_all
 from rotor_solver.progress import watcher
-from rotor_solver.rounded import may_round
 
 _NONE: Mapping[str, Sequence] = {}
 _LIMITS = 12
-"""Limits for which plans that move, or round checkpoints, are solved for: a point each, where others have hundreds. A
-guess."""
+"""Limits for which plans that move are solved for: a point each, where others have hundreds. A guess."""
 _CLOSE = 0.005
 """The share of all limits within which the least limit for an overhead is found: a guess."""
 
@@ -28,16 +25,12 @@ def sweep_of(
     """All limits for the step that `facts` are about, and the sequences of `strategies` as points beside them.
 
     `slots` is how finely the solver divides memory. The solver is called once for all limits. Plans that move
-    activations, or keep checkpoints in fewer bits, are found for some limits, one by one, and for the least whose plan
-    costs at most `overhead` more time.
+    activations are found for some limits, one by one, and for the least whose plan costs at most `overhead` more time.
     """
     # The frontier rounds sizes to slots, so it may miss storing everything and the plan in use: both are added.
     found = [*frontier(facts.chain, slots=slots).sequences, store_all(facts.chain), facts.sequence]
-    moving, rounding = facts.budget.link is not None, may_round(facts.chain)
-    if (moving or rounding) and facts.budget.forwards == 1:
-        if rounding and not moving:  # their bounds are for exact plans alone
-            found = [replace(each, lower_bound=None) for each in found[:-1]] + found[-1:]
-        found += _one_by_one(facts, slots, found, overhead, "that move" if moving else "with rounded checkpoints")
+    if facts.budget.link is not None and facts.budget.forwards == 1:
+        found += _one_by_one(facts, slots, found, overhead)
     # For the chain, less memory always means more time. For the whole step it need not: a plan that computes something
     # twice needs a snapshot of the random state, and layers before the chain may peak higher than the chain itself.
     # What is neither leaner nor faster than another plan is dropped.
@@ -58,7 +51,7 @@ def _curve(facts: ReportFacts, found: Iterable[Sequence]) -> list[Point]:
 
 
 def _one_by_one(
-    facts: ReportFacts, slots: int, others: Iterable[Sequence], overhead: float | None, what: str
+    facts: ReportFacts, slots: int, others: Iterable[Sequence], overhead: float | None
 ) -> Iterator[Sequence]:
     """Plans for some limits, and where there is an `overhead`, the one with the least limit that stays under it."""
     budget, progress = facts.budget, watcher()
@@ -70,7 +63,7 @@ def _one_by_one(
     known: dict[int, Sequence] = {}
     for number in range(_LIMITS):
         if progress is not None:
-            progress(number, _LIMITS, f"limits for plans {what}")
+            progress(number, _LIMITS, "limits for plans that move")
         limit = least + number**2 * (most - least) // _LIMITS**2  # closer where limits are small, and cost much
         known[limit] = solved(limit)
         yield known[limit]
@@ -81,7 +74,7 @@ def _one_by_one(
         return facts.seconds_of(sequence) <= (1 + overhead) * facts.store_all_seconds
 
     # A plan that is fast enough is so for all limits above its peak, whatever it does. The best one for a limit that
-    # is not says so of all limits below; one of `others`, which is best without moves or rounding, says nothing.
+    # is not says so of all limits below; one of `others`, which is best without moves, says nothing.
     enough = min((budget.peak_bytes(each) for each in (*known.values(), *others) if fast(each)), default=most)
     short = max((limit for limit, each in known.items() if limit < enough and not fast(each)), default=least)
     while enough - short > _CLOSE * (most - least):

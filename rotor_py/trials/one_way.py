@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rotor_py.measure.measurement import Measurement
-from rotor_py.stage.keepers.fewer_bits import FEWER_BITS, word_of
+from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
 from rotor_py.stage.keepers.packed import Packed
 from rotor_py.stage.ways.elsewhere import ELSEWHERE
 from rotor_solver import Algorithm, Chain, ForwardEnable, Persistent, Sequence
 from rotor_solver.moving import Link, solve_moving
-from rotor_solver.rounded import solve_rounded
 
 _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHERE.name)
 
@@ -18,14 +17,11 @@ _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHE
 def one_way_each(measurement: Measurement, slots: int, link: Link | None = None) -> dict[str, Algorithm]:
     """By name: stages stored whole or not at all, and then whole or by one of the ways that are known of any stage.
 
-    With a way of fewer bits, checkpoints may be in these as well. Nothing where there are no other ways. A single one,
-    which is in the best plan already, has no row of its own.
+    Nothing where there are no other ways. A single one, which is in the best plan already, has no row of its own.
     """
     own = {name for names in measurement.way_names for name in names if not name.endswith(_KEEPERS)}
     families = {"in part": own, **{name: {name} for name in _KEEPERS}}
     known = {name for names in measurement.way_names for name in names}
-    if measurement.rounded is not None:
-        known.add(FEWER_BITS[measurement.rounded.word].name)
     present = {family: names for family, names in families.items() if names & known}
     if not known:
         return {}
@@ -33,13 +29,7 @@ def one_way_each(measurement: Measurement, slots: int, link: Link | None = None)
     if len(present) == 1 and known == next(iter(present.values())):
         del named[f"optimal, {next(iter(present))}"]
     return {
-        name: OneWay(
-            name,
-            _positions(measurement, ways),
-            slots,
-            link if ELSEWHERE.name in ways else None,
-            rounds=word_of(ways) is not None,
-        )
+        name: OneWay(name, _positions(measurement, ways), slots, link if ELSEWHERE.name in ways else None)
         for name, ways in named.items()
     }
 
@@ -53,16 +43,12 @@ def _positions(measurement: Measurement, ways: set[str]) -> tuple[tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class OneWay:
-    """The best sequence that runs each stage by one of `options`, which are those of the whole chain.
-
-    Checkpoints are in fewer bits only if it `rounds`, and never beside a `link`.
-    """
+    """The best sequence that runs each stage by one of `options`, which are those of the whole chain."""
 
     name: str
     options: tuple[tuple[int, ...], ...]
     slots: int
     link: Link | None = None
-    rounds: bool = False
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """A sequence for `chain` within `mem_limit` bytes. InfeasibleError if there is none."""
@@ -73,8 +59,7 @@ class OneWay:
         fewer = replace(chain, stages=stages)
         moves = None
         if self.link is None:
-            program = Persistent(self.slots)
-            found = solve_rounded(fewer, mem_limit, program) if self.rounds else program.solve(fewer, mem_limit)
+            found = Persistent(self.slots).solve(fewer, mem_limit)
         else:
             plan = solve_moving(fewer, mem_limit, self.link, self.slots)
             found, moves = plan.sequence, plan.moves if plan.moves.stages else None

@@ -1,4 +1,4 @@
-"""Steps whose plan keeps stages or checkpoints in fewer bits: how far their gradients are from exact ones."""
+"""Steps whose plan keeps stages in fewer bits: how far their gradients are from exact ones."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.stage.keepers.rounded_stages import rounded_checkpoints, rounded_stages
+from rotor_py.stage.keepers.fewer_bits import rounded_stages
 from rotor_py.trials.outcome import Outcome, difference
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """What a step showed whose plan keeps stages or checkpoints in the fewer bits that `word` asks for (`keep=`)."""
+    """What a step showed whose plan keeps stages in the fewer bits that `word` asks for (`keep=`)."""
 
     word: str
     gradient_error: float
@@ -45,9 +45,9 @@ def rounded_beside(found: Outcome, plain: Outcome, noise: float, word: str) -> R
 
 
 def word_of_plan(network: Checkpointable) -> str | None:
-    """The word for the fewer bits in which the plan keeps stages or checkpoints; None if it keeps none in fewer."""
+    """The word for the fewer bits in which the plan keeps stages; None if it keeps none in fewer."""
     assert network.chain is not None
     assert network.sequence is not None
     assert network.inspection_values is not None
-    kept = rounded_stages(network.chain, network.sequence) or rounded_checkpoints(network.sequence)
+    kept = rounded_stages(network.chain, network.sequence)
     return network.inspection_values.fewer_bits if kept else None

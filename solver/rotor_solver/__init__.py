@@ -11,9 +11,8 @@ HAL hal-02352969):
     ForwardEnable, ForwardCheck, ForwardNograd, Loss, Backward    Fe_i, CF_i, Fn_i, L, B_i
 """
 
-from rotor_solver.chain import Chain
+from rotor_solver.chain import Chain, Option, Stage
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
-from rotor_solver.extremes import RecomputeAll, StoreAll, min_bytes, recompute_all, store_all
 from rotor_solver.floating import Floating
 from rotor_solver.frontier import Frontier, frontier, limit_for
 from rotor_solver.in_flight import (
@@ -23,17 +22,15 @@ from rotor_solver.in_flight import (
     simulate_forwards,
     solve_in_flight,
 )
-from rotor_solver.kept_at_loss import PlanMemory, StageMemory
 from rotor_solver.limits import InfeasibleError
-from rotor_solver.moments import Moment, moments
-from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
+from rotor_solver.memory_timeline import Moment, PlanMemory, StageMemory, moments
 from rotor_solver.persistent import Persistent
 from rotor_solver.pipeline import PipelinePlan, Schedule, plan_pipeline
 from rotor_solver.progress import watched
-from rotor_solver.sequence import Sequence
+from rotor_solver.segments import RecomputeAll, StoreAll, min_bytes, recompute_all, store_all
+from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.simulate import Simulation, simulate, skipped_outputs
 from rotor_solver.solve import ALGORITHMS, Algorithm, solve
-from rotor_solver.stage import Option, RoundedOutput, Stage
 
 unread_outputs = skipped_outputs
 """An earlier name."""
@@ -62,7 +59,6 @@ __all__ = [
     "PlanMemory",
     "RecomputeAll",
     "Revolve",
-    "RoundedOutput",
     "Schedule",
     "Sequence",
     "Simulation",

@@ -1,6 +1,7 @@
-"""Sequences of operations, and the text in which people write them: `Fe_0, CF_1, Fn_2, Fe_3, L, B_3, …`.
+"""The operations of a training step, sequences of them, and what a sequence moves out of memory and back.
 
-`CF_1~` is a checkpoint that is kept in fewer bits.
+The notation is that of Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A sequence
+is written `Fe_0, CF_1, Fn_2, Fe_3, L, B_3, …`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,94 @@ import collections.abc
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
-from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
-if TYPE_CHECKING:  # its folder is about sequences
-    from rotor_solver.moving.moves import Moves
+@dataclass(frozen=True, slots=True)
+class ForwardEnable:
+    """Run stage `stage` forward in the way `option`, and keep everything that its backward will need."""
 
-_TOKEN = re.compile(r"(?P<kind>Fe|CF|Fn|B)_(?P<stage>[0-9]+)(\^(?P<option>[0-9]+)|(?P<rounded>~))?")
+    stage: int
+    option: int = 0
+
+    def __str__(self) -> str:
+        return f"Fe_{self.stage}^{self.option}" if self.option else f"Fe_{self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCheck:
+    """Run stage `stage` forward without a graph, and keep its input as a checkpoint."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"CF_{self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardNograd:
+    """Run stage `stage` forward without a graph, and forget its input."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"Fn_{self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Compute the loss from the chain's output, and the gradient of the loss with respect to that output."""
+
+    def __str__(self) -> str:
+        return "L"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run stage `stage` backward, from the gradient of its output to the gradient of its input."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"B_{self.stage}"
+
+
+Operation = ForwardEnable | ForwardCheck | ForwardNograd | Loss | Backward
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What is waited for, and what begins, right before every operation of a sequence. # Note [Moves]
+
+    1. A stage moves if it is in `fetch`. Then its forward before the loss has an option with `moved` bytes. The copy
+       out begins as soon as that forward ends. A stage that is not in `fetch` keeps these bytes in memory, and so does
+       every forward after the loss, whatever its option.
+    2. Copies of one direction follow one another in the order in which they begin. The directions do not wait for each
+       other.
+    3. `wait_out[position]` are the stages whose copy out has to be over before the operation begins. Every stage that
+       moves is in it once, at the first operation after the loss at the latest: nothing goes out later.
+    4. `fetch[position]` are the stages whose copy back begins right before the operation, in this order, after the
+       waits of this operation; always after the loss. The bytes count from here on, even if other copies come first.
+    5. The backward of a stage waits for its copy back.
+
+    So the most that is in memory depends on the waits alone, and the speed of the link decides nothing but the time.
+    """
+
+    wait_out: tuple[tuple[int, ...], ...]
+    fetch: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def none(cls, operations: int) -> Moves:
+        """Of a sequence of so many operations, nothing moves."""
+        return cls(((),) * operations, ((),) * operations)
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """The stages that move."""
+        return frozenset(stage for stages in self.fetch for stage in stages)
+
+
+_TOKEN = re.compile(r"(?P<kind>Fe|CF|Fn|B)_(?P<stage>[0-9]+)(\^(?P<option>[0-9]+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +171,13 @@ def _operation(position: int, token: str) -> Operation:
     found = _TOKEN.fullmatch(token)
     if found is not None:
         stage, option = int(found["stage"]), found["option"]
-        match found["kind"], option, found["rounded"]:
-            case "Fe", _, None:
+        match found["kind"], option:
+            case "Fe", _:
                 return ForwardEnable(stage, int(option or 0))
-            case "CF", None, rounded:
-                return ForwardCheck(stage, rounded is not None)
-            case "Fn", None, None:
+            case "CF", None:
+                return ForwardCheck(stage)
+            case "Fn", None:
                 return ForwardNograd(stage)
-            case "B", None, None:
+            case "B", None:
                 return Backward(stage)
-    raise ValueError(f"operation {position} is {token!r}; an operation reads Fe_3, Fe_3^1, CF_3, CF_3~, Fn_3, L or B_3")
+    raise ValueError(f"operation {position} is {token!r}; an operation reads Fe_3, Fe_3^1, CF_3, Fn_3, L or B_3")

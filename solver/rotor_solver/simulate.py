@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from rotor_solver.chain import Chain
-from rotor_solver.operations import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
-from rotor_solver.sequence import Sequence
-from rotor_solver.stage import Option
+from rotor_solver.chain import Chain, Option
+from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +89,6 @@ class Machine:
     held: int = 0
     plain: dict[int, int] = field(default_factory=dict)
     """Bytes of every a_i that stands alone."""
-    rounded: set[int] = field(default_factory=set)
-    """Those of them that are kept in fewer bits."""
     attached: dict[int, _Attached] = field(default_factory=dict)
     deltas: set[int] = field(default_factory=set)
     seconds: float = 0.0
@@ -118,9 +114,8 @@ class Machine:
                 return self._loss()
             case ForwardEnable(stage, option):
                 return self._enable(self._stage(stage), option, skip_output)
-            case ForwardCheck(stage, rounded):
-                most = self._forward(self._stage(stage))
-                return max(most, self._round(stage)) if rounded else most
+            case ForwardCheck(stage):
+                return self._forward(self._stage(stage))
             case ForwardNograd(stage):
                 most = self._forward(self._stage(stage))
                 self._drop_plain(stage)
@@ -144,8 +139,7 @@ class Machine:
         options = self.chain.stages[stage].options
         if option >= len(options):
             raise _MissingError(f"uses option {option} of a stage that has {len(options)}")
-        restoring = self._restore(stage)
-        most = max(restoring, self.held + options[option].kept + options[option].forward_temp)
+        most = self.held + options[option].kept + options[option].forward_temp
         self.attached[stage + 1] = _Attached(options[option], self.lost)
         self.held += options[option].kept
         self._note_output(stage + 1, "attached")
@@ -157,8 +151,7 @@ class Machine:
     def _forward(self, stage: int) -> int:
         self._need_input(stage)
         costs = self.chain.stages[stage]
-        restoring = self._restore(stage)
-        most = max(restoring, self.held + costs.activation + costs.temp_without_graph)
+        most = self.held + costs.activation + costs.temp_without_graph
         self._add_plain(stage + 1)
         self._note_output(stage + 1, "plain")
         self.seconds += costs.seconds_without_graph
@@ -184,8 +177,6 @@ class Machine:
         if self.attached[stage + 1].away:
             raise _MissingError(f"needs the part of ā_{stage + 1} that was moved out, which is not back")
         self._need_input(stage)
-        if stage in self.rounded:
-            raise _MissingError(f"needs a_{stage}, which is kept in fewer bits")
         before = self.held
         kept = self.attached.pop(stage + 1)
         self.held -= kept.option.kept - kept.freed
@@ -201,36 +192,6 @@ class Machine:
         # Scratch memory was measured on top of a whole ā; what is freed of ā already makes no difference to the peak.
         return max(before + kept.freed + self.activation[stage] + temp, self.held)
 
-    def _round(self, stage: int) -> int:
-        """Keep a_i in fewer bits; return the most bytes that are in memory meanwhile: both forms are."""
-        form = self.chain.stages[stage - 1].rounded if stage else None
-        if form is None:
-            raise _MissingError(f"rounds a_{stage}, which the chain keeps as it is")
-        if stage not in self.plain or stage in self.attached or stage + 1 in self.attached:
-            raise _MissingError(f"rounds a_{stage}, which what is kept for a backward holds whole")
-        most = self.held + form.nbytes + form.temp
-        self.held += form.nbytes - self.plain[stage]
-        self.plain[stage] = form.nbytes
-        self.rounded.add(stage)
-        self.seconds += form.seconds
-        return most
-
-    def _restore(self, stage: int) -> int:
-        """Bring a_i back to its full size, if it is rounded; return the most bytes that are in memory meanwhile."""
-        if stage not in self.rounded:
-            return self.held
-        form = self.chain.stages[stage - 1].rounded
-        assert form is not None
-        most = self.held + self.activation[stage] + form.restore_temp
-        self._make_whole(stage)
-        self.seconds += form.restore_seconds
-        return most
-
-    def _make_whole(self, index: int) -> None:
-        self.rounded.remove(index)
-        self.held += self.activation[index] - self.plain[index]
-        self.plain[index] = self.activation[index]
-
     def move_out(self, stage: int) -> None:
         """What `stage` moves has been copied out: its bytes are free."""
         self.attached[stage + 1].away = True
@@ -244,7 +205,7 @@ class Machine:
     def release_input(self, stage: int) -> None:
         """Free the part of the input of `stage` that its backward does not need. Its last forward has run."""
         alone, inside = self.released[stage]
-        if stage in self.plain and stage not in self.rounded:
+        if stage in self.plain:
             self.plain[stage] -= alone
             self.held -= alone
         elif stage in self.attached and stage not in self.plain:
@@ -252,16 +213,13 @@ class Machine:
             self.held -= inside
 
     def _add_plain(self, index: int) -> None:
-        if index in self.rounded:  # made anew
-            self._make_whole(index)
-        elif index not in self.plain:
+        if index not in self.plain:
             self.plain[index] = self.activation[index]
             self.held += self.activation[index]
 
     def _drop_plain(self, index: int) -> None:
         if index in self.plain:
             self.held -= self.plain.pop(index)
-            self.rounded.discard(index)
             if index == len(self.chain):
                 self._leave_to_caller("plain")
 

@@ -10,7 +10,7 @@ from rotor_py.batch.cost_law import CostLaw
 from rotor_py.batch.step_costs import StepCosts
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
-from rotor_solver import Chain, Option, RoundedOutput, Stage
+from rotor_solver import Chain, Option, Stage
 from rotor_solver.moving import Link
 
 STAGE = st.fixed_dictionaries(
@@ -66,7 +66,6 @@ def costs_of(stages: list[dict[str, int]], batch: int, disturbed: float = 1.0) -
                 input_released=incoming // 2,
                 skipped_output_time=disturbed * 0.05 * each["work"] * batch,
                 name="stage",
-                rounded=RoundedOutput(each["output"] * batch // 2) if each.get("rounded") else None,
             )
         )
         incoming = each["output"] * batch

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_py.batch.cost_law import CostLaw
 from rotor_py.batch.relaxed import relaxed
 from rotor_py.batch.search import TOLERANCE, Rate, Search
 from tests.batch.chains import STAGES, costs_of, law_of
@@ -56,7 +55,6 @@ def test_it_is_what_solving_for_every_batch_finds_and_the_bound_is_below_all(
 @settings(max_examples=25, deadline=None)
 @given(STAGES, DISTURBED, st.data())
 def test_no_batch_of_a_range_is_faster_for_each_sample_than_the_bound(stages, disturbed, data):
-    stages = [{**each, "rounded": data.draw(st.booleans())} for each in stages]
     search = Search(law_of(stages, dict(zip((2, 4, 13, 40), disturbed, strict=True))), 0, Rate(7.0))
     first = data.draw(st.integers(1, 40))
     last = data.draw(st.integers(first, 40))
@@ -105,16 +103,6 @@ def test_a_range_in_which_something_held_shrinks_is_not_bounded_by_its_ends():
     shrunk = replace(large.stages[2], activation=small.stages[2].activation - 2)
     assert relaxed([small, large], (4, 8)) is not None
     assert relaxed([small, replace(large, stages=(*large.stages[:2], shrunk))], (4, 8)) is None
-
-
-def test_between_two_batches_a_checkpoint_may_be_in_fewer_bits_if_it_may_be_so_in_both():
-    stages = [{"launch": 1, "work": 2, "output": 4, "kept": 8, "weights": 0, "scratch": 1, "in_part": 0, "rounded": 1}]
-    law = law_of(stages * 3, {2: 1.0, 6: 1.0})
-    assert law.of(4).chain == costs_of(stages * 3, 4).chain
-    law.measured[2] = costs_of([{**stages[0], "rounded": 0}] * 3, 2)
-    assert all(stage.rounded is None for stage in law.of(4).chain)
-    law = CostLaw({2: law.measured[6], 6: law.measured[2]})
-    assert all(stage.rounded is None for stage in law.of(4).chain)
 
 
 def test_times_that_vary_give_costs_beyond_the_measured_batches():

@@ -17,7 +17,7 @@ from torch import nn
 from rotor_py import ByLevel, Chain, Checkpointable, InfeasibleError, Periodic, Sequence, simulate, store_all
 from rotor_py.models import resnet18
 from rotor_solver import ForwardCheck, ForwardEnable, ForwardNograd, Loss
-from rotor_solver.kept_at_loss import plan_memory
+from rotor_solver.memory_timeline import plan_memory
 from tests.by_hand.networks import assert_peak_as_predicted, assert_plain_training, checkpointed, rows, staged
 from tests.execute.sequences import any_sequence, persistent_sequence
 

@@ -56,43 +56,6 @@ def test_fewer_bits_need_less_and_are_told_of_wherever_they_are_chosen(plan, mod
     assert report["verify"]["measured_peak_bytes"] <= limit
 
 
-DEEP = """
-import time
-
-import torch
-from torch import nn
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 192), nn.Linear(192, 64)
-
-    def forward(self, x):
-        time.sleep(0.002)
-        return x + self.down(self.up(x).tanh())
-
-model = nn.Sequential(*(Layer() for _ in range(14)))
-sample = torch.randn(256, 64)
-
-def loss(output):
-    return output.square().mean()
-"""
-
-
-def test_checkpoints_in_fewer_bits_are_told_of(plan, model_file):
-    file = model_file(DEEP)
-    exact = found(plan(file, "--mem-limit", "1GB", "--json", "-"))
-    limit = (9 * exact["min_bytes"] + exact["store_all"]["peak_bytes"]) // 10
-    report = found(plan(file, "--mem-limit", limit, "--keep", "bf16", "--verify", "--json", "-"))
-    rounded = report["plan"]["rounded_checkpoints"]
-    assert set(rounded.values()) == {"bf16"}
-    assert all(f"CF_{stage}~" in report["plan"]["sequence"] for stage in rounded)
-    assert report["plan"]["algorithm"] == "rounded"
-    assert 0 < report["verify"]["gradient_error"] < 0.01
-    assert report["verify"]["measured_peak_bytes"] <= limit
-    assert any("checkpointed in bf16" in stage["action"] for stage in report["stages"])
-
-
 def test_what_is_said_of_a_saved_plan_loads_it(plan, model_file, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     file = model_file(WIDE + "def optimizer(parameters): return torch.optim.SGD(parameters, 0.1)")

@@ -232,7 +232,7 @@ def test_commands_are_stopped_when_their_time_is_over() -> None:
 def test_every_file_with_a_test_for_gpus_is_a_row() -> None:
     found = gpu.test_files()
     assert {"devices.test_caching_allocator", "profiling.test_memory", "distributed.test_fsdp"} <= set(found)
-    assert "solver.test_threads" not in found
+    assert "solver.test_solve" not in found
 
 
 def test_without_a_gpu_only_the_rehearsal_runs(tmp_path: Path, capsys) -> None:

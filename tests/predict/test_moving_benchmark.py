@@ -1,4 +1,4 @@
-"""benchmarks/moving.py and rounded_checkpoints.py in short: chains have the ways that plans choose among."""
+"""benchmarks/moving.py in short: chains have the ways that plans choose among."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from rotor_py import estimate
-from rotor_solver import recompute_all, simulate, store_all
 from tests.docs.pages import ROOT
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import moving
-import rounded_checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the models' library, and of TorchDynamo
 
@@ -47,16 +45,3 @@ def test_plans_choose_among_what_estimate_offers() -> None:
     for row in rows:
         assert row["both"] is None or row["recomputed"] is None or row["both"] <= row["recomputed"]
     assert rows[0]["both"] is not None
-
-
-def test_half_of_what_goes_from_stage_to_stage_is_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounded_checkpoints, "TIMES_LESS", (2, 3))  # of few blocks, less is no plan
-    chain, _ = moving.predicted_chain(case())
-    half = rounded_checkpoints.with_half(chain)
-    for sequence in (store_all(chain), recompute_all(chain)):
-        assert simulate(half, sequence) == simulate(chain, sequence)
-    rows = rounded_checkpoints.run(case())
-    assert [row["times_less"] for row in rows] == list(rounded_checkpoints.TIMES_LESS)
-    assert rows[0]["exact"] is not None
-    for row in rows:
-        assert row["exact"] is None or row["least"] <= row["rounded"] <= row["exact"]

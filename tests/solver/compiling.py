@@ -17,7 +17,7 @@ from numba.core.dispatcher import Dispatcher
 import rotor_solver
 from rotor_solver import Chain, Option, Stage, frontier, min_bytes, plan_pipeline, simulate, solve, store_all
 from rotor_solver.persistent import table
-from rotor_solver.persistent.problem import Problem
+from rotor_solver.persistent.layout import Problem
 
 
 def kernel_modules() -> list[ModuleType]:

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from rotor_solver.arrays import pace
+from rotor_solver import jit_policy
 
 
 def fresh_process(monkeypatch: pytest.MonkeyPatch, spent: float = 0.0) -> None:
     """The solver as it begins, but for so many seconds of plain work."""
-    monkeypatch.setattr(pace._Pace, "compiled", set())
-    monkeypatch.setattr(pace._Pace, "spent", spent)
+    monkeypatch.setattr(jit_policy._Pace, "compiled", set())
+    monkeypatch.setattr(jit_policy._Pace, "spent", spent)
 
 
 def always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

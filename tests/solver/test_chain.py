@@ -1,11 +1,29 @@
+"""Chains and sequences: what is refused, the notation, and segments that run twice."""
+
 from __future__ import annotations
 
 import pickle
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rotor_solver import Chain, InfeasibleError, Option, Stage
+from rotor_solver import (
+    Backward,
+    Chain,
+    ForwardCheck,
+    ForwardEnable,
+    ForwardNograd,
+    InfeasibleError,
+    Loss,
+    Option,
+    Sequence,
+    Stage,
+    simulate,
+)
+from rotor_solver.segments import even_segments, recompute_segments, segments_from
+from tests.solver.strategies import unit_chain
 
 GOOD = {
     "forward_time": [1.0, 2.0],
@@ -88,3 +106,87 @@ def test_a_stage_needs_an_option() -> None:
 def test_errors_survive_pickling_with_their_data() -> None:
     error = pickle.loads(pickle.dumps(InfeasibleError("no", min_bytes=5, mem_limit=3, stage=1)))
     assert (str(error), error.min_bytes, error.mem_limit, error.stage) == ("no", 5, 3, 1)
+
+
+NUMBERS = st.integers(0, 10**6)
+OPERATIONS = st.one_of(
+    st.builds(ForwardEnable, NUMBERS, st.integers(0, 9)),
+    st.builds(ForwardCheck, NUMBERS),
+    st.builds(ForwardNograd, NUMBERS),
+    st.builds(Backward, NUMBERS),
+    st.just(Loss()),
+)
+
+
+@given(st.lists(OPERATIONS))
+def test_text_is_read_back(operations) -> None:
+    sequence = Sequence(operations)
+    assert Sequence.parse(str(sequence)) == sequence
+    assert Sequence.parse(f"[{sequence}]") == sequence
+    assert pickle.loads(pickle.dumps(sequence)) == sequence
+    assert hash(Sequence.parse(str(sequence))) == hash(sequence)
+
+
+def test_the_notation_of_the_field() -> None:
+    operations = [ForwardEnable(0), ForwardCheck(1), ForwardNograd(2), ForwardEnable(3, 1), Loss(), Backward(3)]
+    assert str(Sequence(operations)) == "Fe_0, CF_1, Fn_2, Fe_3^1, L, B_3"
+
+
+def test_it_is_a_sequence() -> None:
+    sequence = Sequence.parse("Fe_0, L, B_0")
+    assert len(sequence) == 3
+    assert list(sequence) == [sequence[0], sequence[1], sequence[2]]
+    assert sequence[-1] == Backward(0)
+    assert sequence[:2] == (ForwardEnable(0), Loss())
+    assert Loss() in sequence
+    assert sequence.index(Loss()) == 1
+
+
+def test_what_found_it_does_not_matter_for_equality() -> None:
+    assert Sequence([Loss()], "persistent", 3.0) == Sequence([Loss()])
+    assert Sequence([Loss()]) != Sequence([])
+
+
+@pytest.mark.parametrize(
+    "token", ["Fe_", "Fe", "fe_0", "F_0", "B_0^1", "CF_-1", "Fe_0^", "L_0", "Fe_0 L", "Fe_٣", "Fe_1.0", "Fe_1~"]
+)
+def test_tokens_that_are_none_are_named(token: str) -> None:
+    with pytest.raises(ValueError, match="operation 1 is"):
+        Sequence.parse(f"L, {token}, L")
+
+
+def test_things_that_are_no_operations_are_refused() -> None:
+    with pytest.raises(ValueError, match="operation 1 of the sequence is 'L'"):
+        Sequence([Loss(), "L"])  # type: ignore[list-item] # the test
+
+
+@pytest.mark.parametrize(
+    ("again", "text"),
+    [
+        ([], "Fe_0, Fe_1, Fe_2, Fe_3, L, B_3, B_2, B_1, B_0"),
+        ([range(2)], "CF_0, Fn_1, Fe_2, Fe_3, L, B_3, B_2, Fe_0, Fe_1, B_1, B_0"),
+        ([range(1, 3)], "Fe_0, CF_1, Fn_2, Fe_3, L, B_3, Fe_1, Fe_2, B_2, B_1, B_0"),
+        ([range(2), range(2, 4)], "CF_0, Fn_1, CF_2, Fn_3, L, Fe_2, Fe_3, B_3, B_2, Fe_0, Fe_1, B_1, B_0"),
+    ],
+)
+def test_segments_run_again_right_before_their_backwards(again: list[range], text: str) -> None:
+    sequence = recompute_segments(map(ForwardEnable, range(4)), again, "by hand")
+    assert str(sequence) == text
+    assert sequence.algorithm == "by hand"
+    simulate(unit_chain(4), sequence)
+
+
+def test_every_stage_runs_again_by_the_option_that_it_is_given() -> None:
+    sequence = recompute_segments([ForwardEnable(0, 2), ForwardEnable(1, 1)], [range(1)])
+    assert str(sequence) == "CF_0, Fe_1^1, L, B_1, Fe_0^2, B_0"
+
+
+def test_a_chain_without_stages_is_its_loss() -> None:
+    assert str(recompute_segments([], [])) == "L"
+    assert segments_from([], 0) == even_segments(0, 1) == []
+
+
+def test_segments_by_their_starts_and_by_their_number() -> None:
+    assert segments_from([0, 3, 4], 6) == [range(3), range(3, 4), range(4, 6)]
+    assert even_segments(7, 3) == [range(2), range(2, 4), range(4, 7)]
+    assert even_segments(2, 5) == [range(1), range(1, 2)]

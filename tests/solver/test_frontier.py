@@ -1,19 +1,21 @@
-"""All limits at once: against the plans for single limits, and against the slow twin."""
+"""The whole trade-off between memory and time, and its picture."""
 
 from __future__ import annotations
 
 import math
 import pickle
 import random
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
 from rotor_solver import Chain, InfeasibleError, Periodic, frontier, limit_for, min_bytes, simulate, solve, store_all
-from rotor_solver.frontier.find_frontier import _steepest
+from rotor_solver.frontier import _steepest
 from tests.solver.naive import naive_optimum
-from tests.solver.persistent.test_scale import random_chain
+from tests.solver.persistent.test_program import random_chain
 from tests.solver.strategies import rich_chains, unit_chain
 
 
@@ -126,3 +128,34 @@ def test_steps_that_others_make_useless_are_left_out_whatever_their_order(seed: 
     assert all(a.peak < b.peak and a.makespan > b.makespan for a, b in pairwise(kept))
     for each in [simulate(chain, sequence) for sequence in sequences]:
         assert any(other.peak <= each.peak and other.makespan <= each.makespan for other in kept)
+
+
+def test_a_frontier_is_drawn_as_the_ending_of_the_file_says(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = frontier(unit_chain(6))
+    found.plot(tmp_path / "curve.svg")
+    found.plot(str(tmp_path / "curve.png"))
+    text = (tmp_path / "curve.svg").read_text()
+    assert "more time than storing everything" in text
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="txt"):
+        found.plot(tmp_path / "curve.txt")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'rotor-plan\[plot\]'") as caught:
+        frontier(unit_chain(3)).plot(tmp_path / "curve.svg")
+    assert caught.value.name == "matplotlib"
+    assert not (tmp_path / "curve.svg").exists()
+
+
+def test_what_is_drawn_is_the_limits_and_the_time_above_storing_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[list[list[float]]] = []
+    monkeypatch.setattr(
+        figures.Figure, "savefig", lambda self, *_, **__: drawn.append([*map(list, self.axes[0].lines[0].get_data())])
+    )
+    found = frontier(unit_chain(6))
+    found.plot("curve.svg")
+    assert drawn == [[list(found.limits), [made / found.stored - 1 for made in found.makespans]]]

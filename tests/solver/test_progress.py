@@ -5,15 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rotor_solver import Persistent, frontier, watched
-from rotor_solver.arrays import pace
-from rotor_solver.arrays.pace import PREPARING
-from rotor_solver.persistent import table, work
-from rotor_solver.persistent.problem import Problem
+from rotor_solver import Persistent, frontier, jit_policy, watched
+from rotor_solver.jit_policy import PREPARING
+from rotor_solver.persistent import table
+from rotor_solver.persistent.layout import Problem
 from rotor_solver.persistent.table import Table
 from rotor_solver.progress import Progress
 from tests.solver.pace import always_compiled
-from tests.solver.persistent.test_scale import limit_between, repeated_chain
+from tests.solver.persistent.test_program import limit_between, repeated_chain
 from tests.solver.persistent.test_table import rich_chain
 from tests.solver.strategies import unit_chain
 
@@ -62,14 +61,14 @@ def test_a_watched_table_is_filled_in_portions_and_is_the_same_table(kind: str, 
     assert done == sorted(set(done))
     assert {(total, what) for _, total, what in told} == {(done[-1], f"{len(chain)} stages, {found.grid.width} slots")}
     assert len(done) > 5
-    assert len(done) <= work._PORTIONS + 2
+    assert len(done) <= table._PORTIONS + 2
 
 
 def test_portions_are_of_about_the_same_work() -> None:
     told: Told = []
     filled(repeated_chain(200, 2), True, told)
     done = np.array([state[0] for state in told])
-    assert np.diff(done).max() <= 3 * done[-1] / work._PORTIONS
+    assert np.diff(done).max() <= 3 * done[-1] / table._PORTIONS
 
 
 def test_a_frontier_tells_its_limits_after_its_tables() -> None:
@@ -83,7 +82,7 @@ def test_a_frontier_tells_its_limits_after_its_tables() -> None:
 
 
 def test_compiling_is_told_of_before_anything_is_counted(monkeypatch) -> None:
-    monkeypatch.setattr(pace, "_kept", lambda kernel: False)
+    monkeypatch.setattr(jit_policy, "_kept", lambda kernel: False)
     told: Told = []
     with watched(lambda *state: told.append(state)):
         Persistent().solve(unit_chain(30), 12)

@@ -1,13 +1,32 @@
-"""The simulator against sums worked out by hand."""
+"""The simulator against sums worked out by hand, and the memory by owner that is read off it."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
+import itertools
+from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given, settings
 
-from rotor_solver import Chain, Option, RoundedOutput, Sequence, Stage, simulate
+from rotor_solver import (
+    Chain,
+    ForwardCheck,
+    ForwardEnable,
+    ForwardNograd,
+    Loss,
+    Moment,
+    Option,
+    Sequence,
+    Stage,
+    min_bytes,
+    moments,
+    recompute_all,
+    simulate,
+    solve,
+    store_all,
+)
+from rotor_solver.memory_timeline import plan_memory
+from tests.solver.strategies import rich_chains
 
 CHAIN = Chain.from_arrays(
     forward_time=[1, 2, 3],
@@ -166,55 +185,99 @@ def test_what_is_not_in_memory_cannot_be_used(text: str, message: str) -> None:
         simulate(CHAIN, Sequence.parse(text))
 
 
-ROUNDED = Chain(
-    tuple(
-        replace(stage, rounded=RoundedOutput(size, 0.25, 0.5, temp=3, restore_temp=40))
-        for stage, size in zip(CHAIN.stages, (5, 9, 15), strict=True)
-    ),
-    CHAIN.input_bytes,
-    CHAIN.loss_time,
-    CHAIN.loss_temp,
-)
+def parts(moment: Moment) -> int:
+    return sum(moment.inputs.values()) + sum(moment.attached.values()) + moment.output + moment.gradients
 
 
-def test_a_rounded_checkpoint_is_whole_from_its_next_read_on() -> None:
-    result = simulate(ROUNDED, Sequence.parse("CF_0, CF_1~, Fe_2, L, B_2, Fe_1, B_1, Fe_0, B_0"))
-    exact = simulate(ROUNDED, Sequence.parse("CF_0, CF_1, Fe_2, L, B_2, Fe_1, B_1, Fe_0, B_0"))
-    assert result.makespan == exact.makespan + 0.25 + 0.5
-    # a_0; a_1 in 5 bytes; a_2. Once it is read again, a_0; a_1 whole; δ_2; ā_2.
-    assert result.after == (110, 125, 158, 188, 125, 152, *exact.after[6:])
-    assert result.during[:2] == exact.during[:2]  # stage 1 reads a_1 as it is
-    assert result.during[5] == 125 + 5 + 22 + 2000
+@settings(deadline=None, max_examples=60)
+@given(rich_chains())
+def test_the_parts_add_up_to_the_simulated_memory(chain: Chain) -> None:
+    for sequence in (store_all(chain), recompute_all(chain), solve(chain, max(1, min_bytes(chain)))):
+        simulated, found = simulate(chain, sequence), moments(chain, sequence)
+        assert tuple(moment.during for moment in found) == simulated.during
+        assert tuple(moment.after for moment in found) == simulated.after
+        assert tuple(map(parts, found)) == simulated.after
+        assert sum(moment.seconds for moment in found) == simulated.makespan
+        assert all(a.begin + a.seconds == b.begin for a, b in itertools.pairwise(found))
 
 
-def test_both_forms_are_there_while_a_checkpoint_is_rounded_or_brought_back() -> None:
-    stages = tuple(
-        replace(stage, options=(replace(stage.options[0], forward_temp=0, backward_temp=0),))
-        for stage in ROUNDED.stages
+def test_a_recomputed_step_by_hand() -> None:
+    chain = Chain.from_arrays(
+        forward_time=[1, 2],
+        backward_time=[10, 20, 5],
+        activation=[100, 10, 20],
+        saved=[11, 22],
+        forward_temp=[0, 0],
+        backward_temp=[0, 0, 0],
+        gradient=[1000, 2000],
     )
-    result = simulate(
-        replace(ROUNDED, stages=stages), Sequence.parse("CF_0, CF_1~, Fe_2, L, B_2, CF_1~, Fn_2, Fe_1, B_1, Fe_0, B_0")
-    )
-    assert result.during[1] == 110 + 20 + 5 + 3
-    assert result.after[5] == 100 + 5 + 20 + 20  # rounded again; a_2 is there beside δ_2
-    assert result.during[5] == 100 + 5 + 20 + 10 + 40  # brought back before
-    assert result.during[7] == 100 + 5 + 30 + 20 + 10 + 40
-    assert result.after[7] == 100 + 10 + 30 + 20 + 22
+    found = moments(chain, Sequence.parse("CF_0, Fe_1, L, B_1, Fe_0, B_0"))
+    assert [moment.again for moment in found] == [False, False, False, False, True, False]
+    assert [dict(moment.inputs) for moment in found] == [{0: 100, 1: 10}] * 3 + [{0: 100}] * 2 + [{}]
+    assert [dict(moment.attached) for moment in found] == [{}, {2: 22}, {2: 22}, {}, {1: 11}, {}]
+    assert [moment.gradients for moment in found] == [0, 0, 20, 2010, 2010, 3100]
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("CF_0~", "operation 0, CF_0~, rounds a_0, which the chain keeps as it is"),
-        ("Fe_0, CF_1~", "operation 1, CF_1~, rounds a_1, which what is kept for a backward holds whole"),
-        ("CF_0, Fe_1, CF_1~", "operation 2, CF_1~, rounds a_1, which what is kept for a backward holds whole"),
-    ],
-)
-def test_what_cannot_be_rounded_is_named(text: str, why: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(why)):
-        simulate(ROUNDED, Sequence.parse(text))
+def test_moments_refuse_a_sequence_that_is_not_valid() -> None:
+    chain = Chain.from_arrays([1], [1, 1], [1, 1], [1], [0], [0, 0])
+    with pytest.raises(ValueError, match="B_0, needs δ_1"):
+        moments(chain, Sequence.parse("Fe_0, B_0"))
 
 
-def test_a_chain_without_rounded_forms_refuses_rounded_checkpoints() -> None:
-    with pytest.raises(ValueError, match="rounds a_1, which the chain keeps as it is"):
-        simulate(CHAIN, Sequence.parse("CF_0, CF_1~"))
+FORWARDS = (ForwardEnable, ForwardCheck, ForwardNograd)
+
+
+@dataclass
+class Present:
+    """a_i that stand alone and ā_i, in bytes by i; what is made anew while it is there takes no room again."""
+
+    plain: dict[int, int] = field(default_factory=dict)
+    attached: dict[int, int] = field(default_factory=dict)
+
+
+def kept_at_the_loss(chain: Chain, sequence: Sequence) -> list[int]:
+    """For every stage, the bytes of its output and its ā that are there when the loss begins."""
+    present = Present({0: chain.input_bytes})
+    last = {each.stage: at for at, each in enumerate(sequence) if isinstance(each, FORWARDS)}
+    for position, operation in enumerate(sequence):
+        match operation:
+            case Loss():
+                break
+            case ForwardEnable(stage, option):
+                present.attached[stage + 1] = chain.stages[stage].options[option].saved
+            case ForwardCheck(stage) | ForwardNograd(stage):
+                present.plain.setdefault(stage + 1, chain.stages[stage].activation)
+                if isinstance(operation, ForwardNograd):
+                    present.plain.pop(stage, None)
+        if isinstance(operation, FORWARDS) and last[operation.stage] == position:
+            release(chain, present, operation.stage)
+    return [present.plain.get(i + 1, 0) + present.attached.get(i + 1, 0) for i in range(len(chain))]
+
+
+def release(chain: Chain, present: Present, stage: int) -> None:
+    """The last forward of `stage` has run, and its backward can do without a part of its input."""
+    alone, inside = chain.released[stage]
+    if stage in present.plain:
+        present.plain[stage] -= alone
+    elif stage in present.attached:
+        present.attached[stage] -= inside
+
+
+@settings(deadline=None, max_examples=100)
+@given(rich_chains())
+def test_what_is_kept_is_what_the_twin_says(chain: Chain) -> None:
+    least, full = min_bytes(chain), simulate(chain, store_all(chain)).peak
+    plain = kept_at_the_loss(chain, store_all(chain))
+    for sequence in (store_all(chain), recompute_all(chain), solve(chain, least), solve(chain, (least + full) // 2)):
+        kept = kept_at_the_loss(chain, sequence)
+        memory = plan_memory(chain, sequence, beside_bytes=3)
+        assert [stage.kept_bytes for stage in memory.stages] == kept
+        missing = [max(0, there - here) for here, there in zip(kept, plain, strict=True)]
+        assert [stage.not_kept_bytes for stage in memory.stages] == missing
+        assert (memory.input_bytes, memory.beside_bytes) == (chain.input_bytes, 3)
+
+
+def test_plan_memory_refuses_a_sequence_that_is_not_valid() -> None:
+    chain = Chain.from_arrays([1], [1, 1], [1, 1], [1], [0], [0, 0])
+    with pytest.raises(ValueError, match="B_0, needs δ_1"):
+        plan_memory(chain, Sequence.parse("Fe_0, B_0"))

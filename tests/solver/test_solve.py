@@ -1,7 +1,8 @@
-"""Limits, rounding, certificates and bad questions."""
+"""Limits, certificates, bad questions, several solves at once, and which files know the algorithms."""
 
 from __future__ import annotations
 
+import ast
 import math
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rotor_solver
 from rotor_solver import (
     Chain,
     InfeasibleError,
@@ -181,3 +183,72 @@ def test_the_programs_mean_the_same_without_the_compiler() -> None:
 def test_the_solver_never_imports_torch() -> None:
     script = "import sys; from tests.solver.strategies import unit_chain; from rotor_solver import solve; "
     assert run(script + "solve(unit_chain(9), 6); print('torch' in sys.modules)") == "False"
+
+
+SEVERAL_AT_ONCE = """
+from threading import Thread
+from benchmarks.chains import random_chain
+from rotor_solver import min_bytes, solve
+chain = random_chain(60)
+threads = [Thread(target=solve, args=(chain, int(1.5 * min_bytes(chain)))) for _ in range(8)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
+
+
+def test_short_chains_may_be_solved_in_several_threads_whatever_the_threading_layer() -> None:
+    """The layer that is always there ends the process if two threads use it at once: what is small must not."""
+    environment = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue"}
+    subprocess.run([sys.executable, "-c", SEVERAL_AT_ONCE], env=environment, check=True)
+
+
+ONE_THREAD = """
+import torch
+torch.set_num_threads(1)
+torch.get_num_threads()  # from here on, they are what OpenMP says
+from benchmarks.chains import random_chain
+from rotor_solver import min_bytes, solve
+chain = random_chain({stages})
+solve(chain, int(1.5 * min_bytes(chain)), "{algorithm}")
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "stages"),
+    [("persistent", 20), pytest.param("persistent", 320, marks=pytest.mark.slow)],
+)
+def test_the_number_of_threads_of_torch_is_what_it_was(algorithm: str, stages: int) -> None:
+    code = ONE_THREAD.format(algorithm=algorithm, stages=stages)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "1\n"
+
+
+SOLVER = Path(rotor_solver.__file__).parent
+ALGORITHMS = {"persistent", "floating", "classic"}
+
+
+def imports() -> dict[str, set[str]]:
+    """By module, the modules of the solver that it imports, also inside functions; `rotor_solver.` is left away."""
+    names = {".".join(path.relative_to(SOLVER).with_suffix("").parts): path for path in SOLVER.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rotor_solver":
+                base = (node.module or "").partition(".")[2]
+                for each in node.names:
+                    inside = f"{base}.{each.name}".lstrip(".")
+                    found[name].add(inside if inside in names else base if base in names else f"{base}.__init__")
+    return found
+
+
+def test_few_know_the_algorithms() -> None:
+    knowing = {
+        name.split(".")[0]
+        for name, modules in imports().items()
+        if name.split(".")[0] not in ALGORITHMS and any(module.split(".")[0] in ALGORITHMS for module in modules)
+    }
+    assert knowing == {"__init__", "frontier", "in_flight", "moving", "pipeline", "solve"}

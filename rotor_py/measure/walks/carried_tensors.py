@@ -30,7 +30,7 @@ class CarriedTensors:
 
     def addresses(self, value: Any) -> list[int]:
         """The addresses of their storages in `value`, the input of the stage."""
-        return list(storages(self.tensors(value)))
+        return list(storages(self._tensors(value)))
 
     def count_gradients(self, sizes: Sequence[int]) -> None:
         """Note the bytes of the gradients that the stage's backward gives to what was carried into it.
@@ -49,12 +49,12 @@ class CarriedTensors:
         `owned` are the addresses of storages that are already counted: a new tensor may be a view of an old one.
         """
         self.now = positions
-        for name, tensor in zip(positions, self.tensors(value), strict=True):
+        for name, tensor in zip(positions, self._tensors(value), strict=True):
             if name not in self._found:
                 self._found[name] = Carried(storage_bytes([tensor], owned), stage, stage)
             self._found[name] = replace(self._found[name], last=stage)
 
-    def tensors(self, value: Any) -> list[torch.Tensor]:
+    def _tensors(self, value: Any) -> list[torch.Tensor]:
         """The carried tensors in `value`, the input of the stage."""
         tensors = tensors_in(value)
         return [tensors[position] for position in self.now.values()]

@@ -10,9 +10,8 @@ from typing import Any
 from rotor_profiling import LossCost, StageCost
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
-from rotor_py.measure.measurement import Carried, Measurement, PrefixCost, RoundedBorder, RoundedBorders, Way
+from rotor_py.measure.measurement import Carried, Measurement, PrefixCost, Way
 from rotor_py.plan.saved.readers import IN_FILES, Reader, many, or_none, record, share, size, sizes
-from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
 from rotor_solver.in_flight import ORDERS
 
 _MOST_CARRIED = 10**6
@@ -46,7 +45,7 @@ class PlanCosts:
         else:
             found["ways"] = [[_way_data(way) for way in ways] for ways in found["ways"]]
         found["freed_gradients"] = self.budget.freed_gradients
-        for name in [name for name in (*_STEPPED, "rounded") if not found[name]]:
+        for name in [name for name in _STEPPED if not found[name]]:
             del found[name]  # so that earlier versions read the file
         around = {name: getattr(self.budget, name) for name in _AROUND}
         if self.budget.forwards > 1:  # not else, so that earlier versions read the file
@@ -58,7 +57,7 @@ class PlanCosts:
     @classmethod
     def from_data(cls, data: dict[str, Any], names: Sequence[str], *, fresh_gradients: bool) -> PlanCosts:
         """What `as_data` wrote, for stages of these names. ValueError if it is anything else."""
-        data = {**_IN_FLIGHT, **_STEPPED, "spread": 0.0, "rounded": None, **data}  # what earlier versions did not write
+        data = {**_IN_FLIGHT, **_STEPPED, "spread": 0.0, **data}  # what earlier versions did not write
         parts = {name: read for name, read in _PARTS.items() if name != ("lean" if "ways" in data else "ways")}
         unknown = data.keys() ^ parts.keys()
         if unknown:
@@ -72,8 +71,6 @@ class PlanCosts:
         for part in ("ways", "waiting_gradients", "summed_gradients"):
             if len(found[part]) not in (0, len(names)):
                 raise ValueError(f"there are {part} of {len(found[part])} stages, and {len(names)} stages")
-        if (rounded := found["rounded"]) is not None and len(rounded.of_inputs) != len(names):
-            raise ValueError(f"there are rounded inputs of {len(rounded.of_inputs)} stages, and {len(names)} stages")
         _refuse_carried(found["carried"], len(names))
         fixed, around = (
             found.pop("fixed"),
@@ -130,15 +127,6 @@ def _way(name: str, value: Any) -> Way:
     raise ValueError(f"{name} has {reprlib.repr(value)}; it has to have a name and a cost")
 
 
-def _rounded(name: str, value: Any) -> RoundedBorders:
-    match value:
-        case {"word": str(word), "of_inputs": list(borders), **rest} if word in FEWER_BITS and not rest:
-            return RoundedBorders(word, many(or_none(record(RoundedBorder)))(name, borders))
-    raise ValueError(
-        f"{name} has {reprlib.repr(value)}; it has to have a word for fewer bits, and what each input takes"
-    )
-
-
 _PARTS: dict[str, Reader[Any]] = {
     "stages": many(record(StageCost)),
     "gradient_bytes": sizes,
@@ -151,7 +139,6 @@ _PARTS: dict[str, Reader[Any]] = {
     "lean": many(or_none(record(StageCost))),
     "ways": many(many(_way)),
     "spread": share,
-    "rounded": or_none(_rounded),
     "waiting_gradients": sizes,
     "summed_gradients": sizes,
     "freed_gradients": size,

@@ -21,8 +21,7 @@ What a field means:
     moves                  what is moved to another tier of memory, and when (`moves_data`), where `offload=` was given
                            (since schema 9)
     costs                  all that was measured, in seconds and bytes (`plan_costs`); with the names of the ways to
-                           store a stage, where it has other ways than in part (since schema 9); with what inputs
-                           of stages take as checkpoints in fewer bits, where `keep=` was given, and with sums of
+                           store a stage, where it has other ways than in part (since schema 9); with sums of
                            gradients where stages share parameters (since schema 11)
     digest                 SHA-256 of everything else, which shows damage; it is no protection against forgery
 """
@@ -61,7 +60,7 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     measured = costs.as_data()
     compiled, steps, predicted_for = (fields.pop(name) for name in ("compiled", "step_in_backward", "predicted_for"))
     needed = {
-        11: "rounded" in measured or "summed_gradients" in measured,
+        11: "summed_gradients" in measured,
         10: compiled is not None and compiled.by_torch is not None,
         9: "ways" in measured or costs.budget.link is not None,
         8: steps is not None or predicted_for is not None,

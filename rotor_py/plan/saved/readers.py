@@ -11,7 +11,7 @@ from dataclasses import fields
 from math import inf
 from typing import Any, TypeVar
 
-from rotor_solver.stage import LARGEST_SIZE
+from rotor_solver.chain import LARGEST_SIZE
 
 T = TypeVar("T")
 Reader = Callable[[str, Any], T]

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from rotor_profiling.instruments import operators, prediction
-from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import is_sharded
 from rotor_py.execute import regions
@@ -49,15 +48,7 @@ class Replay:
                 return regions.run(runners, regions.regions(sequence), value, read[1].options)
             if how.smaller is not None:
                 return GuardedTape(runners, read[1], how.smaller).forward(value)
-            return replay(runners, read[1], value, tier=how.tier, rounding=how.rounding)
-
-
-def _stays_exact(model: nn.Module) -> bool:
-    """Whether checkpoints are kept as they are, whatever is asked for.
-
-    On a predicted device nobody times the rounding; of several processes, each would round others; regions do not.
-    """
-    return prediction() is not None or several_processes() or is_sharded(model)
+            return replay(runners, read[1], value, tier=how.tier)
 
 
 def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
@@ -76,7 +67,6 @@ def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
         "cache": settings.cache,
         "keepers": tuple(keeper for keeper in settings.keepers if keeper is not ELSEWHERE),
         "elsewhere": ELSEWHERE in settings.keepers,
-        "rounding": None if _stays_exact(model) else settings.rounding,
         "threads": threads,
         "precision": precision if threads is None else beside_others(precision),
         "stepped": stepped_parameters(model, settings.step_in_backward),

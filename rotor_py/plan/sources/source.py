@@ -16,7 +16,6 @@ from rotor_py.measure.stages import MeasuredCut
 from rotor_py.offload.tier import Tier
 from rotor_py.plan.saved.plan import Plan
 from rotor_py.plan.settings import Settings
-from rotor_py.stage.keepers.rounded_value import Rounding
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver import Sequence
 from rotor_solver.progress import Progress
@@ -66,7 +65,7 @@ class Measuring:
 class Following:
     """How stages are run: by `sequence`, in which the options of each stage are the `ways` of these names, those of
     `keepers` among them. With `smaller` plans, what runs out of memory runs again by one of these. What the sequence
-    moves goes to `tier`, and what it keeps in fewer bits is rounded by `rounding`.
+    moves goes to `tier`.
     """
 
     sequence: Sequence
@@ -75,7 +74,6 @@ class Following:
     keepers: tuple[Keeper, ...] = ()
     smaller: SmallerPlans | None = None
     tier: Tier | None = None
-    rounding: Rounding | None = None
 
 
 class Source(Protocol):

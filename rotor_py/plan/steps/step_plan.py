@@ -14,7 +14,7 @@ from rotor_profiling import OptimizerCost
 from rotor_py.compiled.compiled_stage import is_compiled, partitioned_freely
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
-from rotor_py.measure.measurement import Measurement, RoundedBorders
+from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stages import MeasuredCut
 from rotor_py.plan.noticed.backward_order import BackwardOrder
 from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
@@ -24,7 +24,6 @@ from rotor_py.plan.sources.source import Source
 from rotor_py.plan.steps.step_spec import StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.graph_effects import GraphEffects, recall_effects, remember_effects
-from rotor_py.stage.keepers.rounded_value import Rounding
 from rotor_py.stage.undo import undo_bytes
 from rotor_solver import Sequence
 
@@ -85,7 +84,6 @@ class StepPlan:
     """bytes of the budget for undoing what runs out of memory; None where nothing is undone"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
     _way_names: tuple[Measurement, tuple[tuple[str, ...], ...]] | None = field(init=False, repr=False, default=None)
-    _rounding: tuple[RoundedBorders, Rounding] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         self._effects = tuple(recall_effects(function) for function in self.functions)
@@ -141,17 +139,6 @@ class StepPlan:
         if self._way_names is None or self._way_names[0] is not self.measurement:
             self._way_names = self.measurement, self.measurement.way_names
         return self._way_names[1]
-
-    @property
-    def rounding(self) -> Rounding | None:
-        """How checkpoints are kept in fewer bits; None where they are not."""
-        borders = self.measurement.rounded
-        if borders is None:
-            return None
-        if self._rounding is None or self._rounding[0] is not borders:
-            positions = {i: border.positions for i, border in enumerate(borders.of_inputs) if border is not None}
-            self._rounding = borders, Rounding(borders.word, positions)
-        return self._rounding[1]
 
     @property
     def compiled(self) -> list[str]:

@@ -15,11 +15,6 @@ class Converted:
     dtype: torch.dtype
 
     @property
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        """What is in memory."""
-        return (self.values,)
-
-    @property
     def nbytes(self) -> int:
         """The bytes in which it is kept."""
         return self.values.nbytes

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -23,20 +22,12 @@ from rotor_py.stage.keepers.packed import Packed
 from rotor_py.stage.keepers.readers import Need
 from rotor_py.stage.restored.decisions import not_deciding
 from rotor_py.stage.ways.names import parted
+from rotor_solver import Chain, ForwardEnable, Sequence
 
 BLOCK = 128
 """Numbers that share a scale: the rows of activations are multiples of it, and a scale adds 3 % to what it scales."""
 _CHUNK = 2**20
 """Numbers that are rounded at once, so that what that needs beside the tensor stays small."""
-
-
-class RoundedTensor(SmallerKept, Protocol):
-    """A tensor that was rounded."""
-
-    @property
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        """What is in memory."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +46,8 @@ class FewerBits:
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
         """What is kept of `memory`; None if it does not get smaller, or would not be finite."""
         packed = Packed().keep(memory)
-        return self.rounded(memory) if packed is None else packed
-
-    def rounded(self, memory: torch.Tensor) -> RoundedTensor | None:
-        """`memory` rounded, in bytes that follow from its size alone; None if `keep` would not round it."""
+        if packed is not None:
+            return packed
         if not memory.is_floating_point() or memory.element_size() <= self.dtype.itemsize:
             return None
         with not_deciding():  # whether numbers can be rounded, and to which integers
@@ -90,12 +79,8 @@ class _Scaled:
     rest: torch.Tensor
 
     @property
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        return self.values, self.scales, self.rest
-
-    @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return self.values.nbytes + self.scales.nbytes + self.rest.nbytes
 
     def tensor(self) -> torch.Tensor:
         blocked = self.values.numel()
@@ -140,3 +125,14 @@ def word_of(ways: Iterable[str]) -> str | None:
     They are exact if the backward reads what the forward has computed, bit for bit.
     """
     return next((_WORDS[keeper] for way in ways if (keeper := parted(way, _WORDS)[1]) is not None), None)
+
+
+def rounded_stages(chain: Chain, sequence: Sequence) -> dict[int, str]:
+    """The stages that `sequence` keeps in fewer bits at any time, with the word that asks for it (`keep=`)."""
+    found = {}
+    for operation in (each for one in (sequence, *sequence.beside) for each in one):
+        if isinstance(operation, ForwardEnable):
+            word = word_of([chain.stages[operation.stage].options[operation.option].name])
+            if word is not None:
+                found[operation.stage] = word
+    return found

@@ -1,14 +1,12 @@
 """What stages keep, moved out of memory over a link and back before it is needed: what, and when.
 
-Begin with Note [Moves] in `moves`.
+Begin with Note [Moves] at `sequence.Moves`.
 """
 
-from rotor_solver.moving.link import Link
-from rotor_solver.moving.moves import Moves
+from rotor_solver.moving.lagrangian import MovingPlan, solve_moving
 from rotor_solver.moving.plan_moves import plan_moves
-from rotor_solver.moving.simulate_moves import MovesSimulation, Transfer, simulate_moves
-from rotor_solver.moving.solve_moving import MovingPlan, solve_moving
-from rotor_solver.moving.timed_moments import timed_moments, transfers
+from rotor_solver.moving.transfers import Link, MovesSimulation, Transfer, simulate_moves, timed_moments, transfers
+from rotor_solver.sequence import Moves
 
 __all__ = [
     "Link",

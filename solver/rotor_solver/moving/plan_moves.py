@@ -17,11 +17,9 @@ from typing import NamedTuple
 
 from rotor_solver.chain import Chain
 from rotor_solver.limits import InfeasibleError
-from rotor_solver.moments import moments
-from rotor_solver.moving.link import Link
-from rotor_solver.moving.moves import Moves
-from rotor_solver.moving.trips import Trip, loss_position, trips_of
-from rotor_solver.sequence import Sequence
+from rotor_solver.memory_timeline import moments
+from rotor_solver.moving.transfers import Link, Trip, loss_position, trips_of
+from rotor_solver.sequence import Moves, Sequence
 
 
 def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Moves:

@@ -1,4 +1,4 @@
-"""The best memory-persistent sequence. Begin with `recurrence`; `program` is how it is solved for long chains."""
+"""The best memory-persistent sequence. Begin with `program`, which has the recurrence first."""
 
 from rotor_solver.persistent.program import Persistent
 

@@ -1,11 +1,12 @@
-"""Filling a table of the persistent program: kernels. `recurrence` says in thirty lines what they compute.
+"""Filling a table of the persistent program: kernels. `program.optimum` says in thirty lines what they
+compute.
 
 What the kernels are given:
 
     flat   [size] the numbers of all rows, one row after the other, in float64 or float32
-    rows   a `grid.Rows`: where each row lies in `flat`, from which slot to which, and what comes after it
-    costs  an `arrays.Costs`, its times in the unit of the table
-    grid   a `grid.Grid`: which intervals have rows, and what their slots stand for, in bytes
+    rows   a `layout.Rows`: where each row lies in `flat`, from which slot to which, and what comes after it
+    costs  a `least_memory.Costs`, its times in the unit of the table
+    grid   a `layout.Grid`: which intervals have rows, and what their slots stand for, in bytes
     s      a node: a stage i = grid.place[s], and the state grid.state[s] of its input
     row    the number of a row; `last` is the stage l at which its interval [i, l] ends
     m      a slot of a row
@@ -17,7 +18,7 @@ the stage before. Times are those beyond storing everything.
 #
 # The example is a chain of five stages with forwards of 1, 2, 3, 2, 1 seconds and backwards twice as long, which save
 # 24, 40, 16, 32, 24 bytes. Every a_i has 8 bytes. Beside a_0 there are 96 bytes, in slots of 4. The numbers are those
-# of tests/solver/persistent/test_note.py, which computes them again.
+# of tests/solver/persistent/test_table.py, which computes them again.
 #
 #  1. Slot m of a row stands for m · unit + offset bytes. Every node has an offset of its own, such that the fastest
 #     option takes a whole number of slots from its row to the next. Here all sizes are multiples of 4, and all offsets
@@ -70,7 +71,7 @@ from typing import Any
 
 import numpy as np
 
-from rotor_solver.compiled import compiled, prange
+from rotor_solver.jit_policy import compiled, prange
 
 BLOCK = 24
 """Stages of a tile. Seconds of one core, for 500 different stages a tenth of the way from the least limit to storing
@@ -433,8 +434,8 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, begin: int, end: in
     Its rounding errors are taken off the bound (`table.Table.lower_bound`), and the time of the sequence that comes out
     is computed again by the simulator.
 
-    Times above rows.limit count as infinite: `layout.bounds` has taken from the cut what is certain about the context.
-    Where l < L, the stages of [i, l] have run forward without a graph before, and those after l take at least
+    Times above rows.limit count as infinite: `table_kernels.bounds` has taken from the cut what is certain about the
+    context. Where l < L, the stages of [i, l] have run forward without a graph before, and those after l take at least
     later[l+1] longer than stored.
 
     This fills the tiles whose blocks of stages are `begin` to `end` - 1 apart, for which those that are less far apart

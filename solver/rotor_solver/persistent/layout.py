@@ -1,78 +1,363 @@
-"""Which slots of a table are of use, before it is filled: kernels.
+"""What the persistent program knows of a chain before its first table, and how tables are laid out in slots and rows.
 
-The arguments are those of `kernels`; times are in the unit of the table.
+Slot m of a row stands for m · unit + offset bytes. Every row has an offset of its own, chosen so that what a stage's
+fastest option keeps is a whole number of slots from its row to the next. Stages that are stored one after the other
+lose nothing to rounding, however many they are; only checkpoints do. See Note [Rows, chunks and windows] in `kernels`.
+Of the longer intervals, fewer and fewer have rows (`Spacing`). In chains of repeated blocks, rows are shared
+(`owners`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rotor_solver.compiled import compiled
+from rotor_solver.chain import Chain
+from rotor_solver.jit_policy import kernels_for, plain_python
+from rotor_solver.least_memory import Costs, Floats, Ints, costs_of, least_memory
+from rotor_solver.segments import least_sequence, store_all
+from rotor_solver.sequence import Sequence
 
 
-@compiled(makes_arrays=True)
-def full_memory(costs: Any, fastest: np.ndarray) -> np.ndarray:
-    """[2, L+1, L+1] the m, in bytes, from which the interval [i, l] can be stored whole, by (state, i, l).
+class Spacing(NamedTuple):
+    """Intervals [i, i + d] may end at every stage while d < parts · period, and then at every period.
 
-    Every stage is stored by its fastest option; no plan is faster than that, so rows end there. From the last stage of
-    an interval to the first: what one more stage needs is its own, or that of the rest beside what it keeps.
+    From d = 2 · parts · period on, they end at every second period, from 4 · parts · period on at every fourth, and so
+    on: about `parts` rows for every doubling of d. Ends are counted from stage L-1, which is always one. Where an
+    interval may end, those that begin later may too. Otherwise each further Fe would drop a few more stages, and the
+    bound would get worse with every one.
     """
-    length = len(fastest)
-    full = np.full((2, length + 1, length + 1), costs.loss_need, np.int64)
-    for last in range(length + 1):
-        row = 0 if last == length else 1
-        for i in range(min(last, length - 1), -1, -1):
-            k = fastest[i]
-            for state in range(2):
-                need = costs.backward_need[row, k] - costs.released[state, i]
-                need = max(costs.base[last] + costs.forward_need[k], need)
-                if last > i:
-                    need = max(need, costs.taken[state, k] + full[1, i + 1, last])
-                full[state, i, last] = need
-    return full
+
+    parts: int
+    period: int = 1
+
+    def ended(self, length: int) -> NDArray[np.bool_]:
+        """[L, L] by (i, l): whether [i, l] has a row of its own."""
+        stages = np.arange(length)
+        distance = stages - stages[:, None]
+        periods = distance // (self.parts * self.period)
+        step = np.where(periods < 1, 1, self.period * 2 ** np.log2(np.maximum(periods, 1)).astype(np.int64))
+        ended: NDArray[np.bool_] = (distance >= 0) & ((length - 1 - stages) % step == 0)
+        return ended
+
+    def dense(self, length: int) -> bool:
+        """Whether all intervals of a chain have rows."""
+        return length <= self.parts * (2 if self.period == 1 else self.period)
 
 
-@compiled(makes_arrays=True)
-def bounds(
-    least: np.ndarray, full: np.ndarray, costs: Any, grid: Any, later: np.ndarray, windows: Any, cut: float
-) -> Any:
-    """(low, high, full, limit), [rows] each: the slots that are of use, and the longest time that is.
+def stops_of(ended: NDArray[np.bool_]) -> Ints:
+    """[L] by stage l: a row that ends there stands for intervals to l, …, stop[l]-1, wherever they begin."""
+    length = len(ended)
+    if not length:
+        return np.zeros(0, np.int64)
+    following = np.where(ended, np.arange(length), length)
+    following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
+    first = ended.argmax(axis=0)  # the fewer ends, the longer what lies between
+    stages = np.arange(length)
+    stop: Ints = np.append(following, np.full((length, 1), length), axis=1)[first, stages + 1]
+    return stop
 
-    What is of use lies in slots low … high-1, and in those from `full` on, where everything is stored, if high = full.
-    `limit` is negative where no time is of use. `least` and `full` are [2, L+1, L+1], in bytes; `later` is [L+1], and
-    like `windows.outside` in the unit of `cut`. A row takes the most generous of all the intervals that it stands for.
+
+ANYTHING = 2**62
+"""Bytes; more than any memory."""
+
+
+class Grid(NamedTuple):
+    """The slots and rows of a table, as arrays that kernels read.
+
+    Node s stands for the stage place[s] and the state[s] of its input; node[state, i] finds it. The two states of a
+    stage share a node where they cost the same.
+
+    The interval from node s to stage l < L lies in the row row[s, l], if l ≤ band[place[s]], and that to the loss in
+    the row tail + s. Not every interval has a row of its own: one that has none takes that of its part up to stage
+    `last` of the row. Without its last stages it is no slower, so the table stays a lower bound.
     """
-    length, width = len(grid.band), grid.width
-    rows = grid.tail + len(grid.place)
-    low, high, whole = np.full(rows, width, np.int64), np.zeros(rows, np.int64), np.full(rows, width, np.int64)
-    limit = np.full(rows, -1.0, np.float64)
-    for s in range(len(grid.place)):
-        i, state = grid.place[s], grid.state[s]
-        for e in range(i, length + 1):
-            row = grid.row[s, e]
-            if row < 0 or grid.last[row] != e:
-                continue
-            for last in range(e, grid.stop[e]):
-                if length > last > grid.band[i]:
-                    break
-                time = cut
-                # An interval that ends before the loss is worked on after the loss. Its stages were run without a graph
-                # before, and the stages after it took at least `later` longer than stored: both are gone from the cut.
-                if last < length:
-                    time = cut - later[last + 1] - (costs.split[last + 1] - costs.run[i])
-                limit[row] = max(limit[row], min(time, cut - windows.outside[s, last]))
-                whole[row] = min(whole[row], slot_of(full[state, i, last], grid.unit, grid.offset[s]))
-                high[row] = max(high[row], min(width, slot_of(windows.high[s, last], grid.unit, grid.offset[s]) + 1))
-                needed = max(least[state, i, last], windows.low[s, last])
-                low[row] = min(low[row], slot_of(needed, grid.unit, grid.offset[s]))
-    high = np.minimum(high, whole)
-    low = np.minimum(low, high)
-    return low, high, whole, limit
+
+    unit: int
+    """bytes"""
+    width: int
+    """slots in a row, at most"""
+    place: Ints
+    """[nodes] the stage; L for the loss"""
+    state: Ints
+    """[nodes] 1 where the stage's input lies in the ā of the stage before, 0 where it stands alone or both are alike"""
+    node: Ints
+    """[2, L+1] by (state, i)"""
+    offset: Ints
+    """[nodes] bytes"""
+    slots: Ints
+    """[L+1] slots that a plain a_j takes, as seen from a row whose offset is at most remainder[j]; else one less"""
+    remainder: Ints
+    start: Ints
+    """[nodes] the first row of the node"""
+    band: Ints
+    """[L] the last l < L whose interval is of use"""
+    row: Ints
+    """[nodes, L+1] -1 where there is none"""
+    after: Ints
+    """[L+1, L+1] by (l, j) the row of the interval from a checkpoint at a_j to stage l, as it lies in memory"""
+    last: Ints
+    """[rows] the stage at which the row ends; L for the loss"""
+    stop: Ints
+    """[L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1"""
+    base: Ints
+    """[L+1] the least `costs.base` of those, in bytes"""
+    tail: int
+    """the first of the rows that end at the loss, which are the last ones"""
+    fastest: Ints
+    """[L] the fastest option of every stage, among all options"""
 
 
-@compiled()
-def slot_of(need: int, unit: int, offset: int) -> int:
-    """The first slot m for which m · unit + offset ≥ need."""
-    return max(0, -((offset - need) // unit))
+class Rows(NamedTuple):
+    """Slot m of a row is number position + m of the table, for begin ≤ m < high. All but `marks` are [rows].
+
+    Below `begin` there is no plan that is of use, because it takes longer than `limit`. From `high` on the time is
+    `final`: zero, since everything is stored, or the last number, since no plan that is of use has so much memory.
+    """
+
+    begin: Ints
+    """slots; grows when a row is complete and its first numbers turn out to be above `limit`"""
+    high: Ints
+    """slots"""
+    position: Ints
+    """numbers of the table, may be negative; a multiple of `kernels.CHUNK`"""
+    limit: Floats
+    """times in the unit of the table; negative where no plan is of use"""
+    final: Any
+    """times; infinite before a row is complete where it will be the last number"""
+    marks: Any
+    """[size / CHUNK] a number for every `kernels.CHUNK` of the table: at least the first of them while their row is
+    being filled, the last of them once it is complete"""
+
+
+class Windows(NamedTuple):
+    """What the intervals of a plan that is of use look like: three arrays [nodes, L+1], by first node and last stage.
+
+    `low` to `high` are the bytes that the interval may have; `outside` is the least time that such a plan takes outside
+    the interval, infinite where there is none.
+    """
+
+    low: Ints
+    high: Ints
+    outside: Floats
+
+    @classmethod
+    def everything(cls, nodes: int, length: int) -> Windows:
+        """The windows of all plans."""
+        shape = (nodes, length + 1)
+        return cls(np.zeros(shape, np.int64), np.full(shape, ANYTHING, np.int64), np.zeros(shape))
+
+
+def fastest_options(costs: Costs) -> Ints:
+    """The fastest option of every stage, among all options."""
+    bounds = zip(costs.first[:-1], costs.first[1:], strict=True)
+    keys = [range(low, high) for low, high in bounds]
+    return np.array([min(each, key=lambda k: (costs.extra[k], costs.taken[1, k])) for each in keys], np.int64)
+
+
+def grid_of(
+    costs: Costs, fastest: Ints, kinds: Ints, room: int, unit: int, spacing: Spacing, later: Floats, cut: float
+) -> Grid:
+    """The grid for `room` bytes, for plans that take at most `cut` longer than storing everything.
+
+    Of that, stages from i on take at least later[i]: [L+1]. Times are in the unit of `costs.run`.
+    """
+    length = len(costs.activation) - 1
+    apart = np.concatenate([costs.released[0] != costs.released[1], [False]])
+    node = np.cumsum(np.concatenate([[0], 1 + apart[:-1]])) + np.stack([np.zeros_like(apart), apart])
+    place = np.repeat(np.arange(length + 1), 1 + apart)
+    state = np.concatenate([np.arange(1 + both) for both in apart]).astype(np.int64)
+    offset = _offsets(costs.taken[1, fastest], kinds, room, unit)
+    slots, remainder = np.divmod(costs.activation + offset, unit)
+    # In the very terms of `table_kernels.bounds`, since sums in another order differ in their last digits.
+    kept = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
+    band = np.array([min(length - 1, i + each[-1]) if len(each) else i - 1 for i, each in enumerate(kept)], np.int64)
+    ended = spacing.ended(length)
+    stop, base, stages = np.append(stops_of(ended), length + 1), costs.base.copy(), np.arange(length)
+    for last in np.flatnonzero(stop[:-1] > stages + 1):
+        base[last] = costs.base[last : stop[last]].min()
+    useful = (stages >= stages[:, None]) & (stages <= band[:, None])
+    none = np.zeros((1, length), np.bool_)  # from the loss
+    own = np.concatenate([ended & useful, none])[place]
+    rows = own.sum(axis=1)
+    start, tail = np.cumsum(rows) - rows, int(rows.sum())
+    row = np.where(np.concatenate([useful, none])[place], start[:, None] + np.cumsum(own, axis=1) - 1, -1)
+    row = np.column_stack([row, tail + np.arange(len(place))]).astype(np.int64)
+    return Grid(
+        unit=unit,
+        width=room // unit + 2,
+        place=place,
+        state=state,
+        node=node.astype(np.int64),
+        offset=offset[place],
+        slots=slots,
+        remainder=remainder,
+        start=start.astype(np.int64),
+        band=band,
+        row=row,
+        after=row[node[0]].T.copy(),
+        last=np.concatenate([np.nonzero(own)[1], np.full(len(place), length)]).astype(np.int64),
+        stop=stop.astype(np.int64),
+        base=base,
+        tail=tail,
+        fastest=fastest,
+    )
+
+
+def nodes_of(grid: Grid) -> Ints:
+    """[rows] the node of every row."""
+    nodes = np.arange(len(grid.place))
+    return np.append(np.repeat(nodes, np.diff(np.append(grid.start, grid.tail))), nodes)
+
+
+def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
+    """[L+1] the offset of every stage's rows.
+
+    Between two stages of the same kinds, an offset that occurred before is taken again if it is only a little larger,
+    so that their rows are the same. All stages together lose at most a slot by that.
+    """
+    offset = [room % unit]
+    seen: dict[tuple[int, ...], list[int]] = {}
+    for i, size in enumerate(taken.tolist()):
+        exact = (offset[-1] - size) % unit
+        known = seen.setdefault(tuple(kinds[i : i + 2].tolist()), [])
+        close = [other for other in known if 0 <= other - exact <= unit // len(taken)]
+        if not close and len(known) < 8:  # a guess: chains with more offsets do not repeat themselves
+            known.append(exact)
+        offset.append(close[0] if close else exact)
+    return np.array(offset, np.int64)
+
+
+def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) -> tuple[Rows, int]:
+    """Where rows lie in a table, and how many numbers it has; `bounds` are those of `table_kernels.bounds`.
+
+    owner[row] is the row whose numbers a row shares. An owner begins where the first of those that share it begins, and
+    ends where the last of them ends.
+    """
+    low, high, full, limit = bounds
+    of_use = limit >= 0
+    np.maximum.at(limit, owner, limit.copy())
+    least, most = np.full_like(low, width), np.zeros_like(high)
+    np.minimum.at(least, owner[of_use], low[of_use])
+    np.maximum.at(most, owner[of_use], high[of_use])
+    first, numbers = extents(least, most)
+    sizes = np.where((owner == np.arange(len(owner))) & (limit >= 0), numbers, 0)
+    ends = np.cumsum(sizes)
+    final = np.where((most >= full) & (full < width), 0.0, np.inf)
+    begin = np.where(limit >= 0, least, width)
+    position, marks = (ends - sizes - first)[owner], np.empty(0)
+    return Rows(begin[owner], most[owner], position, limit[owner], final[owner], marks), int(ends[-1])
+
+
+def extents(begin: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """By row, the first slot that has a number, a multiple of CHUNK, and how many numbers there are from there on.
+
+    They are whole chunks, and BEYOND more, into which kernels may run (Rule 3 of the Note in `kernels`).
+    """
+    kernels = plain_python("rotor_solver.persistent.kernels")
+    first = begin // kernels.CHUNK * kernels.CHUNK
+    return first, np.maximum(0, -(-high // kernels.CHUNK) * kernels.CHUNK - first) + kernels.BEYOND
+
+
+_LONGEST_PERIOD = 64
+"""Stages; a guess. A longer period repeats too few times in a chain for shared rows to save much."""
+_REPEATED = 0.87
+"""The part of a chain that has to repeat itself without a break; a guess. Its square, three quarters, is the part of
+all intervals that then lie inside."""
+
+
+def kinds_of(chain: Chain) -> Ints:
+    """[L] a number for every stage; stages that cost the same have the same."""
+    numbers: dict[object, int] = {}
+    bare = (
+        replace(stage, name="", options=tuple(replace(option, name="") for option in stage.options))
+        for stage in chain.stages
+    )
+    return np.array([numbers.setdefault(stage, len(numbers)) for stage in bare], np.int64)
+
+
+def period_of(kinds: Ints) -> int:
+    """After how many stages most of the chain repeats itself; 0 if it does not."""
+    # From the shortest on: every multiple of a period is one, too.
+    length = len(kinds)
+    for period in range(1, min(_LONGEST_PERIOD, length // 8) + 1):
+        breaks = np.flatnonzero(np.append(np.concatenate([[True], kinds[:-period] != kinds[period:]]), True))
+        if np.diff(breaks).max() - 1 + period >= _REPEATED * length:
+            return period
+    return 0
+
+
+def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
+    """A slot of at most `unit` bytes that divides what a period of the chain keeps, as nearly as possible.
+
+    `taken` is [L], the bytes that every stage keeps. Rows of later periods then have the slots of earlier ones.
+    """
+    same = kinds[:-period] == kinds[period:]
+    sums = np.convolve(taken, np.ones(period, np.int64), "valid")[: len(same)][same]
+    size = Counter(sums.tolist()).most_common(1)[0][0]
+    if size >= unit:
+        least = -(-size // unit)
+        # Up to an eighth more slots, a guess, if the rest is smaller with them.
+        fitting = size // np.arange(least, min(size, least + least // 8) + 1)
+        return int(fitting[np.argmin(size % fitting)])
+    return int(unit // size * size) if size > 0 else unit
+
+
+def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
+    """[rows] for every row, the first with the same content: its stages, its slots, and what later stages leave."""
+    nodes = np.flatnonzero(grid.place < len(kinds))
+    places = grid.place[nodes]
+    starts = np.stack([kinds[places], costs.activation[places], grid.offset[nodes], grid.state[nodes]])
+    # Measured: as plain Python, an interval takes 2 microseconds.
+    found: Ints = kernels_for("rotor_solver.persistent.table_kernels", 1e-6 * grid.row.size).first_of_equals(
+        grid,
+        np.unique(starts, axis=1, return_inverse=True)[1].reshape(-1),
+        np.unique(kinds, return_inverse=True)[1],
+        np.unique(grid.base[: len(kinds)], return_inverse=True)[1],
+    )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What all tables of a chain have in common. `stored` is the time of storing everything, in seconds."""
+
+    chain: Chain
+    stored: float
+    costs: Costs
+    least: Ints
+    """[2, L+1, L+1] bytes, by (state, i, l): the least memory of every interval."""
+    full: Ints
+    """[2, L+1, L+1] bytes, by (state, i, l): the memory from which on the whole interval is stored."""
+    fastest: Ints
+    """[L] the fastest option of every stage, among all options."""
+    kinds: Ints
+    """[L] a number for every stage; stages that cost the same have the same."""
+    period: int
+    """After how many stages most of the chain repeats itself; 0 if it does not."""
+
+    @classmethod
+    def of(cls, chain: Chain) -> Problem:
+        """The problem of a chain."""
+        stored = store_all(chain).lower_bound
+        assert stored is not None
+        costs = costs_of(chain)
+        fastest = fastest_options(costs)
+        # Measured: as plain Python, an interval takes 5 microseconds.
+        kernels = kernels_for("rotor_solver.persistent.table_kernels", 5e-6 * len(chain) ** 2)
+        least, full = least_memory(costs), kernels.full_memory(costs, fastest)
+        kinds = kinds_of(chain)
+        return cls(chain, stored, costs, least, full, fastest, kinds, period_of(kinds))
+
+    @property
+    def needed(self) -> int:
+        """The least memory for which there is a plan, in bytes, a_0 not counted."""
+        return int(self.least[0, 0, len(self.chain)])
+
+    def least_sequence(self) -> Sequence:
+        """A sequence for `needed` bytes."""
+        return least_sequence(self.chain, self.costs, self.least)

@@ -1,36 +1,142 @@
 """The best memory-persistent sequence: a checkpoint is dropped only at the backward that uses it.
 
-`recurrence` has the recurrence in thirty lines, to be read first. `kernels.fill` computes it for all numbers of slots
-at once; Note [Rows, chunks and windows] there explains how. Slots would cost time or certainty, so:
+Begin with `optimum`, the recurrence in thirty lines. Such sequences are trees over intervals of stages (Beaumont et
+al., "Optimal checkpointing for heterogeneous chains", HAL hal-02352969; the memory conditions are our own, see
+docs/solver.md). [i, l] stands for a problem: do the backwards of stages l, …, i, with a_i and δ_{l+1} in memory, in m
+bytes, a_i not counted. The loss is stage L. There are two ways to begin:
+
+    Fe_i                       then [i+1, l] with what is left beside ā_{i+1}, then B_i
+    CF_i, Fn_{i+1} … Fn_{j-1}  then [j, l] beside the checkpoint a_j, then, once that is gone, [i, j-1] from a_i again
+
+`kernels.fill` computes it for all numbers of slots at once; Note [Rows, chunks and windows] there explains how. Slots
+would cost time or certainty, so:
 
 * sizes are rounded down: the table is a lower bound for all persistent sequences, the certificate;
-* slots are laid out so that only checkpoints are rounded at all (`grid`), and needs are compared in bytes;
-* sequences are read off with memory counted in bytes (`descend.descend`): they fit, whatever the slots are;
+* slots are laid out so that only checkpoints are rounded at all (`layout`), and needs are compared in bytes;
+* sequences are read off with memory counted in bytes (`table_kernels.descend`): they fit, whatever the slots are;
 * what is slower than the best sequence known so far is never computed: a plan for groups of stages makes the first
   table cheap, and the windows of each table make the next, finer one cheap;
-* the first tables have rows for only some of the intervals, which stand for the others too (`spacing`).
+* the first tables have rows for only some of the intervals, which stand for the others too (`Spacing`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
-from rotor_solver.arrays.costs import Costs, Floats, Ints
-from rotor_solver.chain import Chain
-from rotor_solver.extremes import store_all
+from rotor_solver.chain import Chain, Option, Stage
+from rotor_solver.least_memory import Costs, Floats, Ints, costs_of
 from rotor_solver.limits import InfeasibleError, check_slots
-from rotor_solver.persistent.coarse import coarse_chain, fine_sequence
-from rotor_solver.persistent.problem import Problem
-from rotor_solver.persistent.spacing import Spacing
+from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.table import Table
-from rotor_solver.segments import even_segments
-from rotor_solver.sequence import Sequence
+from rotor_solver.segments import even_segments, store_all
+from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.simulate import simulate
+
+
+def optimum(chain: Chain, mem_limit: int) -> float:
+    """Seconds of the fastest memory-persistent sequence within `mem_limit` bytes, a_0 counted; infinite if none fits.
+
+    What is minimised is the time beyond that of storing everything, the same for every sequence. Every sequence runs
+    each stage once with a graph and once backward; what differs are the options, and the forwards before checkpoints.
+    """
+    costs, length = costs_of(chain), len(chain)
+
+    @cache
+    def longer(i: int, last: int, m: int, inside: int) -> float:
+        """`inside` is 1 where a_i lies in the ā_i of the stage before, 0 where it stands alone."""
+        if i > last:
+            return 0.0
+        if i == length:
+            return 0.0 if m >= costs.loss_need else math.inf
+        best, made_again = math.inf, 1 if last < length else 0  # whether Fe_i runs after the loss
+        for k in range(costs.first[i], costs.first[i + 1]):  # Fe_i by each of its options
+            forward_need = costs.base[last] + costs.forward_need[k]
+            backward_need = costs.backward_need[made_again, k] - costs.released[inside, i]
+            if m >= max(forward_need, backward_need):
+                best = min(best, costs.extra[k] + longer(i + 1, last, m - costs.taken[inside, k], 1))
+        for j in range(i + 1, last + 1):  # CF_i, with a checkpoint at a_j
+            if m >= costs.base[last] + costs.check_need[i, j]:
+                parts = longer(j, last, m - costs.activation[j], 0) + longer(i, j - 1, m, inside)
+                best = min(best, costs.split[j] - costs.run[i] + parts)
+        return float(best)
+
+    return simulate(chain, store_all(chain)).makespan + longer(0, length, mem_limit - chain.input_bytes, 0)
+
+
+def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
+    """Every group of consecutive stages as one stage that costs at least as much memory, and as much time.
+
+    So whatever fits for the coarse chain fits for the chain itself. Each stage is run by its fastest option.
+    """
+    # Nothing is released early in the coarse chain: that only makes its stages cost more.
+    activation = chain.activation
+    held = activation[-1] if chain.output_held else 0
+    stages = [
+        _merged(chain.stages[group.start : group.stop], activation[group.start], held * (group.stop == len(chain)))
+        for group in groups
+    ]
+    return Chain(tuple(stages), chain.input_bytes, chain.loss_time, chain.loss_temp, chain.output_held)
+
+
+def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]) -> Sequence:
+    """The sequence for the chain itself that does what `coarse`, a sequence for `coarse_chain`, does by groups."""
+    return Sequence(each for operation in coarse for each in _expanded(chain, groups, operation))
+
+
+def _expanded(chain: Chain, groups: list[range], operation: Operation) -> Iterator[Operation]:
+    if isinstance(operation, Loss):
+        yield operation
+        return
+    group = groups[operation.stage]
+    match operation:
+        case ForwardEnable():
+            yield from (ForwardEnable(i, chain.stages[i].fastest_option) for i in group)
+        case ForwardCheck():
+            yield ForwardCheck(group.start)
+            yield from map(ForwardNograd, group[1:])
+        case ForwardNograd():
+            yield from map(ForwardNograd, group)
+        case Backward():
+            yield from map(Backward, reversed(group))
+
+
+def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
+    """A group as one stage. `held` is what the caller keeps of the output once the last backward is through."""
+    options = [stage.options[stage.fastest_option] for stage in stages]
+    inputs = [incoming, *(stage.activation for stage in stages)]
+    outgoing = inputs[-1]
+    saved, forward_most, backward_most, check_most = 0, 0, 0, 0
+    later = sum(stage.gradient for stage in stages)
+    for k, (stage, option) in enumerate(zip(stages, options, strict=True)):
+        saved += option.kept
+        later -= stage.gradient
+        forward_most = max(forward_most, saved + option.forward_temp)
+        temp = max(option.backward_temp, option.backward_temp_of_replay)
+        backward_most = max(
+            backward_most, saved + inputs[k] + inputs[k + 1] + temp + later + held * (stage is not stages[-1])
+        )
+        check_most = max(check_most, (inputs[k] if k else 0) + stage.activation + stage.temp_without_graph)
+    option = Option(
+        forward_time=sum(option.forward_time for option in options),
+        backward_time=sum(option.backward_time for option in options),
+        saved=saved,
+        forward_temp=forward_most - saved,
+        backward_temp=max(-incoming, backward_most - saved - incoming - outgoing),
+    )
+    return Stage(
+        activation=outgoing,
+        options=(option,),
+        nograd_time=sum(stage.seconds_without_graph for stage in stages),
+        nograd_temp=max(0, check_most - outgoing),
+        gradient=sum(stage.gradient for stage in stages),
+        skipped_output_time=stages[-1].skipped_output_time,
+    )
+
 
 _GROUP = 4
 """Stages in a group of the coarse chain whose plan comes first; a guess."""

@@ -6,23 +6,75 @@ between 0 and 1, and one `_CUT` serves all tables.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from rotor_solver.arrays.choices import operations_of
-from rotor_solver.arrays.costs import Costs, Floats, Ints
-from rotor_solver.arrays.pace import compiling_pays, kernels_for, prepare
-from rotor_solver.persistent.grid import ANYTHING, Grid, Rows, Windows, grid_of, nodes_of, rows_of
-from rotor_solver.persistent.plain import fill as plain
-from rotor_solver.persistent.plain.windows import plain_windows
-from rotor_solver.persistent.problem import Problem
-from rotor_solver.persistent.repeats import fitting_unit, owners
-from rotor_solver.persistent.spacing import Spacing
-from rotor_solver.persistent.work import count_work, portions
+from rotor_solver.jit_policy import compiling_pays, kernels_for, prepare
+from rotor_solver.least_memory import Costs, Floats, Ints, operations_of
+from rotor_solver.persistent import plain
+from rotor_solver.persistent.layout import (
+    ANYTHING,
+    Grid,
+    Problem,
+    Rows,
+    Spacing,
+    Windows,
+    fitting_unit,
+    grid_of,
+    nodes_of,
+    owners,
+    rows_of,
+)
+from rotor_solver.persistent.plain import plain_windows
+from rotor_solver.progress import watcher
 from rotor_solver.sequence import Sequence
+
+_PORTIONS = 32
+"""Portions into which the work is divided for somebody who watches; a guess."""
+
+
+def count_work(grid: Grid, rows: Rows) -> tuple[float, float]:
+    """Checkpoints of all rows that have slots, and pairs of slots, if every checkpoint is of use to every row."""
+    useful = np.cumsum((grid.row >= 0) & (rows.begin[grid.row] < grid.width), axis=1)
+    numbers, checkpoints = np.maximum(0, rows.high - rows.begin), useful[nodes_of(grid), grid.last] - 1
+    return float(np.sum(checkpoints[numbers > 0])), float(np.sum(numbers * checkpoints))
+
+
+def portions(grid: Grid, rows: Rows, owner: Ints | None, block: int) -> Iterator[tuple[int, int]]:
+    """The distances between blocks of `block` stages, from the shortest on: all at once, unless somebody watches.
+
+    Then they come in portions of about the same work, and the watcher is told between them. The work for intervals to
+    the loss is not counted.
+    """
+    progress, blocks = watcher(), -(-len(grid.band) // block)
+    if progress is None:
+        yield 0, blocks
+        return
+    work = _work(grid, rows, owner, block)
+    total, what = int(work.sum()), f"{len(grid.band)} stages, {grid.width} slots"
+    progress(0, total, what)
+    begin = done = told = 0
+    for end, pairs in enumerate(work.tolist(), 1):
+        done += pairs
+        if (done - told) * _PORTIONS >= total or end == blocks:
+            yield begin, end
+            begin, told = end, done
+            progress(done, total, what)
+
+
+def _work(grid: Grid, rows: Rows, owner: Ints | None, block: int) -> Ints:
+    """Pairs of slots at every distance, if every checkpoint is of use to every row."""
+    numbers = np.maximum(0, rows.high - rows.begin)[: grid.tail]
+    if owner is not None:  # a row that shares another's numbers is no work
+        numbers = np.where(owner[: len(numbers)] == np.arange(len(numbers)), numbers, 0)
+    first, last = grid.place[nodes_of(grid)[: grid.tail]], grid.last[: grid.tail]
+    distance, blocks = last // block - first // block, -(-len(grid.band) // block)
+    return np.bincount(distance, numbers * (last - first + 1.0), minlength=blocks).astype(np.int64)[:blocks]
+
 
 _CUT = 1.001
 """Times up to this multiple of the scale are of use. 1 would leave no room for rounding; how much more is a guess."""
@@ -34,7 +86,8 @@ _SERIAL = 2e7
 """Pairs of slots up to which one core fills a table, in a hundredth of a second; a guess. Several cores wait for each
 other, and long if other programs keep them busy."""
 _BLENDS = (0.5, 0.0, 1.0)
-"""Ways to read between slots (`descend.estimate`) when looking for a sequence, the best on average first; a guess."""
+"""Ways to read between slots (`table_kernels.estimate`) when looking for a sequence, the best on average first; a
+guess."""
 _WINDOWS = "rotor_solver.persistent.windows"
 _FEW = 0.25
 """Rows are shared if at most this part of them differ; a guess. Shared rows are filled without tiles, on one core."""
@@ -104,8 +157,8 @@ class Table:
         windowed, everywhere = windows is not None, Windows.everything(len(grid.place), len(kinds))
         windows = (windows or everywhere)._replace(outside=(windows or everywhere).outside / scale)
         # Measured: as plain Python, an interval takes 10 microseconds.
-        layout = kernels_for("rotor_solver.persistent.layout", 5e-6 * grid.row.size)
-        bounds = layout.bounds(problem.least, problem.full, scaled, grid, later / scale, windows, _CUT)
+        kernels = kernels_for("rotor_solver.persistent.table_kernels", 5e-6 * grid.row.size)
+        bounds = kernels.bounds(problem.least, problem.full, scaled, grid, later / scale, windows, _CUT)
         rows, size = rows_of(bounds, owner if shared else everyone, grid.width)
         part = different if shared else 1.0
         checkpoints, pairs = count_work(grid, rows)
@@ -179,7 +232,7 @@ class Table:
         None and `enough` if that is not less than `enough` seconds. `room` has to be at least `problem.needed`.
         """
         # Measured: plain Python takes 2.5 microseconds times the square of the stages.
-        descend = kernels_for("rotor_solver.persistent.descend", 2.5e-6 * len(self.grid.band) ** 2)
+        descend = kernels_for("rotor_solver.persistent.table_kernels", 2.5e-6 * len(self.grid.band) ** 2)
         best, found = enough / self.scale, None
         tables = (self.values, self.rows, self.problem.least, self.problem.full, self.costs, self.grid)
         for blend in _BLENDS:

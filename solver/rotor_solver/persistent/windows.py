@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rotor_solver.compiled import compiled
+from rotor_solver.jit_policy import compiled
 
 INFINITE = np.int64(2**62)
 """Bytes; more than any window begins with."""

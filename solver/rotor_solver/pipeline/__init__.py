@@ -1,10 +1,9 @@
 """Pipelines: a chain cut into parts for several ranks, each trained by a sequence of its own inside its own limit."""
 
-from rotor_solver.pipeline.equal_cuts import EqualCuts, equal_cuts
-from rotor_solver.pipeline.find_plan import plan_pipeline
-from rotor_solver.pipeline.plan import Part, PipelinePlan
+from rotor_solver.pipeline.cuts import EqualCuts, equal_cuts
+from rotor_solver.pipeline.plan import Event, Part, PipelinePlan, Timeline
 from rotor_solver.pipeline.schedules import SCHEDULES, Action, Schedule
-from rotor_solver.pipeline.timeline import Event, Timeline
+from rotor_solver.pipeline.search import plan_pipeline
 
 __all__ = [
     "SCHEDULES",

@@ -1,6 +1,7 @@
-"""Where to cut a chain, so that the slowest part is as fast as it can be: exact, and lazy.
+"""Cutting a chain into parts for the ranks: the best cuts, what each part may take, and equal cuts to compare with.
 
-With c(s, i, j) the cost of stages i … j - 1 as part s, the least bottleneck of parts 0 … s on stages 0 … j - 1 is
+`best_cuts` makes the slowest part as fast as it can be: exact, and lazy. With c(s, i, j) the cost of stages i … j - 1
+as part s, the least bottleneck of parts 0 … s on stages 0 … j - 1 is
 
     f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j))
 
@@ -8,16 +9,28 @@ Costs are dear to compute, lower bounds are cheap. So the recurrence is solved w
 that are not known; those of the best cuts are made better, or the costs themselves computed, and it is solved again,
 until cuts whose costs are all known are as good as the bound (LazySP: Dellin and Srinivasa, 2016). Nothing is assumed
 about the costs: a part of a part may cost more, where its input is larger.
+
+`equal_cuts` has parts of equally many stages and one policy on all ranks, as training libraries offer them: keep
+everything; run segments of n stages again, one after the other (Megatron-LM's "uniform"), up to whole parts; run only
+the first n stages of every part again (its "block").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-from rotor_solver.arrays.costs import Floats
+from rotor_solver.chain import Chain, Stage
+from rotor_solver.least_memory import Floats
+from rotor_solver.pipeline.plan import Part, PipelinePlan
+from rotor_solver.pipeline.schedules import InFlight, Schedule, buffer_bytes, in_flight
+from rotor_solver.segments import fastest_forwards, recompute_segments, segments_from, store_all
+from rotor_solver.sequence import Sequence
 
 Cost = Callable[[int, int, int], float]
 """Of stages i … j - 1 as part s, for (s, i, j)."""
@@ -69,3 +82,186 @@ def _cheapest(costs: Floats, bottleneck: float) -> list[int]:
     for earlier in reversed(before):
         cuts.append(int(earlier[cuts[-1]]))
     return cuts[::-1]
+
+
+def part_of(chain: Chain, begin: int, end: int) -> Chain:
+    """Stages begin … end - 1 as a chain. The loss belongs to the last part; the loss of others takes no time.
+
+    The runtime keeps the output of a part until the backward, when it gets the output's gradient.
+    """
+    last = end == len(chain)
+    return Chain(
+        chain.stages[begin:end],
+        chain.activation[begin],
+        chain.loss_time if last else 0.0,
+        chain.loss_temp if last else 0,
+        output_held=chain.output_held or not last,
+    )
+
+
+def left_bytes(part: Chain) -> int:
+    """What the backwards of a part leave for good. From the second microbatch on, it is there from the beginning."""
+    return sum(part.gradient)
+
+
+def with_weights_put_off(part: Chain) -> Chain:
+    """The same part, whose backwards are for the inputs alone. What those for the weights will need stays in memory.
+
+    It is all that the stages save, their inputs, and the gradients of their outputs: as if each backward left that
+    many bytes of gradients. A runtime that keeps less stays below.
+    """
+    stages: list[Stage] = []
+    for incoming, stage in zip(part.activation, part.stages, strict=False):
+        most = max(option.kept for option in stage.options)
+        stays = stage.gradient + most + stage.activation + (incoming if not stages else 0)
+        stages.append(replace(stage, gradient=stays))
+    return replace(part, stages=tuple(stages))
+
+
+def cut_points(chain: Chain, wanted: Iterable[int] | None) -> list[int]:
+    """The stages at which a part may begin, 0 and the end included: of those that are `wanted`, or of all.
+
+    Where a gradient goes past several stages, the chain cannot be cut between them. ValueError for what is no stage.
+    """
+    length = len(chain)
+    inner = range(1, length) if wanted is None else sorted(set(wanted) - {0, length})
+    for point in inner:
+        if not 0 < point < length:
+            raise ValueError(f"boundaries has {point}; the chain's stages are 0 to {length - 1}")
+    return [0, *(point for point in inner if _nothing_crosses(chain.gradient[:point])), length]
+
+
+def _nothing_crosses(gradients: tuple[int, ...]) -> bool:
+    """Whether these stages free no gradients that later ones left."""
+    left = 0
+    for gradient in reversed(gradients):
+        left += gradient
+        if left < 0:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`limits` in bytes by rank, `fixed` in bytes by stage; `buffers` says whether torch's are counted.
+
+    Where a rank has several parts, its limit is divided. A share `working` of what average fixed bytes leave is for
+    the microbatch in progress, whichever part it runs through. Each part gets the fixed bytes of an average part, and
+    of the rest in proportion to its microbatches in flight.
+    """
+
+    schedule: Schedule
+    limits: tuple[int, ...]
+    fixed: tuple[int, ...]
+    buffers: bool = False
+    working: float = 0.0
+
+    @cached_property
+    def flying(self) -> list[InFlight]:
+        """By part, the microbatches in flight."""
+        return in_flight(self.schedule)
+
+    def room(self, number: int, more: int = 0) -> int:
+        """What the microbatch in progress may take beside all that is kept; if the limit was `more` bytes larger."""
+        return int(self.working * self._free(number, more))
+
+    def share(self, number: int, more: int = 0) -> int:
+        """What a part may take beside that room: the limit of its rank, or its part of it."""
+        average = sum(self.fixed) // self.schedule.parts
+        free = self._free(number, more)
+        ours = (free - self.room(number, more)) * self.flying[number].forwards // self._together(number)
+        return average + ours if self.schedule.virtual_stages > 1 else self.limits[number] + more
+
+    def _free(self, number: int, more: int) -> int:
+        average = sum(self.fixed) // self.schedule.parts
+        return self.limits[self.schedule.rank_of(number)] + more - average * self.schedule.virtual_stages
+
+    def _together(self, number: int) -> int:
+        """Microbatches in flight of all parts on the rank that has this one."""
+        others = range(self.schedule.rank_of(number), self.schedule.parts, self.schedule.ranks)
+        return sum(self.flying[each].forwards for each in others)
+
+    def part(self, chain: Chain, number: int, begin: int, end: int, sequence: Sequence | None = None) -> Part:
+        """Part `number` of `chain`, with all that is in memory beside its microbatches; stored whole unless given."""
+        part, flying = part_of(chain, begin, end), self.flying[number]
+        planned = with_weights_put_off(part) if flying.split else part
+        return Part(
+            rank=self.schedule.rank_of(number),
+            begin=begin,
+            end=end,
+            chain=planned,
+            flying=flying,
+            sequence=store_all(part) if sequence is None else sequence,
+            fixed_bytes=sum(self.fixed[begin:end])
+            + (buffer_bytes(part, number, self.schedule, flying) if self.buffers else 0),
+            left_bytes=left_bytes(part) if self.schedule.microbatches > 1 else 0,
+            waiting_bytes=left_bytes(planned) if flying.split else 0,
+        )
+
+
+Policy = Callable[[Chain], Sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class EqualCuts:
+    """Equal cuts under one `policy`, in words."""
+
+    policy: str
+    plan: PipelinePlan
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank stays inside its limit."""
+        return self.plan.fits
+
+
+def equal_cuts(
+    chain: Chain,
+    plan: PipelinePlan,
+    *,
+    fixed: Several[int] | None = None,
+    boundaries: Iterable[int] | None = None,
+    buffers: bool = False,
+) -> tuple[EqualCuts, ...]:
+    """Every policy on equal cuts of `chain`, with schedule and limits of `plan`, the fastest first.
+
+    The other arguments are those of `plan_pipeline`, which has checked them.
+    """
+    points, count = cut_points(chain, boundaries), plan.schedule.parts
+    cuts = [points[(len(points) - 1) * each // count] for each in range(count + 1)]
+    budget = Budget(plan.schedule, plan.limits, tuple(fixed or (0,) * len(chain)), buffers)
+    chains = [part_of(chain, begin, end) for begin, end in pairwise(cuts)]
+
+    def under(policy: Policy) -> PipelinePlan:
+        parts = tuple(
+            budget.part(chain, number, begin, end, policy(chains[number]))
+            for number, (begin, end) in enumerate(pairwise(cuts))
+        )
+        return PipelinePlan(plan.schedule, parts, plan.limits)
+
+    found = [EqualCuts(words, under(policy)) for words, policy in _policies(max(map(len, chains)))]
+    return tuple(sorted(found, key=lambda each: each.plan.slowest_seconds))
+
+
+def _policies(longest: int) -> list[tuple[str, Policy]]:
+    """All policies for parts of up to so many stages."""
+
+    def uniform(size: int) -> Policy:
+        def run(chain: Chain) -> Sequence:
+            segments = segments_from(range(0, len(chain), size), len(chain))
+            return recompute_segments(fastest_forwards(chain), segments)
+
+        return run
+
+    def block(count: int) -> Policy:
+        def run(chain: Chain) -> Sequence:
+            again = [range(stage, stage + 1) for stage in range(min(count, len(chain)))]
+            return recompute_segments(fastest_forwards(chain), again)
+
+        return run
+
+    found: list[tuple[str, Policy]] = [("keep everything", store_all)]
+    found += [(f"recompute segments of {size} stages", uniform(size)) for size in range(1, longest)]
+    found.append(("recompute everything", uniform(longest)))
+    found += [(f"recompute the first {count} stages", block(count)) for count in range(1, longest)]
+    return found

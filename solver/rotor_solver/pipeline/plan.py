@@ -1,16 +1,159 @@
-"""A plan for a pipeline: where the chain is cut, and by which sequence every part is trained."""
+"""A plan for a pipeline, and a step by it, simulated: which rank does what and when, and what it holds in memory.
+
+The simulation knows the order of actions and what one microbatch takes, and nothing of how plans are found.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from rotor_solver.chain import Chain
-from rotor_solver.pipeline.in_flight import InFlight
-from rotor_solver.pipeline.schedules import Schedule
-from rotor_solver.pipeline.sequences.microbatch import Microbatch, bytes_in_flight
-from rotor_solver.pipeline.timeline import Timeline, run
+from rotor_solver.pipeline.schedules import Action, InFlight, Kind, Schedule
+from rotor_solver.pipeline.sequences import Microbatch, bytes_in_flight
 from rotor_solver.sequence import Sequence
+
+_FOR_WEIGHTS = 0.5
+"""The share of a backward without recomputation that is for the weights: about a half (Qi et al.)."""
+
+
+class TimedPart(Protocol):
+    """What the simulation has to know of a part; `Part` is one."""
+
+    @property
+    def microbatch(self) -> Microbatch: ...
+    @property
+    def fixed_bytes(self) -> int: ...
+    @property
+    def left_bytes(self) -> int: ...
+    @property
+    def waiting_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action of a rank, from `begin` to `end` in seconds. `peak_bytes` is the most that the rank holds meanwhile,
+    and `after_bytes` what it holds then.
+    """
+
+    action: Action
+    rank: int
+    begin: float
+    end: float
+    peak_bytes: int
+    after_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All events in the order in which they begin, and by rank the peaks in bytes and the seconds of work."""
+
+    events: tuple[Event, ...]
+    peaks: tuple[int, ...]
+    busy: tuple[float, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first forward to the last backward."""
+        return max(event.end for event in self.events)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait: in [0, 1)."""
+        whole = len(self.busy) * self.makespan
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+
+class _Memory:
+    """What a rank holds, action by action."""
+
+    def __init__(self, schedule: Schedule, parts: Several[TimedPart], rank: int) -> None:
+        self._parts = {number: part for number, part in enumerate(parts) if schedule.rank_of(number) == rank}
+        self._forwards: Counter[int] = Counter()
+        self._weights: Counter[int] = Counter()
+        self._trained: set[int] = set()
+
+    def run(self, action: Action) -> tuple[int, int]:
+        """The most bytes during the action, and those after it."""
+        number, kind = action.part, action.kind
+        part = self._parts[number]
+        one = part.microbatch
+        self._forwards[number] -= kind in ("B", "I")
+        self._weights[number] -= kind == "W"
+        own = {"F": one.forward_peak, "W": part.waiting_bytes}.get(kind, one.backward_peak)
+        most = self._held() + own
+        self._forwards[number] += kind == "F"
+        self._weights[number] += kind == "I"
+        if kind in ("B", "W"):
+            self._trained.add(number)
+        return most, self._held()
+
+    def _held(self) -> int:
+        return sum(
+            part.fixed_bytes
+            + (part.left_bytes if number in self._trained else 0)
+            + self._forwards[number] * part.microbatch.kept_bytes
+            + self._weights[number] * part.waiting_bytes
+            for number, part in self._parts.items()
+        )
+
+
+def run(schedule: Schedule, parts: Several[TimedPart]) -> Timeline:
+    """Simulate a step. Sending takes no time. ValueError if the order of the schedule waits for itself."""
+    orders = [schedule.order(rank) for rank in range(schedule.ranks)]
+    memory = [_Memory(schedule, parts, rank) for rank in range(schedule.ranks)]
+    ends: dict[tuple[Kind, int, int], float] = {}
+    free, position = [0.0] * schedule.ranks, [0] * schedule.ranks
+    events: list[Event] = []
+    while any(at < len(order) for at, order in zip(position, orders, strict=True)):
+        before = len(events)
+        for rank, order in enumerate(orders):
+            while position[rank] < len(order):
+                action = order[position[rank]]
+                needed = _needed(action, schedule)
+                if any(each not in ends for each in needed):
+                    break
+                begin = max([free[rank], *(ends[each] for each in needed)])
+                end = begin + _seconds(action, parts[action.part])
+                done: Kind = "I" if action.kind == "B" else action.kind
+                ends[done, action.part, action.microbatch] = free[rank] = end
+                events.append(Event(action, rank, begin, end, *memory[rank].run(action)))
+                position[rank] += 1
+        if len(events) == before:
+            raise ValueError(f"the schedule {schedule.name} waits for itself")
+    events.sort(key=lambda event: (event.begin, event.rank))
+    by_rank = [[event for event in events if event.rank == rank] for rank in range(schedule.ranks)]
+    return Timeline(
+        tuple(events),
+        tuple(max(event.peak_bytes for event in each) for each in by_rank),
+        tuple(sum(event.end - event.begin for event in each) for each in by_rank),
+    )
+
+
+def _needed(action: Action, schedule: Schedule) -> list[tuple[Kind, int, int]]:
+    """What has to be done before: "I" stands for the gradient of the input, whatever backward makes it."""
+    part, microbatch = action.part, action.microbatch
+    if action.kind == "F":
+        return [("F", part - 1, microbatch)] if part else []
+    if action.kind == "W":
+        return [("I", part, microbatch)]
+    own: tuple[Kind, int, int] = ("F", part, microbatch)
+    return [own] if part == schedule.parts - 1 else [own, ("I", part + 1, microbatch)]
+
+
+def _seconds(action: Action, part: TimedPart) -> float:
+    one = part.microbatch
+    weights = _FOR_WEIGHTS * one.stored_backward_seconds
+    by_kind = {
+        "F": one.forward_seconds,
+        "B": one.backward_seconds,
+        "I": one.backward_seconds - weights,
+        "W": weights,
+    }
+    return by_kind[action.kind]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The order in which every rank of a pipeline runs the microbatches, by schedule.
+"""The order in which every rank of a pipeline runs the microbatches, by schedule, and what that keeps in flight.
 
 The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.13), and of the papers:
 
@@ -12,7 +12,7 @@ The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.
                   the same, and the backward for the inputs is the whole one: nothing is kept for the second
 
 The chain is cut into P · V parts. Rank r has the parts r, r + P, r + 2P, …: V of them if the schedule is interleaved,
-else one.
+else one. `buffer_bytes` has what torch holds beside the microbatches in flight (`stage.py` of torch 2.13).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from rotor_solver.chain import Chain
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward, the whole backward, the backward for the inputs alone, and the one for the weights: torch's letters."""
@@ -161,3 +163,79 @@ SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
 _ONE_AFTER_THE_OTHER = ("gpipe", "1f1b")
 """Schedules that turn to every microbatch once; the others do so in rounds."""
 _SEVERAL_PARTS = ("interleaved",)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """The most microbatches at once of one part of the chain, in a schedule.
+
+    `forwards` have had their forward and not their backward, or are in progress. If backwards are `split`, that is the
+    one for the inputs; and up to `weights` others wait for the one for the weights at the same time.
+    """
+
+    forwards: int
+    weights: int = 0
+    split: bool = False
+
+
+def in_flight(schedule: Schedule) -> list[InFlight]:
+    """For every part of the chain, what its schedule keeps in flight. With P ranks and M microbatches, rank r keeps
+
+        gpipe         M
+        1f1b          min(M, P - r)
+        zero-bubble   min(M, P - r), and beside them up to r that wait for the weights: P altogether; if the backwards
+                      are whole, none of these
+        interleaved   min(M · V, (V - 1) · M / max(1, ⌊M / P⌋) + 2 (P - 1 - r) + 1) of its V parts together
+
+    The numbers are counted in the order of actions itself.
+    """
+    found = [InFlight(1)] * schedule.parts
+    for rank in range(schedule.ranks):
+        forwards: Counter[int] = Counter()
+        weights: Counter[int] = Counter()
+        for action in schedule.order(rank):
+            part, kind = action.part, action.kind
+            # The action's own microbatch is in progress; all others wait.
+            forwards[part] -= kind in ("B", "I")
+            weights[part] -= kind == "W"
+            most = found[part]
+            found[part] = InFlight(
+                max(most.forwards, forwards[part] + 1),
+                max(most.weights, weights[part]),
+                most.split or kind == "I",
+            )
+            forwards[part] += kind == "F"
+            weights[part] += kind == "I"
+    return found
+
+
+def buffer_bytes(part: Chain, number: int, schedule: Schedule, flying: InFlight) -> int:
+    """Bytes for part `number` beyond those of `flying` microbatches, from the beginning of a step to its end.
+
+    A stage of torch has a buffer for every microbatch to receive an input in (`args_recv_info`; the first part has the
+    inputs themselves), and one to receive the output's gradient (`grad_recv_info`). The last part keeps all outputs
+    (`output_chunks`), and computes the loss right after each forward: what that keeps is at most its scratch memory.
+    What is sent, outputs and gradients of inputs, is held until the schedule waits for it: one tensor at a time in
+    1f1b, gradients to the end of all backwards in gpipe, everything to the end of the step in the others.
+    """
+    first, last, count = number == 0, number == schedule.parts - 1, schedule.microbatches
+    others = count - flying.forwards  # the chain's simulation has the inputs and outputs of those in flight
+    incoming, outgoing = part.input_bytes, part.activation[-1]
+    gradients = 0 if first else _gradients(incoming, outgoing, schedule)
+    if last:
+        return others * (incoming + outgoing) + gradients + (flying.forwards - 1) * part.loss_temp
+    sent = {"gpipe": 0, "1f1b": outgoing}.get(schedule.name, others * outgoing)
+    # The simulation makes a gradient of the output, too, where here it is in its buffer. That stands for the output,
+    # which is held throughout the backward: stages are measured without anybody holding their output.
+    return others * incoming + count * outgoing + gradients + sent
+
+
+def _gradients(incoming: int, outgoing: int, schedule: Schedule) -> int:
+    """Gradients of inputs that have been sent, as far as they are there at the peak."""
+    match schedule.name:
+        case "1f1b":
+            return incoming
+        case "gpipe":  # each takes the place of a microbatch that is done with, and held an output at least
+            return incoming + (schedule.microbatches - 1) * max(0, incoming - outgoing)
+        case _:
+            return incoming * schedule.microbatches

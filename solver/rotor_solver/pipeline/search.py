@@ -1,20 +1,36 @@
-"""What the parts of a chain cost, for the search of cuts: each is solved once, and equal parts are solved together."""
+"""Finding a plan for a pipeline: cuts and sequences at once, so that the slowest rank is as fast as it can be.
+
+What a part may take depends on its rank: the limit, and how many microbatches its schedule keeps in flight there. The
+fastest sequence of a part is that of `fastest_in_flight`; `best_cuts` tries all cuts. Each part is solved once, and
+equal parts are solved together (`Search`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
-from rotor_solver.chain import Chain
-from rotor_solver.extremes import store_all
-from rotor_solver.limits import InfeasibleError
-from rotor_solver.pipeline.budget import Budget
-from rotor_solver.pipeline.plan import Part
-from rotor_solver.pipeline.sequences.fastest import bound_in_flight, fastest_in_flight
-from rotor_solver.pipeline.sequences.least import least_in_flight
-from rotor_solver.pipeline.sequences.with_room import fastest_with_room, has_room
+import numpy as np
+
+from rotor_solver.chain import Chain, checked_size
+from rotor_solver.least_memory import Floats
+from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
+from rotor_solver.pipeline.cuts import Budget, Cost, best_cuts, cut_points
+from rotor_solver.pipeline.plan import Part, PipelinePlan
+from rotor_solver.pipeline.schedules import Schedule
+from rotor_solver.pipeline.sequences import (
+    bound_in_flight,
+    fastest_in_flight,
+    fastest_with_room,
+    has_room,
+    least_in_flight,
+)
 from rotor_solver.progress import watcher
+from rotor_solver.segments import store_all
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
@@ -125,3 +141,129 @@ class Search:
                     else fastest_in_flight(chain, free, count, self._slots)
                 )
         return self._solved[key]
+
+
+def plan_pipeline(
+    chain: Chain,
+    ranks: int,
+    limits: float | Several[float],
+    microbatches: int,
+    schedule: str = "1f1b",
+    *,
+    fixed: Several[int] | None = None,
+    boundaries: Iterable[int] | None = None,
+    virtual_stages: int | None = None,
+    buffers: bool = False,
+    slots: int = 200,
+) -> PipelinePlan:
+    """Cut `chain` into parts for `ranks`, and find the sequence of each, so that the slowest is as fast as it can be.
+
+    `chain` is that of one microbatch. `limits` are bytes, the same for all ranks or one number for each. `fixed` are
+    the bytes of every stage that are there throughout the step: parameters, gradients, optimizer state. `boundaries`
+    are the stages at which a part may begin, all unless given. `virtual_stages` are the parts on each rank, two unless
+    given where the schedule is interleaved. With `buffers`, those of torch.distributed.pipelining are counted.
+
+    Of all cuts, with the fastest memory-persistent sequences whose bytes are rounded up to `slots` for what a
+    microbatch keeps, none makes the slowest part faster. `lower_bound` holds for all cuts and all such sequences,
+    without rounding. Where a rank has several parts, each has a share of the rank's limit; the slowest part is as fast
+    as its share allows. A few ways to divide the limits are tried, and the one with the shortest step is taken. There
+    is no bound.
+
+    Raises InfeasibleError if no cuts fit, with the least limit for which there is a plan as `min_bytes` (where a rank
+    has several parts, another way to divide its limit might do with less); ValueError for a schedule that is not
+    there, fewer stages than parts, and numbers that cannot be.
+    """
+    virtual_stages = virtual_stages or (2 if schedule == "interleaved" else 1)
+    order = Schedule(schedule, ranks, microbatches, virtual_stages)
+    check_slots(slots)
+    points = cut_points(chain, boundaries)
+    if len(points) <= order.parts:
+        places = "" if len(points) > len(chain) else f", which can be cut at {len(points) - 2} places,"
+        raise ValueError(f"{len(chain)} stages{places} cannot be cut into {order.parts} parts; take fewer ranks")
+    budget = Budget(order, _limits_of(limits, ranks), _fixed_of(fixed, len(chain)), buffers)
+    if order.virtual_stages == 1:
+        return _best_plan(Search(chain, budget, slots), points)
+    plans, refusals = [], []
+    for working in _WORKING:
+        try:
+            plans.append(_best_plan(Search(chain, replace(budget, working=working), slots), points))
+        except InfeasibleError as error:
+            refusals.append(error)
+    if not plans:
+        raise min(refusals, key=lambda error: error.min_bytes)
+    return min(plans, key=lambda plan: plan.timeline.makespan)
+
+
+_WORKING = (0.1, 0.2, 0.3, 0.45, 0.6)
+"""Shares of a limit for the microbatch in progress that are tried where a rank has several parts; a guess."""
+
+
+def _best_plan(search: Search, points: list[int]) -> PipelinePlan:
+    budget = search.budget
+    bounds = _seconds_stored(search.chain, points, budget.schedule.parts)
+
+    def along(cost: Cost) -> Cost:
+        return lambda part, i, j: cost(part, points[i], points[j])
+
+    cuts, _ = best_cuts(bounds, along(search.guess), along(search.seconds))
+    if not cuts:
+        raise _refusal(search, bounds, points)
+    pairs = enumerate(pairwise(points[cut] for cut in cuts))
+    parts = tuple(search.part(number, begin, end) for number, (begin, end) in pairs)
+    plan = PipelinePlan(budget.schedule, parts, budget.limits)
+    if budget.schedule.virtual_stages > 1:
+        return plan
+    _, lower = best_cuts(bounds, along(search.guess), along(search.lower_bound))
+    return replace(plan, lower_bound=min(lower, plan.slowest_seconds))
+
+
+def _limits_of(limits: float | Several[float], ranks: int) -> tuple[int, ...]:
+    if not isinstance(limits, Several):
+        return (bytes_of_limit(limits),) * ranks
+    if len(limits) != ranks:
+        raise ValueError(f"there are {len(limits)} limits for {ranks} ranks; give one for each, or one for all")
+    return tuple(map(bytes_of_limit, limits))
+
+
+def _fixed_of(fixed: Several[int] | None, length: int) -> tuple[int, ...]:
+    if fixed is None:
+        return (0,) * length
+    if len(fixed) != length:
+        raise ValueError(f"fixed has {len(fixed)} entries; the chain has {length} stages")
+    return tuple(checked_size(size, f"fixed of stage {stage}") for stage, size in enumerate(fixed))
+
+
+def _seconds_stored(chain: Chain, points: list[int], parts: int) -> Floats:
+    """[S, N+1, N+1] seconds of storing everything, by (part, i, j) of `points`: no sequence takes less."""
+    fastest = [min(way.forward_time + way.backward_time for way in stage.options) for stage in chain]
+    until = np.array([0.0, *accumulate(fastest)])[points]
+    until[-1] += chain.loss_time
+    # Sums in another order differ in their last digits.
+    seconds = (until[None, :] - until[:, None]) * (1 - 1e-12 * len(points))
+    bounds = np.repeat(np.where(np.tri(len(points), dtype=bool), np.inf, seconds)[None], parts, axis=0)
+    bounds[:-1, :, -1] = np.inf  # the last part ends with the chain, and no other one does
+    bounds[-1, :, :-1] = np.inf
+    return bounds
+
+
+def _refusal(search: Search, bounds: Floats, points: list[int]) -> InfeasibleError:
+    """The error that says what would fit: for every cut it is known what its parts lack, exactly in bytes."""
+    unknown = np.where(np.isfinite(bounds), -float(max(search.budget.limits)), np.inf)
+
+    def lacking(part: int, i: int, j: int) -> float:
+        return float(search.lacking(part, points[i], points[j]))
+
+    cuts, missing = best_cuts(unknown, lacking)
+    schedule, pairs = search.budget.schedule, [*pairwise(cuts)]
+    number = max(range(schedule.parts), key=lambda each: lacking(each, *pairs[each]))
+    rank, flying = schedule.rank_of(number), search.budget.flying[number].forwards
+    limit = search.budget.limits[rank]
+    least = limit + int(missing)
+    # Another way to divide the limit of a rank among its parts might do with less.
+    needs = "needs at least" if schedule.virtual_stages == 1 else "of whose limit each part has a share, needs"
+    message = (
+        f"{len(search.chain)} stages do not fit on {schedule.ranks} ranks, wherever they are cut: rank {rank}, with "
+        f"{flying} of {schedule.microbatches} microbatches in flight, {needs} {least} bytes; its limit is "
+        f"{limit}. Take smaller microbatches, more ranks, or a limit of {least} bytes"
+    )
+    return InfeasibleError(message, min_bytes=least, mem_limit=limit)

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from rotor_solver import Chain, Option, Stage, frontier, simulate, solve, store_all
-from rotor_solver.arrays.costs import costs_of
-from rotor_solver.arrays.least import least_memory
-from rotor_solver.persistent.problem import Problem
+from rotor_solver.least_memory import costs_of, least_memory
+from rotor_solver.persistent.layout import Problem
 from rotor_solver.persistent.table import Table
 from tests.solver.pace import always_compiled, never_compiled
-from tests.solver.persistent.test_scale import limit_between
+from tests.solver.persistent.test_program import limit_between
 from tests.solver.persistent.test_table import filled_table, rich_chain
 
 T = TypeVar("T")

@@ -9,15 +9,22 @@ import pytest
 
 from rotor_solver import Chain, min_bytes, simulate, solve
 from rotor_solver.persistent import table
-from rotor_solver.persistent.equal_rows import first_of_equals
-from rotor_solver.persistent.grid import Grid, Windows, nodes_of
-from rotor_solver.persistent.problem import Problem
+from rotor_solver.persistent.layout import (
+    Grid,
+    Problem,
+    Spacing,
+    Windows,
+    fitting_unit,
+    nodes_of,
+    owners,
+    period_of,
+    stops_of,
+)
 from rotor_solver.persistent.program import levels, parts_of
-from rotor_solver.persistent.repeats import fitting_unit, owners, period_of
-from rotor_solver.persistent.spacing import Spacing, stops_of
 from rotor_solver.persistent.table import Table
+from rotor_solver.persistent.table_kernels import first_of_equals
 from rotor_solver.persistent.windows import spread
-from tests.solver.persistent.test_scale import limit_between, random_chain, repeated_chain
+from tests.solver.persistent.test_program import limit_between, random_chain, repeated_chain
 from tests.solver.persistent.test_table import plain_rows, rich_chain, row_values
 
 SPACINGS = [Spacing(1), Spacing(2), Spacing(3), Spacing(1, 3), Spacing(2, 4)]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, PipelinePlan, min_bytes, plan_pipeline, simulate, store_all
 from rotor_solver.pipeline import SCHEDULES, Schedule
-from rotor_solver.pipeline.budget import Budget
-from rotor_solver.pipeline.find_plan import _WORKING
-from rotor_solver.pipeline.in_flight import in_flight
+from rotor_solver.pipeline.cuts import Budget
+from rotor_solver.pipeline.schedules import in_flight
+from rotor_solver.pipeline.search import _WORKING
 from tests.solver.pipeline import naive
 from tests.solver.strategies import plain_chains
 

@@ -1,12 +1,17 @@
-"""The order of every rank, against that of torch.distributed.pipelining; and what is in flight."""
+"""Schedules against torch's own, what they keep in flight, buffers, and the timeline of a step."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from rotor_solver.pipeline import SCHEDULES, Schedule
-from rotor_solver.pipeline.in_flight import InFlight, in_flight
+from rotor_solver import Chain, plan_pipeline
+from rotor_solver.pipeline import SCHEDULES, PipelinePlan, Schedule, equal_cuts
+from rotor_solver.pipeline.schedules import InFlight, in_flight
+from tests.solver.pipeline.test_plan import uniform
 
 
 def rounds_of_torch(ranks: int, microbatches: int, parts: int, rank: int, zero_bubble: bool) -> list[str]:
@@ -120,3 +125,102 @@ def test_every_microbatch_goes_once_through_every_part(name: str) -> None:
 def test_what_cannot_be_is_refused_in_a_sentence(arguments, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Schedule(*arguments)
+
+
+INPUT, BETWEEN, OUTPUT = 10**3, 10**6, 10**9
+CHAIN = Chain.from_arrays([1, 1], [1, 1, 0], [INPUT, BETWEEN, OUTPUT], [BETWEEN, OUTPUT], [0, 0], [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "first", "last"),
+    [
+        # All are in flight. The first part has 8 buffers for gradients. The last one sends gradients, which are smaller
+        # than the outputs of those that are done with.
+        ("gpipe", 8 * BETWEEN, BETWEEN),
+        # 2 are in flight on the first part, 1 on the last: 6 and 7 more inputs, 7 more outputs of the last. An output
+        # and a gradient that are sent.
+        ("1f1b", 6 * INPUT + (8 + 1) * BETWEEN, 7 * (BETWEEN + OUTPUT) + BETWEEN),
+        # All that is sent is held to the end of the step: 6 more outputs of the first part.
+        ("zero-bubble-whole", 6 * INPUT + (8 + 6) * BETWEEN, 7 * (BETWEEN + OUTPUT) + 8 * BETWEEN),
+    ],
+)
+def test_what_is_received_sent_and_returned_counts(schedule: str, first: int, last: int) -> None:
+    plan = plan_pipeline(CHAIN, 2, 2**50, 8, schedule, buffers=True)
+    assert [part.fixed_bytes for part in plan.parts] == [first, last]
+    assert [part.fixed_bytes for part in plan_pipeline(CHAIN, 2, 2**50, 8, schedule).parts] == [0, 0]
+
+
+def test_what_the_loss_keeps_of_those_in_flight_counts() -> None:
+    chain = replace(CHAIN, loss_temp=7)
+    more = plan_pipeline(chain, 2, 2**50, 8, "gpipe", buffers=True).parts[1].fixed_bytes
+    assert more == plan_pipeline(CHAIN, 2, 2**50, 8, "gpipe", buffers=True).parts[1].fixed_bytes + 7 * 7
+
+
+AMPLE = 10**6
+
+
+def times(plan: PipelinePlan, rank: int) -> str:
+    events = [event for event in plan.timeline.events if event.rank == rank]
+    return " ".join(f"{event.action.kind}{event.action.microbatch}@{event.begin:g}" for event in events)
+
+
+def test_1f1b_of_equal_cuts_by_hand() -> None:
+    """A forward takes 1 second, a backward 2: (M + P - 1) · 3 seconds, of which each rank works 2 · 3."""
+    plan = plan_pipeline(uniform(2), 2, AMPLE, 2)
+    assert plan.cuts == (1,)
+    assert times(plan, 0) == "F0@0 F1@1 B0@4 B1@7"
+    assert times(plan, 1) == "F0@1 B0@2 F1@4 B1@5"
+    assert plan.timeline.makespan == 9
+    assert plan.timeline.busy == (6, 6)
+    assert plan.timeline.bubble == pytest.approx(1 / 3)
+
+
+def test_gpipe_of_equal_cuts_by_hand() -> None:
+    plan = plan_pipeline(uniform(2), 2, AMPLE, 2, "gpipe")
+    assert times(plan, 0) == "F0@0 F1@1 B0@5 B1@7"
+    assert times(plan, 1) == "F0@1 F1@2 B0@3 B1@5"
+    assert plan.timeline.makespan == 9
+
+
+def test_zero_bubble_fills_the_bubble_with_weights() -> None:
+    """The backward for the inputs takes 1 of the 2 seconds: rank 0 need not wait for the other one."""
+    plan = plan_pipeline(uniform(2), 2, AMPLE, 2, "zero-bubble")
+    assert times(plan, 1) == "F0@1 I0@2 F1@3 I1@4 W0@5 W1@6"
+    assert times(plan, 0) == "F0@0 F1@1 B0@3 B1@5"
+    assert plan.timeline.makespan == 7
+
+
+def test_interleaved_by_hand() -> None:
+    """Four parts of one stage on two ranks: the bubble is half of that of 1F1B with parts of two stages."""
+    interleaved = plan_pipeline(uniform(4), 2, AMPLE, 2, "interleaved")
+    plain = plan_pipeline(uniform(4), 2, AMPLE, 2)
+    assert [part.rank for part in interleaved.parts] == [0, 1, 0, 1]
+    assert plain.timeline.makespan == 18
+    assert interleaved.timeline.makespan == 15
+
+
+def test_bytes_by_hand() -> None:
+    """Rank 0 keeps input and ā of two microbatches, 4 + 8 each; the output lies in ā. A backward holds one more input
+    and output: the gradients."""
+    plan = plan_pipeline(uniform(2), 2, AMPLE, 2, fixed=(1000, 2000))
+    first, second = plan.timeline.peaks
+    assert first == 1000 + 12 + (12 + 4 + 4)
+    assert second == 2000 + (12 + 4 + 4)
+    events = [event for event in plan.timeline.events if event.rank == 0]
+    assert [event.after_bytes - 1000 for event in events] == [12, 24, 12, 0]
+
+
+def test_recomputation_is_work_of_the_backward() -> None:
+    chain = uniform(4)
+    plan = plan_pipeline(chain, 2, AMPLE, 2)
+    again = next(each for each in equal_cuts(chain, plan) if each.policy == "recompute everything").plan
+    assert again.parts[0].microbatch.forward_seconds == 2
+    assert again.parts[0].microbatch.backward_seconds == 2 + 4
+    assert again.timeline.makespan == (2 + 1) * 8
+
+
+def test_the_slowest_rank_sets_the_pace() -> None:
+    """The steady state takes as long as the slowest rank for each further microbatch."""
+    chain = Chain.from_arrays([1, 3], [2, 6, 0], [1, 1, 1], [1, 1], [0, 0], [0, 0, 0])
+    spans = [plan_pipeline(chain, 2, AMPLE, count).timeline.makespan for count in (4, 5, 6)]
+    assert [b - a for a, b in pairwise(spans)] == [9, 9]

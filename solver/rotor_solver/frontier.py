@@ -1,0 +1,304 @@
+"""The whole trade-off between memory and time: found once, a step function to ask, and its picture.
+
+One table of the persistent program knows the times for all limits up to its own. For small limits its slots are too
+coarse, so there are more tables: for a quarter of the memory, a sixteenth, and so on. Drawing needs matplotlib, which
+nothing else of the package does: it is imported on use.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from rotor_solver.chain import Chain
+from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
+from rotor_solver.persistent.layout import Problem, Spacing
+from rotor_solver.persistent.program import (
+    BRIEF,
+    THOROUGH,
+    Persistent,
+    common_divisor,
+    parts_of,
+    solved,
+    units,
+)
+from rotor_solver.persistent.table import Table
+from rotor_solver.progress import watcher
+from rotor_solver.segments import store_all
+from rotor_solver.sequence import Sequence
+from rotor_solver.simulate import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """A step function: limits[k] bytes, a_0 counted, are enough for sequences[k], which takes makespans[k] seconds.
+
+    Limits increase, makespans do not. No persistent sequence within limits[k] bytes takes less than lower_bounds[k]
+    seconds. `stored` is the makespan of storing everything.
+    """
+
+    limits: tuple[int, ...]
+    makespans: tuple[float, ...]
+    lower_bounds: tuple[float, ...]
+    sequences: tuple[Sequence, ...]
+    stored: float
+
+    def __len__(self) -> int:
+        return len(self.limits)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return iter(zip(self.limits, self.makespans, strict=True))
+
+    @property
+    def gap(self) -> float:
+        """By how much a makespan is longer than its bound, at most, as a ratio: 0.01 is a hundredth."""
+        pairs = zip(self.makespans, self.lower_bounds, strict=True)
+        return max((made / least - 1 for made, least in pairs if least), default=0.0)
+
+    def sequence(self, mem_limit: float) -> Sequence:
+        """The fastest sequence known within `mem_limit` bytes.
+
+        Raises InfeasibleError below the first limit, and ValueError if `mem_limit` is not a number of bytes.
+        """
+        return self.sequences[self._position(mem_limit)]
+
+    def makespan(self, mem_limit: float) -> float:
+        """Seconds of `sequence(mem_limit)`, with the same errors."""
+        return self.makespans[self._position(mem_limit)]
+
+    def limit_for(self, overhead: float) -> int:
+        """The first limit whose makespan is at most 1 + `overhead` times that of storing everything.
+
+        Raises ValueError if no limit has such a makespan, or if `overhead` is not zero or more.
+        """
+        if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not overhead >= 0:
+            raise ValueError(f"overhead is {overhead!r}; it has to be zero or more: 0.1 for a tenth more time")
+        for limit, made in self:
+            if made <= self.stored * (1 + overhead):
+                return limit
+        raise ValueError(f"none of the {len(self)} limits keeps the overhead at {overhead}")
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw into a file (.svg, .png, .pdf) how much longer than storing everything a step takes at every limit.
+
+        Raises ImportError if matplotlib is missing, and ValueError for a format that it does not know.
+        """
+        draw(path, self.limits, [made / self.stored - 1 if self.stored else 0.0 for made in self.makespans])
+
+    def _position(self, mem_limit: float) -> int:
+        limit = bytes_of_limit(mem_limit)
+        position = bisect.bisect_right(self.limits, limit) - 1
+        if position < 0:
+            least = self.limits[0] if self.limits else 0
+            message = f"the least limit of the frontier is {least} bytes; the limit is {limit}"
+            raise InfeasibleError(message, min_bytes=least, mem_limit=limit)
+        return position
+
+
+def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int = 500) -> Frontier:
+    """What memory costs in time, from the least limit that works to that of storing everything.
+
+    With `limits` in bytes, for those only; limits that are too small for any plan are left out. The whole range of
+    memory is divided into at least `slots`, and there are no more steps than that. Raises ValueError if a limit is not
+    a number of bytes, or if `slots` is not at least one.
+    """
+    check_slots(slots)
+    problem, stored = Problem.of(chain), store_all(chain)
+    best, whole = problem.least_sequence(), simulate(chain, stored)
+    seconds = simulate(chain, best).makespan
+    least = chain.input_bytes + problem.needed
+    costs = problem.costs
+    needs = (costs.forward_need, costs.backward_need, costs.check_need, costs.base, np.array([costs.loss_need]))
+    divisor = common_divisor(costs.activation, costs.taken, costs.released, *needs)
+    tables = _tables(problem, whole.peak - chain.input_bytes, seconds - problem.stored, slots, divisor)
+    wanted = [least, *_steps(tables, slots), whole.peak] if limits is None else map(bytes_of_limit, limits)
+    found: list[_Step] = []
+    proven: dict[int, float] = {}
+    tried, progress = sorted(set(wanted)), watcher()
+    for position, limit in enumerate(tried):
+        if progress is not None:
+            progress(position, len(tried), "limits")
+        if limit < least:
+            continue
+        if limit >= whole.peak:
+            best, seconds = stored, whole.makespan
+        elif limit == least:  # there is hardly a choice, so what a table does not tell apart matters most
+            best = Persistent(slots).solve(chain, least)
+            seconds = simulate(chain, best).makespan
+        else:
+            room = limit - chain.input_bytes
+            sequence, more = _table_for(tables, room).sequence(room, seconds - problem.stored)
+            # Otherwise the plan for the limit before is still the fastest.
+            if sequence is not None:
+                best, seconds = sequence, problem.stored + more
+        found.append((limit, best))
+
+    def bound(limit: int) -> float:
+        # Whatever a plan takes is a multiple of the divisor, so bytes beyond the last multiple are useless.
+        room = (limit - chain.input_bytes) // max(1, divisor) * max(1, divisor)
+        read = problem.stored + _table_for(tables, room).lower_bound(room)
+        return max(read, *(other for above, other in proven.items() if above >= limit), 0.0)
+
+    if limits is None:
+        most = min(_SINGLE, int(_PAIRS / max(1, sum(table.guess for table in tables))))
+        found = _closer(chain, _steepest(chain, [each for _, each in found]), slots, most, bound, proven)
+    bounds = [bound(limit) for limit, _ in found]
+    if found and found[0][0] == least:
+        # That limit was solved for by itself, with a bound of its own.
+        bounds[0] = max(bounds[0], found[0][1].lower_bound or 0.0)
+    makespans = [simulate(chain, sequence).makespan for _, sequence in found]
+    bounds = list(map(min, bounds, makespans))
+    return Frontier(
+        limits=tuple(limit for limit, _ in found),
+        makespans=tuple(makespans),
+        lower_bounds=tuple(bounds),
+        sequences=tuple(Sequence(each, "persistent", bound) for (_, each), bound in zip(found, bounds, strict=True)),
+        stored=whole.makespan,
+    )
+
+
+def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
+    """The first limit on the frontier, in bytes, that costs at most `overhead` more time than storing everything.
+
+    Raises ValueError if `overhead` is not zero or more, or if `slots` is not at least one.
+    """
+    return frontier(chain, slots=slots).limit_for(overhead)
+
+
+_Step = tuple[int, Sequence]
+"""A limit in bytes, and a sequence within it."""
+_FAR = 0.02
+"""How far a plan may be from the bound, as a ratio, before its limit is planned for by itself; a guess."""
+_SINGLE = 40
+"""Plans for single limits, at most; a guess."""
+_PAIRS = 5e5
+"""Plans for single limits times pairs of slots that the tables look at, at most; a guess. If the tables are large, so
+are those of the single plans."""
+_CLOSER = 4
+"""Times as many rows as in the first table of a solve; a guess. There a finer table follows, here none does."""
+
+
+def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:
+    """Tables for all of `room` and for less and less of it, as long as there are plans; the smallest comes first.
+
+    With little memory, every byte counts more, and tables are cheap. A quarter each time is a guess.
+    """
+    tables = []
+    while True:
+        unit, exact = next(units(problem.costs, room, slots, divisor))
+        later = np.zeros(len(problem.chain) + 1)
+        spacing = Spacing(_CLOSER * parts_of(problem, room), max(1, problem.period))
+        table = Table.of(problem, room, unit, scale or 1.0, later, exact=exact, spacing=spacing)
+        excess = THOROUGH.excess(table)
+        if excess > 1:
+            table = Table.of(problem, room, math.ceil(unit * excess), scale or 1.0, later, spacing=spacing)
+        table.fill()
+        tables.append(table)
+        if exact or room // 4 <= problem.needed:
+            return tables[::-1]
+        room //= 4
+
+
+def _table_for(tables: list[Table], room: int) -> Table:
+    return next((table for table in tables if table.room >= room), tables[-1])
+
+
+def _steps(tables: list[Table], most: int) -> list[int]:
+    """The limits at which the bound changes, or about `most` of them, evenly."""
+    changes, known, below = [], tables[0].problem.chain.input_bytes, 0
+    for table in tables:
+        rooms = range(int(table.grid.offset[0]), table.room + 1, table.grid.unit)
+        bounds = map(table.lower_bound, rooms)
+        pairs = zip(rooms[1:], pairwise(bounds), strict=True)
+        changes += [known + room for room, (before, after) in pairs if after < before and room > below]
+        below = table.room
+    return changes[:: max(1, math.ceil(len(changes) / most))]
+
+
+def _steepest(chain: Chain, sequences: Iterable[Sequence]) -> list[_Step]:
+    """The sequences that no other beats in both memory and time, at the limits that they really need."""
+    kept: list[_Step] = []
+    fastest = math.inf
+    costs = [(simulate(chain, sequence), sequence) for sequence in sequences]
+    for result, sequence in sorted(costs, key=lambda pair: (pair[0].peak, pair[0].makespan)):
+        if result.makespan < fastest:
+            kept.append((result.peak, sequence))
+            fastest = result.makespan
+    return kept
+
+
+def _closer(
+    chain: Chain, steps: list[_Step], slots: int, most: int, bound: Callable[[int], float], proven: dict[int, float]
+) -> list[_Step]:
+    """Add up to `most` plans for single limits, just below a step, where the tables' plans are far from the bound.
+
+    A table's slots are laid out for its largest limit. At other limits, it can miss what just fits. The bounds of the
+    new plans go into `proven`, by limit.
+    """
+    for _ in range(most):
+        far = [
+            (simulate(chain, slower).makespan / max(bound(limit - 1), math.ulp(0.0)), limit - 1)
+            for (_, slower), (limit, _) in pairwise(steps)
+            if limit - 1 not in proven
+        ]
+        gap, limit = max(far, default=(1.0, 0))
+        if gap - 1 <= _FAR:
+            break
+        best = solved(chain, limit, slots, BRIEF)
+        assert best.sequence is not None
+        proven[limit] = best.bound
+        steps = _steepest(chain, [*(each for _, each in steps), best.sequence])
+    return steps
+
+
+LINE, POINT = "#1f77b4", "#d62728"
+
+
+def require_matplotlib() -> Any:
+    """The module `matplotlib`; ImportError, with what to install, if it is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        message = "drawing needs matplotlib, which is not installed: pip install 'rotor-plan[plot]'"
+        raise ImportError(message, name="matplotlib") from error
+    return matplotlib
+
+
+def draw(
+    path: str | PathLike[str],
+    limits: Iterable[int],
+    overheads: Iterable[float],
+    *,
+    points: Iterable[tuple[str, int, float]] = (),
+    title: str = "",
+) -> None:
+    """Write the step function of `overheads` (0.1 is a tenth more time) by `limits` in bytes to an image file.
+
+    The ending of `path` says the format: .svg, .png, .pdf. `points` are (name, bytes, overhead), drawn beside it.
+    ImportError if matplotlib is missing, ValueError for a format that it does not know.
+    """
+    matplotlib = require_matplotlib()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        axes = figure.subplots()
+        axes.step([*limits], [*overheads], where="post", color=LINE, linewidth=1.6, label="optimal")
+        for name, size, overhead in points:
+            axes.plot([size], [overhead], marker="o", markersize=4, linestyle="", color=POINT, clip_on=False)
+            axes.annotate(name, (size, overhead), xytext=(4, 3), textcoords="offset points", fontsize=7)
+        axes.set(xlabel="limit", ylabel="more time than storing everything", title=title)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=150)

@@ -1,0 +1,443 @@
+"""The fastest plans for several forwards of one chain that are in flight at once, within one limit.
+
+In any order, all forwards follow one sequence: what all of them keep, and what one needs more while it runs, has to
+fit. A plan of one forward within a limit, with room at its loss for the others, keeps the difference of the two; so
+each amount of room is a problem for the persistent program. In reverse order, all forwards are one long chain
+(`nested_chain`), for which the solver knows the best plan; it is also a bound for any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Many
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
+from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
+from rotor_solver.persistent import Persistent
+from rotor_solver.segments import min_bytes, recompute_all, store_all
+from rotor_solver.sequence import Loss, Operation, Sequence
+from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """A sequence seen from outside, in bytes and seconds.
+
+    `kept` is what it holds from the end of its forward to the beginning of its backward, the gradient of its output
+    included. `left` is what is there of it after its backward: its input and output, which the caller holds, and the
+    gradient of its input. `peak` is its own most.
+    """
+
+    kept: int
+    left: int
+    peak: int
+    makespan: float
+
+    @property
+    def waiting(self) -> int:
+        """The most that it holds while another forward runs."""
+        return max(self.kept, self.left)
+
+    @property
+    def working(self) -> int:
+        """What it needs beyond `waiting` while it runs."""
+        return max(0, self.peak - self.waiting)
+
+    @classmethod
+    def of(cls, chain: Chain, sequence: Sequence) -> Footprint:
+        """The footprint of `sequence`. ValueError if it is not valid for `chain`."""
+        found = simulate(chain, sequence)
+        loss = list(sequence).index(Loss())
+        # With the gradient of the output: the backward of a sum of losses makes all of them before it goes on.
+        kept = (found.after[loss - 1] if loss else chain.input_bytes) + chain.activation[-1]
+        return cls(kept, found.after[-1] + chain.input_bytes, found.peak, found.makespan)
+
+
+def peak_in_any_order(footprints: Many[Footprint]) -> int:
+    """The most that these forwards hold, whichever of them runs while all others wait."""
+    return sum(each.waiting for each in footprints) + max(each.working for each in footprints)
+
+
+def peak_in_reverse(footprints: Many[Footprint]) -> int:
+    """The most that they hold if their backwards come in reverse: while one runs, those before it wait."""
+    return max((beside + each.peak for beside, each in zip(_beside(footprints), footprints, strict=True)), default=0)
+
+
+PEAKS = {"any": peak_in_any_order, "reverse": peak_in_reverse}
+"""The most that forwards hold, by the order in which their backwards may come."""
+
+
+def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:
+    """The number of the forward while which runs the most is held, and what the others hold meanwhile."""
+    if order == "reverse":
+        beside = _beside(footprints)
+        number = max(range(len(beside)), key=lambda at: beside[at] + footprints[at].peak)
+        return number, beside[number]
+    number = max(range(len(footprints)), key=lambda at: footprints[at].working)
+    return number, sum(each.waiting for each in footprints) - footprints[number].waiting
+
+
+def most_while_one_begins(footprints: Many[Footprint], order: str) -> int:
+    """The most that all but one hold while that one begins; it is the last to begin where backwards come in reverse."""
+    if order == "reverse":
+        return sum(each.kept for each in footprints[:-1])
+    return sum(each.waiting for each in footprints) - min(each.waiting for each in footprints)
+
+
+def _beside(footprints: Many[Footprint]) -> list[int]:
+    """What the others hold while each of them runs, if the backwards come in reverse."""
+    found, before, after = [], 0, sum(each.left for each in footprints)
+    for each in footprints:
+        after -= each.left
+        found.append(before + after)
+        before += each.kept
+    return found
+
+
+def with_room_at_loss(chain: Chain, room: int) -> Chain:
+    """The chain, with a loss that needs `room` bytes at least.
+
+    A plan of it within a limit keeps no more than the limit less `room` from its forward to its backward, for others
+    to run in between.
+    """
+    return replace(chain, loss_temp=max(chain.loss_temp, room))
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardsSimulation:
+    """Makespan in seconds, and peak in bytes; every forward's a_0 is counted."""
+
+    makespan: float
+    peak: int
+
+
+def nested(forwards: int) -> list[int]:
+    """The order of a sum of losses: all forwards, all losses, and the backwards from the last forward to the first."""
+    there = list(range(forwards))
+    return [*there, *there, *reversed(there)]
+
+
+def simulate_forwards(
+    chain: Chain, sequences: Many[Sequence], order: Iterable[int] | None = None
+) -> ForwardsSimulation:
+    """Run one forward of `chain` by each of `sequences`.
+
+    `order` names a forward three times: its forward, its loss and its backward come where it is named. Without it, the
+    order is `nested`. What a forward leaves after its backward, its input and output among it, stays to the end.
+
+    ValueError if a sequence is not valid, or if `order` does not name every forward three times.
+    """
+    for each in sequences:
+        simulate(chain, each)  # for its errors, which name the operation
+    order = nested(len(sequences)) if order is None else list(order)
+    if sorted(order) != sorted(3 * list(range(len(sequences)))):
+        raise ValueError(f"the order {order} does not name each of {len(sequences)} forwards three times")
+    running: dict[int, _Forward] = {}
+    peak = 0
+    for number in order:
+        if number not in running:
+            running[number] = _Forward(chain, sequences[number])
+        beside = sum(each.held for other, each in running.items() if other != number)
+        peak = max(peak, beside + running[number].go_on())
+    return ForwardsSimulation(sum(each.machine.seconds for each in running.values()), peak)
+
+
+class _Forward:
+    """One forward: its machine, and the operations of its three parts that are still to come."""
+
+    def __init__(self, chain: Chain, sequence: Sequence) -> None:
+        self.machine, self._chain = Machine(chain), chain
+        self._reads, self._skipped = last_reads(sequence), skipped_outputs(sequence)
+        operations = list(enumerate(sequence))
+        loss = list(sequence).index(Loss())
+        self._parts = iter((operations[:loss], operations[loss : loss + 1], operations[loss + 1 :]))
+
+    def go_on(self) -> int:
+        """Run the next part; the most bytes that this forward holds meanwhile."""
+        return max([self.held, *(self._run(*each) for each in next(self._parts))])
+
+    @property
+    def held(self) -> int:
+        """Bytes in memory now. The machine forgets a_0 with the first stage's backward; its caller does not."""
+        return self.machine.held + (self._chain.input_bytes if 0 in self.machine.deltas and len(self._chain) else 0)
+
+    def _run(self, position: int, operation: Operation) -> int:
+        most = self.machine.run(operation, skip_output=position in self._skipped)
+        if position in self._reads:
+            self.machine.release_input(self._reads[position])
+        return most
+
+
+def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain:
+    """`forwards` copies of `chain`, one after the other, with a joint between each two.
+
+    A joint stands for what is in memory between two forwards. Its forward makes the input of the next forward, and the
+    gradient of the output of the one before; its backward is the loss of the one before. A joint never runs again:
+    the backward of a forward cannot run another forward again.
+
+    The nested chain holds no more than the forwards do, or, with `at_most`, no less. It differs in one thing: an output
+    that the caller keeps, while its own forward goes backward through the last stage. Where that stage was stored, the
+    output is a part of what it saved; if not, it is there beside it. `at_most` counts both, else neither counts twice.
+    """
+    output, held = chain.activation[-1], chain.activation[-1] if chain.output_held else 0
+    loss = Option(
+        forward_time=0.0,
+        backward_time=chain.loss_time,
+        saved=chain.input_bytes + output,
+        backward_temp=chain.loss_temp - output,  # the gradient that it makes is saved already
+    )
+    # The next forward is over when the joint runs backward: its input and the gradient of that are there.
+    left = 2 * chain.input_bytes + (held if at_most else 0)
+    joint = Stage(chain.input_bytes, (loss,), nograd_temp=LARGEST_SIZE // 4, gradient=left, name="joint")
+    copy = chain.stages
+    if copy and not at_most:
+        copy = (*copy[:-1], replace(copy[-1], gradient=copy[-1].gradient + held))
+    return replace(chain, stages=(*(forwards - 1) * (*copy, joint), *chain.stages))
+
+
+def apart(sequence: Sequence, stages: int, forwards: int) -> tuple[Sequence, ...]:
+    """The sequence of each forward, from one for the nested chain of `forwards` times `stages` stages."""
+    parts: list[list[Operation]] = [[] for _ in range(forwards)]
+    for operation in sequence:
+        if isinstance(operation, Loss):
+            parts[-1].append(operation)
+            continue
+        number, stage = divmod(operation.stage, stages + 1)
+        if stage < stages:
+            parts[number].append(replace(operation, stage=stage))
+        elif Loss() not in parts[number]:  # the joint, for the first time: the forward before it is over
+            parts[number].append(Loss())
+    return tuple(Sequence(part, sequence.algorithm) for part in parts)
+
+
+Candidate = tuple[Footprint, Sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class JointPlan:
+    """One sequence for each forward, in the order in which the forwards run. Seconds and bytes.
+
+    `makespan` and `peak` are those of all forwards together. No persistent sequences with such a peak take less than
+    `lower_bound` together.
+    """
+
+    sequences: tuple[Sequence, ...]
+    makespan: float
+    peak: int
+    lower_bound: float
+
+    @property
+    def gap(self) -> float:
+        """How far the plan can be from the best one, as a share of time."""
+        return self.makespan / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence of the first forward, with those of the others beside it if they are not all the same."""
+        first, bound = self.sequences[0], self.lower_bound / len(self.sequences)
+        others = self.sequences[1:] if any(each != first for each in self.sequences) else ()
+        beside = (Sequence(each, "persistent", bound) for each in others)
+        return Sequence(first, "persistent", bound, beside)
+
+
+def joined(found: list[Candidate], peak: Callable[[Many[Footprint]], int], bound: float) -> JointPlan:
+    """The plan of these forwards, in their order; `peak` is what they hold together in the worst case."""
+    footprints = [each for each, _ in found]
+    makespan = sum(each.makespan for each in footprints)
+    return JointPlan(tuple(each for _, each in found), makespan, peak(footprints), min(bound, makespan))
+
+
+def fastest_alike(candidates: Iterable[Candidate], forwards: int, mem_limit: int) -> list[Candidate] | None:
+    """The fastest of these that all `forwards` forwards can follow, in any order; None if there is none."""
+    same = [each for each in candidates if peak_in_any_order([each[0]] * forwards) <= mem_limit]
+    return [min(same, key=lambda each: each[0].makespan)] * forwards if same else None
+
+
+ORDERS = ("any", "reverse")
+
+
+def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
+    """The least limit, in bytes, at which `solve_in_flight` has a plan.
+
+    Raises ValueError if `forwards` is not one at least, or the order not one of `ORDERS`.
+    """
+    if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
+        raise ValueError(f"forwards is {forwards!r}; it has to be a whole number, one at least")
+    if order not in ORDERS:
+        raise ValueError(f"the order is {order!r}; it has to be {' or '.join(ORDERS)}")
+    least = _least_for_any_order(chain, forwards)[0]
+    if order == "reverse":
+        least = min(least, peak_in_reverse([each for each, _ in least_in_reverse(chain, forwards)]))
+    return least
+
+
+def least_in_flight_sequence(chain: Chain, forwards: int, order: str = "any", *, slots: int = 500) -> Sequence:
+    """The sequence of the first of `forwards` forwards at the least limit, with those beside it if they are others."""
+    least, room = _least_for_any_order(chain, forwards)
+    if order == "reverse":
+        found = least_in_reverse(chain, forwards)
+        if peak_in_reverse([each for each, _ in found]) < least:
+            return joined(found, peak_in_reverse, 0.0).sequence
+    roomy = with_room_at_loss(chain, room)
+    return Persistent(slots).solve(roomy, min_bytes(roomy))
+
+
+def least_in_reverse(chain: Chain, forwards: int) -> list[Candidate]:
+    """Plans that need little if the backwards come in reverse."""
+    sequences = apart(recompute_all(nested_chain(chain, forwards)), len(chain), forwards)
+    return [(Footprint.of(chain, each), each) for each in sequences]
+
+
+def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
+    """The least limit for any order, and the room at the loss with which a plan of one forward keeps it.
+
+    With room e, the least peak of one forward is P(e), and what it keeps is at most P(e) - e. So `forwards` of them
+    need at most (forwards - 1) (P(e) - e) + P(e), and some e is the room of the best plan. As e grows, P(e) does not
+    fall and P(e) - e does not rise, so most e can be left out.
+    """
+    left = Footprint.of(chain, store_all(chain)).left
+
+    def least_peak(room: int) -> int:
+        return min_bytes(with_room_at_loss(chain, room))
+
+    def need(peak: int, kept: int) -> int:
+        return (forwards - 1) * max(kept, left) + max(peak, left)
+
+    low, high = 0, simulate(chain, store_all(chain)).peak
+    peaks = least_peak(low), least_peak(high)
+    best = min((need(peak, peak - room), room) for peak, room in zip(peaks, (low, high), strict=True))
+    pending = [(low, peaks[0], high, peaks[1])]
+    while pending:
+        low, low_peak, high, high_peak = pending.pop()
+        if high - low <= 1 or need(low_peak, high_peak - high) >= best[0]:
+            continue
+        middle = (low + high) // 2
+        peak = least_peak(middle)
+        best = min(best, (need(peak, peak - middle), middle))
+        pending += [(low, low_peak, middle, peak), (middle, peak, high, high_peak)]
+    return best
+
+
+_ROOMS = 10
+"""Amounts of room for the forward that runs, at first; a guess."""
+_CLOSER = 4
+"""How often the two amounts beside the best are tried; a guess."""
+_SHARES = (0.6, 0.8, 0.9, 1.1, 1.25, 1.6)
+"""Parts of an even share that one forward may keep at most; a guess. What it keeps in the end may be less, and fit."""
+
+
+def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[Candidate]:
+    """Plans for one forward among so many, with more and less room for the one that runs."""
+    solver = Persistent(slots)
+    least = least_in_flight_sequence(chain, forwards, slots=slots)
+    yield Footprint.of(chain, least), least
+    seconds: dict[int, float] = {}
+
+    def even(room: int, share: float = 1.0) -> Candidate | None:
+        kept = int(share * (limit - room) / forwards)
+        try:
+            sequence = solver.solve(with_room_at_loss(chain, room), kept + room)
+        except InfeasibleError:
+            return None
+        found = Footprint.of(chain, sequence), sequence
+        if share == 1.0:
+            seconds[room] = found[0].makespan
+        return found
+
+    rooms = sorted({int(limit * (number / _ROOMS) ** 2) for number in range(1, _ROOMS)})
+    for _ in range(1 + _CLOSER):
+        yield from (found for room in rooms if room not in seconds and (found := even(room)) is not None)
+        if not seconds:
+            return
+        known = sorted(seconds)
+        at = known.index(min(known, key=lambda room: seconds[room]))
+        ends = known[max(0, at - 1)], known[at], known[min(len(known) - 1, at + 1)]
+        rooms = [(ends[0] + ends[1]) // 2, (ends[1] + ends[2]) // 2]
+    best = min(seconds, key=lambda room: seconds[room])
+    yield from (found for share in _SHARES if (found := even(best, share)) is not None)
+
+
+_LONGEST = 800
+"""Stages of a nested chain, at most: for 800, the program takes some seconds."""
+
+
+def solve_in_flight(
+    chain: Chain,
+    mem_limit: float,
+    forwards: int,
+    order: str = "any",
+    *,
+    alike: bool = False,
+    worth: float = 0.0,
+    slots: int = 500,
+) -> JointPlan:
+    """The fastest plans known for `forwards` forwards of `chain` that together stay within `mem_limit` bytes.
+
+    Every a_0 is counted. `order` says in which order the backwards may come: "any", or "reverse", from the last forward
+    to the first, which takes less time or memory. Plans for any order are safe in reverse; all forwards follow one
+    sequence there, and with `alike` in reverse as well. That asks less of the step, and is preferred to different
+    sequences in reverse as long as it takes no more than `worth` longer, a share of the time.
+
+    Raises InfeasibleError if nothing fits; its `min_bytes` is `least_in_flight`. Raises ValueError if the limit is not
+    a number of bytes, `forwards` or `slots` not one at least, or the order neither of the two.
+    """
+    limit = bytes_of_limit(mem_limit)
+    check_slots(slots)
+    least = least_in_flight(chain, forwards, order)
+    if limit < least:
+        raise InfeasibleError(
+            f"{forwards} forwards in flight need at least {least} bytes; the limit is {limit}",
+            min_bytes=least,
+            mem_limit=limit,
+        )
+    stored = store_all(chain)
+    whole = Footprint.of(chain, stored)
+    if peak_in_any_order([whole] * forwards) <= limit:
+        return joined([(whole, stored)] * forwards, peak_in_any_order, forwards * whole.makespan)
+    nested, bound = _nested(chain, limit, forwards, slots)
+    in_reverse = None
+    if order == "reverse" and nested is not None and not alike:
+        in_reverse = joined(nested, peak_in_reverse, bound)
+        if not worth:
+            return in_reverse
+    found = fastest_alike(candidates(chain, limit, forwards, slots), forwards, limit)
+    plans = [*([joined(found, peak_in_any_order, bound)] if found else []), *([in_reverse] if in_reverse else [])]
+    if not plans:  # the least limit for any order may be more than that in reverse
+        return joined(least_in_reverse(chain, forwards), peak_in_reverse, bound)
+    enough = (1 + worth) * min(plan.makespan for plan in plans)
+    return next(plan for plan in plans if plan.makespan <= enough)
+
+
+def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[Candidate] | None, float]:
+    """The best plan in reverse, and the bound that it proves; None where only a bound is known."""
+    length = len(chain) + 1
+    some = min(forwards, max(1, _LONGEST // length))
+    one = store_all(chain).lower_bound
+    assert one is not None
+    if some < forwards:
+        # The others keep something, too: what is left for `some` is the limit less the least of that.
+        least = Footprint.of(chain, recompute_all(with_room_at_loss(chain, limit))).kept
+        return None, forwards / some * _nested(chain, limit - (forwards - some) * least, some, slots)[1]
+    bound, room, known = forwards * one, limit, list[list[Candidate]]()
+    for _ in range(4):  # the nested chain counts a little less than there is
+        try:
+            found = Persistent(slots).solve(nested_chain(chain, forwards), room)
+        except InfeasibleError:
+            break
+        if room == limit and found.lower_bound is not None:
+            bound = max(bound, found.lower_bound)
+        plans = [(Footprint.of(chain, each), each) for each in apart(found, len(chain), forwards)]
+        over = peak_in_reverse([each for each, _ in plans]) - limit
+        if over <= 0:
+            known.append(plans)
+            break
+        room -= over
+    if room < limit:
+        known.append(least_in_reverse(chain, forwards))
+        with suppress(InfeasibleError):
+            found = Persistent(slots).solve(nested_chain(chain, forwards, at_most=True), limit)
+            known.append([(Footprint.of(chain, each), each) for each in apart(found, len(chain), forwards)])
+    fitting = [plans for plans in known if peak_in_reverse([each for each, _ in plans]) <= limit]
+    return min(fitting, key=lambda plans: sum(each.makespan for each, _ in plans), default=None), bound

@@ -1,0 +1,211 @@
+"""A chain as arrays, the least memory of all of its intervals, and the choices of a program back to operations.
+
+`least_memory` is computed by NumPy, or by `least_memory_kernels`, which says what an interval and its states are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rotor_solver.chain import Chain
+from rotor_solver.jit_policy import compiling_pays
+from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Costs(NamedTuple):
+    """Costs in bytes and seconds, and the memory that the recurrence's conditions ask for.
+
+    With G(i) the gradients of stages i … L-1, and held = |a_L| if the caller keeps the output:
+
+        base_l          = |a_{l+1}| + G(l+1) + held for l < L; 0 for l = L
+        check_need_ij   = the most of [k > i]·|a_k| + |a_{k+1}| + scratch_k for k = i … j-1
+        backward_need_k = what is in memory during B_i, without a_i and what came before it, or after B_i if that is
+                          more. Row 0 is for l = L: ā was made before the loss, and a_L of the last stage is still
+                          inside it. Row 1 is for l < L: ā was made again after the loss.
+
+    The options of stage i are first[i] … first[i+1]-1. `extra` is how much longer an option takes than the stage's
+    fastest one. `released` is what a run of stage i with a graph frees of a_i: row 0 where a_i stands alone, row 1
+    where it lies in ā_i. `taken` is what that run leaves in memory, less what it frees.
+    """
+
+    activation: Ints
+    """[L+1] bytes of a_0 … a_L"""
+    run: Floats
+    """[L+1] seconds of the forwards without a graph of stages 0 … i-1"""
+    split: Floats
+    """[L+1] seconds: run[j], less the time of the output that stage j-1 skips when it runs right before its backward.
+    With a checkpoint at a_j, that stage is the last of an interval and will skip it. So the checkpoint takes
+    split[j] - run[i]."""
+    split_floor: Floats
+    """[L+1] seconds: the least split[k] for k ≥ j, which never decreases, so that loops over j may end early"""
+    check_need: Ints
+    """[L+1, L+1] bytes, by (i, j)"""
+    base: Ints
+    """[L+1] bytes, by l"""
+    first: Ints
+    """[L+1] the first option of every stage, among all options"""
+    extra: Floats
+    """[options] seconds"""
+    taken: Ints
+    """[2, options] bytes, by where a_i lies"""
+    forward_need: Ints
+    """[options] bytes: saved, and the scratch of the forward"""
+    backward_need: Ints
+    """[2, options] bytes, by whether l < L"""
+    released: Ints
+    """[2, L] bytes, by where a_i lies"""
+    loss_need: int
+    """bytes: δ_L, as large as a_L, and the scratch of the loss; a_L itself is the input and not counted"""
+
+
+def costs_of(chain: Chain) -> Costs:
+    """The costs of `chain`, with all of its options."""
+    length = len(chain)
+    activation = np.array(chain.activation, np.int64)
+    gradient = np.array(chain.gradient, np.int64)
+    left = np.concatenate([np.cumsum(gradient[::-1])[::-1], [0]]).astype(np.int64)
+    held = chain.activation[-1] if chain.output_held and length else 0
+    first = np.concatenate([[0], np.cumsum([len(stage.options) for stage in chain.stages])]).astype(np.int64)
+    options = [option for stage in chain.stages for option in stage.options]
+    stage_of = np.repeat(np.arange(length), np.diff(first))
+    seconds = np.array([option.forward_time + option.backward_time for option in options], np.float64)
+    saved = np.array([option.kept for option in options], np.int64)
+    temps = np.array([[o.backward_temp, o.backward_temp_of_replay] for o in options], np.int64).reshape(-1, 2).T
+    inputs, outputs = activation[stage_of], activation[stage_of + 1]
+    holds = np.array([stage_of < length - 1, np.ones(len(options), np.bool_)]) * held
+    during = inputs + outputs + left[stage_of + 1] + holds + saved + temps
+    released = np.array(chain.released, np.int64).reshape(length, 2).T.copy()
+    run = np.concatenate([[0.0], np.cumsum(chain.nograd_time)]).astype(np.float64)
+    split = run - np.concatenate([[0.0], np.array(chain.skipped_output_time, np.float64)])
+    return Costs(
+        activation=activation,
+        run=run,
+        split=split,
+        split_floor=np.minimum.accumulate(split[::-1])[::-1].copy(),
+        check_need=_check_need(activation, np.array(chain.nograd_temp, np.int64)),
+        base=np.concatenate([activation[1:] + left[1:] + held, [0]]).astype(np.int64),
+        first=first,
+        extra=seconds - np.minimum.reduceat(seconds, first[:-1])[stage_of] if length else seconds,
+        taken=saved - np.take(released, stage_of, axis=1),  # indexed, it would lie otherwise, for other kernels
+        forward_need=saved + np.array([option.forward_temp for option in options], np.int64),
+        backward_need=np.maximum(during, left[stage_of] + held).astype(np.int64),
+        released=released,
+        loss_need=chain.activation[-1] + chain.loss_temp,
+    )
+
+
+def _check_need(activation: Ints, scratch: Ints) -> Ints:
+    length = len(scratch)
+    out = activation[1:] + scratch
+    need = np.zeros((length + 1, length + 1), np.int64)
+    for i in range(length):
+        kept = activation[i:length].copy()
+        kept[0] = 0
+        need[i, i + 1 :] = np.maximum.accumulate(kept + out[i:])
+    return need
+
+
+_INFINITE = 2**62
+"""That of the kernels."""
+_PARALLEL = 500
+"""Stages from which all cores are used; a guess: one core takes a twentieth of a second. All cores wait for each other
+once for every length of intervals, and for long if other programs keep them busy. Another reason for one core is
+Numba's own threading layer, the only one that is always there, ends the process if two threads use it at once."""
+
+
+def least_memory(costs: Costs) -> Ints:
+    """[2, L+1, L+1] bytes, by (state, i, l): the least memory in which the backward of [i, l] can be done."""
+    length = len(costs.activation) - 1
+    # Measured: 64 stages take 10 milliseconds, 200 stages 80.
+    if not compiling_pays("rotor_solver.least_memory_kernels", 1e-4 * length + 6e-9 * length**3):
+        return _by_length(costs)
+    from rotor_solver import least_memory_kernels as kernels
+
+    found: Ints = (kernels.least_memory if length < _PARALLEL else kernels.least_memory_in_parallel)(costs)
+    return found
+
+
+def _by_length(costs: Costs) -> Ints:
+    """What the kernel `least_memory` does, for all intervals of one length at a time."""
+    length = len(costs.activation) - 1
+    stages, stage_of = np.arange(length + 1), np.repeat(np.arange(length), np.diff(costs.first))
+    end = np.minimum(stages[:, None] + stages, length)
+    checks = costs.check_need[stages[:, None], end]  # by (i, j - i), so that one length is one column
+    least = np.full((2, length + 1, length + 1), _INFINITE, np.int64)  # by (state, i, l - i)
+    kept = np.full((length + 1, length + 1), _INFINITE, np.int64)  # |a_j| + least, by (l, l - j)
+    least[:, length, 0] = costs.loss_need
+    kept[length, 0] = costs.loss_need + costs.activation[length]
+    for distance in range(length + 1):
+        count = min(length, length + 1 - distance)
+        options, last = slice(0, costs.first[count]), stages[:count] + distance
+        stage, base = stage_of[options], costs.base[last]
+        backward = costs.backward_need[np.where(last == length, 0, 1)[stage], np.arange(len(stage))]
+        # By (i, j) for the checkpoints at a_{i+1} … a_l: conditions, and what follows a checkpoint.
+        right = kept[distance : distance + count, distance - 1 :: -1] if distance else kept[:count, :0]
+        check = np.maximum(base[:, None] + checks[:count, 1 : distance + 1], right)
+        for state in range(2):
+            need = np.maximum(base[stage] + costs.forward_need[options], backward - costs.released[state, stage])
+            if distance:
+                need = np.maximum(need, costs.taken[state, options] + least[1, stage + 1, distance - 1])
+            best = np.minimum.reduceat(need, costs.first[:count])
+            whole = np.maximum(check, least[state, :count, :distance]).min(axis=1, initial=_INFINITE)
+            least[state, :count, distance] = np.minimum(best, whole)
+        kept[last, distance] = costs.activation[:count] + least[0, :count, distance]
+    inside = stages >= stages[:, None]
+    return np.where(inside, least[:, stages[:, None], (stages - stages[:, None]) % (length + 1)], _INFINITE)
+
+
+def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> int:
+    """A choice that attains `least[state, i, last]`, i < L."""
+    row = 0 if last == len(costs.activation) - 1 else 1
+    enough = int(least[state, i, last])
+    for k in range(costs.first[i], costs.first[i + 1]):
+        need = max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
+        if last > i:
+            need = max(need, costs.taken[state, k] + least[1, i + 1, last])
+        if need <= enough:
+            return int(k - costs.first[i])
+    stop = slice(i + 1, last + 1)
+    need = np.maximum(costs.base[last] + costs.check_need[i, stop], costs.activation[stop] + least[0, stop, last])
+    fits = np.maximum(need, least[state, i, i:last]) <= enough
+    return -(i + 1 + int(fits.argmax()))
+
+
+Choose = Callable[[int, int, int], int]
+"""The choice for (state, i, l): the interval [i, l] in one of the two states of a_i, coded as in `least_memory`."""
+
+
+def operations_of(length: int, choose: Choose) -> list[Operation]:
+    """The operations of a chain of `length` stages; `choose` is asked for intervals in the order in which they run.
+
+    An explicit stack in place of recursion: chains may have more stages than Python allows nested calls.
+    """
+    operations: list[Operation] = []
+    pending: list[tuple[int, int, int] | Operation] = [(0, 0, length)]
+    while pending:
+        task = pending.pop()
+        if not isinstance(task, tuple):
+            operations.append(task)
+            continue
+        state, i, last = task
+        if i > last:
+            continue
+        if i == length:
+            operations.append(Loss())
+            continue
+        choice = choose(state, i, last)
+        if choice >= 0:
+            operations.append(ForwardEnable(i, choice))
+            pending += [Backward(i), (1, i + 1, last)]
+        else:
+            j = -choice
+            operations += [ForwardCheck(i), *(ForwardNograd(k) for k in range(i + 1, j))]
+            pending += [(state, i, j - 1), (0, j, last)]
+    return operations

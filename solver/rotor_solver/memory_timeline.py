@@ -1,0 +1,146 @@
+"""What is in memory after every operation, by owner, and what a plan keeps for the backward when the loss runs.
+
+Both are read off the simulator's machine as it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rotor_solver.chain import Chain
+from rotor_solver.segments import store_all
+from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
+from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One operation: when it begins and how long it takes, in seconds, and the bytes in memory once it is done.
+
+    `inputs[i]` are the bytes of an a_i that stands alone, `attached[i]` those of the ā_i that stage i - 1 keeps for its
+    backward. `output` is the chain's output once only the caller holds it. `gradients` are δ and the gradients of
+    parameters made so far. These parts add up to `after`. `during` is the most while the operation runs.
+    """
+
+    operation: Operation
+    begin: float
+    seconds: float
+    again: bool
+    """Whether it is a forward of a stage that has run before."""
+    during: int
+    after: int
+    inputs: Mapping[int, int]
+    attached: Mapping[int, int]
+    output: int
+    gradients: int
+
+
+def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
+    """The operations of `sequence` one after the other. ValueError, as from `simulate`, if `sequence` is not valid.
+
+    What it moves is in memory until an operation waits for it, and again from the one before which it is fetched.
+    Copies take no time here (see `moving.transfers.timed_moments`).
+    """
+    simulate(chain, sequence)  # for its errors, which name the operation
+    machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
+    ran: set[int] = set()
+    left = 0
+    found = []
+    for position, operation in enumerate(sequence):
+        if sequence.moves is not None:
+            for stage in sequence.moves.wait_out[position]:
+                machine.move_out(stage)
+            for stage in sequence.moves.fetch[position]:
+                machine.move_in(stage)
+        begin = machine.seconds
+        during = machine.run(operation, skip_output=position in skipped)
+        if position in reads:
+            machine.release_input(reads[position])
+        attached = {
+            index: (kept.option.saved if kept.away else kept.option.kept) - kept.freed
+            for index, kept in machine.attached.items()
+        }
+        output = chain.activation[-1] if machine.output == "caller" else 0
+        again = False
+        if isinstance(operation, Backward):
+            left += chain.stages[operation.stage].gradient
+        if isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd):
+            again = operation.stage in ran
+            ran.add(operation.stage)
+        found.append(
+            Moment(
+                operation=operation,
+                begin=begin,
+                seconds=machine.seconds - begin,
+                again=again,
+                during=during,
+                after=machine.held,
+                inputs=dict(machine.plain),
+                attached=attached,
+                output=output,
+                gradients=left + sum(chain.activation[index] for index in machine.deltas),
+            )
+        )
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Of one stage, the output and what its backward needs, at the moment when the loss runs.
+
+    `kept_bytes` are in memory. `not_kept_bytes` are not, but would be in plain training.
+    """
+
+    name: str
+    kept_bytes: int
+    not_kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMemory:
+    """What is in memory when the loss runs, before the first backward, and what a plan saves there.
+
+    `input_bytes` are the chain's input. `beside_bytes` are carried past the chain (an encoder's output, a skip
+    connection). Both are in memory with every plan, so the sums leave them out.
+    """
+
+    stages: tuple[StageMemory, ...]
+    input_bytes: int = 0
+    beside_bytes: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(stage.kept_bytes for stage in self.stages)
+
+    @property
+    def not_kept_bytes(self) -> int:
+        return sum(stage.not_kept_bytes for stage in self.stages)
+
+    @property
+    def share_saved(self) -> float:
+        """The part of all bytes, kept or not, that is not kept: in [0, 1]."""
+        whole = self.kept_bytes + self.not_kept_bytes
+        return self.not_kept_bytes / whole if whole else 0.0
+
+
+def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> PlanMemory:
+    """What `sequence` keeps of `chain`, and what storing everything would. ValueError if `sequence` is not valid."""
+    kept, plain = _kept(chain, sequence), _kept(chain, store_all(chain))
+    stages = tuple(
+        StageMemory(stage.name, here, max(0, there - here))
+        for stage, here, there in zip(chain, kept, plain, strict=True)
+    )
+    return PlanMemory(stages, chain.input_bytes, beside_bytes)
+
+
+def _kept(chain: Chain, sequence: Sequence) -> list[int]:
+    """For every stage, the bytes of its output and its ā that are there when the loss begins."""
+    before = None
+    for moment in moments(chain, sequence):
+        if isinstance(moment.operation, Loss):
+            break
+        before = moment
+    if before is None:  # the loss comes first: the chain has no stages
+        return []
+    return [before.inputs.get(i + 1, 0) + before.attached.get(i + 1, 0) for i in range(len(chain))]

@@ -1,1 +1,0 @@
-"""Small tables without compiled kernels: the same numbers by NumPy, a row at a time."""

@@ -1,0 +1,190 @@
+"""The recurrence of `sequences.optimum` for all numbers of slots at once: kernels.
+
+Slot m stands for m · unit + offset bytes; the offset is what is left of the limit beyond whole slots. `taken`
+([2, options]) and `activation` ([L+1]), what operations leave in memory, are given in slots. If they were rounded up,
+what fits into slots fits into bytes; if they were rounded down, times are lower bounds. What operations need while they
+run is compared in bytes. `costs` is a `least_memory.Costs`; times are those beyond storing everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rotor_solver.jit_policy import compiled
+
+
+@compiled()
+def slot_of(need: int, unit: int, offset: int) -> int:
+    """The first slot m for which m · unit + offset ≥ need."""
+    return max(0, -((offset - need) // unit))
+
+
+@compiled()
+def need_of(costs: Any, state: int, i: int, last: int, k: int) -> int:
+    """Bytes that a run of stage i with a graph, by option k of all, and its backward need in the interval [i, last]."""
+    row = 0 if last == len(costs.activation) - 1 else 1
+    return int(max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i]))
+
+
+@compiled()
+def lower(row: np.ndarray, begin: int, inner: np.ndarray, less: int, seconds: float) -> None:
+    """row[m] = min(row[m], seconds + inner[m - less]) for m ≥ begin; beyond its end, `inner` is as its last number.
+
+    Views begin at the first slot: with an index that might be negative, Numba's loops are not vectorised.
+    """
+    end = min(len(row), len(inner) + less)
+    if begin < end:
+        out, shifted = row[begin:end], inner[begin - less : end - less]
+        for m in range(len(out)):
+            out[m] = min(out[m], seconds + shifted[m])
+    for m in range(max(begin, end), len(row)):
+        row[m] = min(row[m], seconds + inner[len(inner) - 1])
+
+
+@compiled()
+def lower_by_both(
+    row: np.ndarray, begin: int, right: np.ndarray, less: int, left: np.ndarray, more: int, seconds: float
+) -> None:
+    """row[m] = min(row[m], seconds + right[m - less] + left[m + more]) for m ≥ begin."""
+    if begin < len(row):
+        out, rights, lefts = row[begin:], right[begin - less : len(row) - less], left[begin + more : len(row) + more]
+        for m in range(len(out)):
+            out[m] = min(out[m], seconds + (rights[m] + lefts[m]))
+
+
+@compiled()
+def fill(again: np.ndarray, costs: Any, taken: np.ndarray, activation: np.ndarray, unit: int, offset: int) -> None:
+    """again[state, i, l, m] for l < L: seconds for the interval after the loss in m slots. [2, L, L, width] of inf."""
+    length, width = len(costs.activation) - 1, again.shape[3]
+    for distance in range(length):
+        for i in range(length - distance):
+            last = i + distance
+            for state in range(2):
+                row = again[state, i, last]
+                if state == 1 and costs.released[0, i] == costs.released[1, i]:
+                    for m in range(width):
+                        row[m] = again[0, i, last, m]
+                    continue
+                for k in range(costs.first[i], costs.first[i + 1]):
+                    need, less = slot_of(need_of(costs, state, i, last, k), unit, offset), taken[state, k]
+                    if last == i:
+                        for m in range(need, width):
+                            row[m] = min(row[m], costs.extra[k])
+                        continue
+                    lower(row, max(need, less), again[1, i + 1, last], less, costs.extra[k])
+                for j in range(i + 1, last + 1):
+                    seconds, less = costs.split[j] - costs.run[i], activation[j]
+                    need = max(less, slot_of(costs.base[last] + costs.check_need[i, j], unit, offset))
+                    lower_by_both(row, need, again[0, j, last], less, again[state, i, j - 1], 0, seconds)
+
+
+@compiled()
+def fill_kept(
+    kept: np.ndarray,
+    again: np.ndarray,
+    costs: Any,
+    taken: np.ndarray,
+    activation: np.ndarray,
+    unit: int,
+    offset: int,
+    beyond: int,
+    below: int,
+    most: int,
+) -> None:
+    """kept[state, i, r], r ≤ most: seconds for [i, L] if r - below more slots may be kept, and r + beyond are free.
+
+    Before the loss, more may be there than is kept in the end, as a stage can free more of its input than it saves:
+    `below` slots at most. `kept` is [2, L+1, most + 1 or more].
+    """
+    length = len(costs.activation) - 1
+    kept[:, :, : most + 1] = np.inf
+    for r in range(max(below, slot_of(costs.loss_need, unit, offset) - beyond), most + 1):
+        kept[:, length, r] = 0.0
+    for i in range(length - 1, -1, -1):
+        for state in range(2):
+            row = kept[state, i, : most + 1]
+            if state == 1 and costs.released[0, i] == costs.released[1, i]:
+                for r in range(most + 1):
+                    row[r] = kept[0, i, r]
+                continue
+            for k in range(costs.first[i], costs.first[i + 1]):
+                less = taken[state, k]
+                need = slot_of(need_of(costs, state, i, length, k), unit, offset) - beyond
+                lower(row, max(0, need, less), kept[1, i + 1, : most + 1], less, costs.extra[k])
+            for j in range(i + 1, length + 1):
+                seconds, less = costs.split[j] - costs.run[i], activation[j]
+                need = max(0, less, slot_of(costs.base[length] + costs.check_need[i, j], unit, offset) - beyond)
+                lower_by_both(row, need, kept[0, j], less, again[state, i, j - 1], beyond, seconds)
+
+
+@compiled()
+def choice(
+    kept: np.ndarray,
+    again: np.ndarray,
+    costs: Any,
+    taken: np.ndarray,
+    activation: np.ndarray,
+    unit: int,
+    offset: int,
+    beyond: int,
+    state: int,
+    i: int,
+    last: int,
+    slots: int,
+) -> int:
+    """A choice that attains the least seconds for [i, last], i < L, coded as in `least_memory_kernels`.
+
+    `slots` are those that are free; or, for last = L, r of `fill_kept`.
+    """
+    length = len(costs.activation) - 1
+    m = slots + beyond if last == length else slots
+    best, found = np.inf, 0
+    for k in range(costs.first[i], costs.first[i + 1]):
+        rest = slots - taken[state, k]
+        if rest < 0 or m < slot_of(need_of(costs, state, i, last, k), unit, offset):
+            continue
+        seconds = costs.extra[k]
+        if last == length:
+            seconds += kept[1, i + 1, rest]
+        elif last > i:
+            seconds += again[1, i + 1, last, rest]
+        if seconds < best:
+            best, found = seconds, k - costs.first[i]
+    for j in range(i + 1, last + 1):
+        rest = slots - activation[j]
+        if rest < 0 or m < slot_of(costs.base[last] + costs.check_need[i, j], unit, offset):
+            continue
+        right = kept[0, j, rest] if last == length else again[0, j, last, rest]
+        seconds = costs.split[j] - costs.run[i] + (right + again[state, i, j - 1, m])
+        if seconds < best:
+            best, found = seconds, -j
+    return int(found)
+
+
+@compiled(makes_arrays=True)
+def best_kept(
+    again: np.ndarray,
+    costs: Any,
+    taken: np.ndarray,
+    activation: np.ndarray,
+    unit: int,
+    offset: int,
+    count: int,
+    below: int,
+) -> tuple[float, int]:
+    """The least seconds over all numbers of slots kept, a_0 included, and the number that attains them; -1 for none.
+
+    The last slot of `again` is the limit.
+    """
+    limit = again.shape[3] - 1
+    kept = np.empty((2, len(costs.activation), limit // count + below + 1))
+    best, best_slots = np.inf, -1
+    for slots in range(activation[0], limit // count + 1):
+        beyond, most = limit - count * slots - below, slots + below
+        fill_kept(kept, again, costs, taken, activation, unit, offset, beyond, below, most)
+        found = kept[0, 0, most - activation[0]]
+        if found < best:
+            best, best_slots = found, slots
+    return best, best_slots

@@ -1,0 +1,348 @@
+"""The fastest sequence of a part while several microbatches are in flight. Begin with `optimum`, the plain recurrence.
+
+k microbatches are in flight. One is in progress; each of the others holds what is kept from forward to backward. With
+at most K bytes kept, a_0 included, the one in progress has M = limit - (k - 1) · K bytes. K is tried from least to
+most. For each, a recurrence like that of `persistent.program` has two kinds of intervals:
+
+    [i, L]         with the loss. What is kept before a_i's own stages run is kept to the loss, so `kept`, the bytes of
+                   K that are left, also says what is left of M: kept + M - K. Each choice takes from both.
+    [i, l], l < L  after the loss. Nothing is kept any more: they may use all of M that is free, as ever.
+
+    Fe_i                       then [i+1, L] with |ā_{i+1}| less
+    CF_i, Fn_{i+1} … Fn_{j-1}  then [j, L] with |a_j| less, then [i, j-1] from a_i again: a second kind, if j - 1 < L
+
+`fastest_in_flight` solves it with memory in slots (`kernels`). `least_in_flight` has the exact least limit: labels of
+the intervals [i, L] say what can be had (bytes kept from forward to backward, bytes that the microbatch in progress
+needs), both beside a_i; those that another label beats in both are dropped. `fastest_with_room` is for a part that
+keeps so many bytes and needs so many more while it runs: the chain gets a loss that needs the room.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from rotor_solver.chain import Chain
+from rotor_solver.least_memory import Costs, Ints, costs_of, least_choice, least_memory, operations_of
+from rotor_solver.limits import InfeasibleError
+from rotor_solver.persistent import Persistent
+from rotor_solver.segments import min_bytes, store_all
+from rotor_solver.sequence import Backward, Loss, Sequence
+from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
+
+
+def optimum(chain: Chain, mem_limit: int, count: int) -> float:
+    """Seconds of the fastest memory-persistent sequence with (count - 1) · kept + peak ≤ mem_limit bytes, a_0 counted;
+    infinite if there is none. It tries every number of bytes: for a few stages, and small sizes.
+    """
+    most = mem_limit // count
+    tried = (_longer(chain, kept, mem_limit - (count - 1) * kept) for kept in range(chain.input_bytes, most + 1))
+    return simulate(chain, store_all(chain)).makespan + min(tried, default=math.inf)
+
+
+def _longer(chain: Chain, most_kept: int, mem_limit: int) -> float:
+    """Seconds beyond storing everything, with `most_kept` bytes at the loss and `mem_limit` at most."""
+    costs, length, beyond = costs_of(chain), len(chain), mem_limit - most_kept
+
+    @cache
+    def longer(i: int, last: int, free: int, inside: int) -> float:
+        """`free` is the memory for [i, last]; if that ends with the loss, what may still be kept.
+
+        It may be less than nothing before the loss, if a later stage frees more of its input than it saves.
+        """
+        if i > last:
+            return 0.0
+        m = free + beyond if last == length else free
+        if i == length:
+            return 0.0 if free >= 0 and m >= costs.loss_need else math.inf
+        best, made_again = math.inf, 1 if last < length else 0
+        for k in range(costs.first[i], costs.first[i + 1]):
+            forward_need = costs.base[last] + costs.forward_need[k]
+            backward_need = costs.backward_need[made_again, k] - costs.released[inside, i]
+            if m >= max(forward_need, backward_need):
+                best = min(best, costs.extra[k] + longer(i + 1, last, free - costs.taken[inside, k], 1))
+        for j in range(i + 1, last + 1):
+            if m >= costs.base[last] + costs.check_need[i, j]:
+                parts = longer(j, last, free - costs.activation[j], 0) + longer(i, j - 1, m, inside)
+                best = min(best, costs.split[j] - costs.run[i] + parts)
+        return float(best)
+
+    return longer(0, length, most_kept - chain.input_bytes, 0)
+
+
+def bytes_in_flight(kept: int, peak: int, count: int) -> int:
+    """The most bytes of `count` microbatches in flight: one is in progress, and takes up to `peak`. Each of the others
+    has had its forward, waits for its backward, and holds `kept`.
+    """
+    return (count - 1) * kept + peak
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Bytes and seconds of one microbatch through a chain, the chain's input counted.
+
+    `kept_bytes` are there when the loss begins, so between forward and backward: the input and the output as well.
+    The peaks are those of the forward and of the backward, which begins with the loss.
+    """
+
+    kept_bytes: int
+    forward_peak: int
+    backward_peak: int
+    forward_seconds: float
+    backward_seconds: float
+    stored_backward_seconds: float
+    """The part of the backward that is not recomputation."""
+
+    @classmethod
+    def of(cls, chain: Chain, sequence: Sequence) -> Microbatch:
+        """ValueError, as from `simulate`, if `sequence` is not valid."""
+        simulate(chain, sequence)  # for its errors, which name the operation
+        machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
+        kept, stored = chain.input_bytes, 0.0
+        peaks, seconds = {False: kept, True: 0}, {False: 0.0, True: 0.0}  # by whether the loss has begun
+        for position, operation in enumerate(sequence):
+            if isinstance(operation, Loss):
+                kept = machine.held
+            before = machine.seconds
+            most = machine.run(operation, skip_output=position in skipped)
+            if position in reads:
+                machine.release_input(reads[position])
+            peaks[machine.lost] = max(peaks[machine.lost], most)
+            seconds[machine.lost] += machine.seconds - before
+            if isinstance(operation, Backward | Loss):
+                stored += machine.seconds - before
+        return cls(kept, peaks[False], peaks[True], seconds[False], seconds[True], stored)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.forward_peak, self.backward_peak)
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward together."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """What a part needs at least: `nbytes` for `count` microbatches in flight, with this `sequence`."""
+
+    nbytes: int
+    sequence: Sequence
+
+
+def least_in_flight(chain: Chain, count: int) -> Least:
+    """The least limit for which there is a memory-persistent sequence with (count - 1) · kept + peak bytes."""
+    costs = costs_of(chain)
+    least = least_memory(costs)
+    start, length = chain.input_bytes, len(chain)
+
+    def total(label: _Label) -> int:
+        kept, need, *_ = label
+        return bytes_in_flight(start + kept, start + need, count)
+
+    best = min(_labels(costs, least), key=total)
+    choices = _by_stage(best)
+
+    def choose(state: int, i: int, last: int) -> int:
+        return choices[i] if last == length else least_choice(costs, least, state, i, last)
+
+    return Least(total(best), Sequence(operations_of(length, choose), "recompute-all"))
+
+
+_Label = tuple[int, int, int, Any]
+"""Bytes kept, bytes needed, the choice for the interval, and the label of the one that follows and has the loss. A
+tuple, and not a class: there are thousands of them for every part."""
+
+
+def _labels(costs: Costs, least: Ints) -> list[_Label]:
+    """The labels of the whole part."""
+    length = len(costs.activation) - 1
+    found: list[list[list[_Label]]] = [[[], []] for _ in range(length + 1)]  # by i and state
+    found[length] = [[(0, int(costs.loss_need), 0, ())]] * 2
+    for i in reversed(range(length)):
+        found[i][0] = _undominated(_choices(costs, least, found, 0, i))
+        same = costs.released[0, i] == costs.released[1, i]
+        found[i][1] = found[i][0] if same else _undominated(_choices(costs, least, found, 1, i))
+    return found[0][0]
+
+
+def _choices(costs: Costs, least: Ints, found: list[list[list[_Label]]], state: int, i: int) -> list[_Label]:
+    length = len(costs.activation) - 1
+    base = int(costs.base[length])
+    labels: list[_Label] = []
+    for k in range(costs.first[i], costs.first[i + 1]):
+        size = int(costs.taken[state, k])
+        backward = int(costs.backward_need[0, k] - costs.released[state, i])
+        most, choice = max(base + int(costs.forward_need[k]), backward), int(k - costs.first[i])
+        labels += [(size + rest[0], max(most, size + rest[1]), choice, rest) for rest in found[i + 1][1]]
+    for j in range(i + 1, length + 1):
+        size = int(costs.activation[j])
+        most = max(base + int(costs.check_need[i, j]), int(least[state, i, j - 1]))
+        labels += [(size + rest[0], max(most, size + rest[1]), -j, rest) for rest in found[j][0]]
+    return labels
+
+
+def _undominated(labels: list[_Label]) -> list[_Label]:
+    kept: list[_Label] = []
+    labels.sort()
+    for label in labels:
+        if not kept or label[1] < kept[-1][1]:
+            kept.append(label)
+    return kept
+
+
+def _by_stage(label: _Label) -> dict[int, int]:
+    """The choices for the intervals with the loss, by their first stage."""
+    choices, stage = {}, 0
+    while label[3]:
+        choices[stage] = label[2]
+        stage = stage + 1 if label[2] >= 0 else -label[2]
+        label = label[3]
+    return choices
+
+
+_NUMBERS = 2e7
+"""Numbers in the largest table, 160 MB; a guess. Slots are made larger for longer parts."""
+_PAIRS = 3e8
+"""Pairs of slots to look at in one table, about half a second; a guess."""
+
+
+def bound_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> float:
+    """Seconds: no memory-persistent sequence with (count - 1) · kept + peak ≤ `mem_limit` bytes is faster.
+
+    Infinite if there is none. With few slots, it takes little time.
+    """
+    stored = store_all(chain)
+    assert stored.lower_bound is not None
+    if fits(chain, stored, mem_limit, count):
+        return stored.lower_bound
+    if mem_limit < least_in_flight(chain, count).nbytes:
+        return math.inf
+    costs = costs_of(chain)
+    unit, _ = _unit(costs, mem_limit, count, slots)
+    return stored.lower_bound + _bound(costs, mem_limit, count, unit)
+
+
+def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> Sequence:
+    """The fastest sequence found with (count - 1) · kept + peak ≤ `mem_limit` bytes, a_0 counted.
+
+    What is kept is divided into about `slots`. `lower_bound` holds for all memory-persistent sequences. Raises
+    InfeasibleError if there is none, with the exact least limit.
+    """
+    stored = store_all(chain)
+    if fits(chain, stored, mem_limit, count):
+        return stored
+    if count == 1:
+        return Persistent().solve(chain, mem_limit)
+    least = least_in_flight(chain, count)
+    if mem_limit < least.nbytes:
+        message = f"{count} microbatches in flight need at least {least.nbytes} bytes; the limit is {mem_limit}"
+        raise InfeasibleError(message, min_bytes=least.nbytes, mem_limit=mem_limit)
+    assert stored.lower_bound is not None
+    costs = costs_of(chain)
+    unit, exact = _unit(costs, mem_limit, count, slots)
+    table = _Table(costs, mem_limit, count, unit, up=True)
+    # With too few slots, there may be none where there is a sequence.
+    sequence = table.sequence() or least.sequence
+    assert fits(chain, sequence, mem_limit, count)
+    made = simulate(chain, sequence).makespan
+    extra = table.extra if exact else _bound(costs, mem_limit, count, unit)
+    return Sequence(sequence, "in-flight", min(made, stored.lower_bound + extra))
+
+
+def _bound(costs: Costs, mem_limit: int, count: int, unit: int) -> float:
+    """Seconds beyond storing everything, at least."""
+    # What a stage frees may round to more than there is, and the table then says nothing.
+    return _Table(costs, mem_limit, count, unit, up=False).extra if costs.taken.min(initial=0) >= 0 else 0.0
+
+
+def _unit(costs: Costs, mem_limit: int, count: int, slots: int) -> tuple[int, bool]:
+    """Bytes in a slot, and whether all that operations leave in memory is a whole number of slots."""
+    length = len(costs.activation) - 1
+    width = min(slots * count, _NUMBERS / (2 * length**2), _PAIRS / (length**3 / 3))
+    divisor = int(np.gcd(np.gcd.reduce(costs.activation), np.gcd.reduce(costs.taken, axis=None)))
+    unit = max(1, divisor, math.ceil(mem_limit / max(1.0, width)))
+    return unit, unit == divisor
+
+
+def fits(chain: Chain, sequence: Sequence, mem_limit: int, count: int) -> bool:
+    """Whether `count` microbatches in flight that follow `sequence` stay within `mem_limit` bytes."""
+    one = Microbatch.of(chain, sequence)
+    return bytes_in_flight(one.kept_bytes, one.peak_bytes, count) <= mem_limit
+
+
+class _Table:
+    """The numbers of `kernels` for a limit, with what operations leave in memory rounded up to slots, or down.
+
+    `extra` are the least seconds beyond storing everything; infinite if nothing fits.
+    """
+
+    def __init__(self, costs: Costs, mem_limit: int, count: int, unit: int, *, up: bool) -> None:
+        from rotor_solver.pipeline import kernels
+
+        self.costs, self.count, self.unit = costs, count, unit
+        self.limit, self.offset = divmod(mem_limit, unit)
+        self.taken, self.activation = (
+            -(-each // unit) if up else each // unit for each in (costs.taken, costs.activation)
+        )
+        length = len(costs.activation) - 1
+        self.again = np.full((2, length, length, self.limit + 1), np.inf)
+        self._arguments = (self.again, costs, self.taken, self.activation, unit, self.offset)
+        kernels.fill(*self._arguments)
+        # What stages may free more than they save, by the option that frees most.
+        self._below = sum(int(max(0, -self.taken[:, low:high].min())) for low, high in pairwise(costs.first.tolist()))
+        extra, kept = kernels.best_kept(*self._arguments, count, self._below)
+        self.extra, self._kept = float(extra), int(kept)
+
+    def sequence(self) -> Sequence | None:
+        """A sequence that takes `extra` seconds more than storing everything; None if nothing fits."""
+        from rotor_solver.pipeline import kernels
+
+        if self._kept < 0:
+            return None
+        length = len(self.costs.activation) - 1
+        most = self._kept + self._below
+        kept = np.empty((2, length + 1, most + 1))
+        beyond = self.limit - self.count * self._kept - self._below
+        kernels.fill_kept(kept, *self._arguments, beyond, self._below, most)
+        free = {(0, length): most - int(self.activation[0])}
+
+        def choose(state: int, i: int, last: int) -> int:
+            slots = free[i, last]
+            choice = int(kernels.choice(kept, *self._arguments, beyond, state, i, last, slots))
+            if choice >= 0:
+                free[i + 1, last] = slots - int(self.taken[state, self.costs.first[i] + choice])
+            else:
+                free[-choice, last] = slots - int(self.activation[-choice])
+                free[i, -choice - 1] = slots + (beyond if last == length else 0)
+            return choice
+
+        return Sequence(operations_of(length, choose), "in-flight")
+
+
+def fastest_with_room(chain: Chain, kept: int, room: int) -> Sequence:
+    """The fastest sequence with at most `kept` bytes when the loss begins, and a peak of at most kept + room bytes.
+
+    Raises InfeasibleError if there is none.
+    """
+    stored = store_all(chain)
+    one = Microbatch.of(chain, stored)
+    if one.kept_bytes <= kept and one.peak_bytes <= kept + room:
+        return stored
+    return Persistent().solve(_roomy(chain, room), kept + room)
+
+
+def has_room(chain: Chain, kept: int, room: int) -> bool:
+    """Whether there is such a sequence."""
+    return kept >= 0 and min_bytes(_roomy(chain, room)) <= kept + room
+
+
+def _roomy(chain: Chain, room: int) -> Chain:
+    # The loss holds the gradient of the output in any case.
+    return replace(chain, loss_temp=max(chain.loss_temp, room - chain.activation[-1]))

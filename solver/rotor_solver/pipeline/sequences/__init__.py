@@ -1,1 +1,0 @@
-"""The fastest sequence of a part, with several microbatches in flight, within a limit."""

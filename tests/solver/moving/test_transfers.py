@@ -1,0 +1,176 @@
+"""The simulator of steps that move, and when they wait and fetch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rotor_solver import Chain, InfeasibleError, Option, Sequence, Stage, recompute_all, simulate, store_all
+from rotor_solver.moving import Link, Moves, plan_moves, simulate_moves
+from tests.solver.moving.twins import LINKS, all_sequences, best_timetable, moving_chains, possible_trips, tiny_chains
+
+STAGE = Stage(1, (Option(1.0, 2.0, 10), Option(1.0, 2.0, 2, moved=8)))
+CHAIN = Chain((STAGE,) * 3, 1, loss_time=1.0)
+TEXT = "Fe_0^1, Fe_1^1, Fe_2, L, B_2, B_1, B_0"
+
+
+def moves(out: dict[int, tuple[int, ...]], back: dict[int, tuple[int, ...]], operations: int = 7) -> Moves:
+    places = range(operations)
+    return Moves(tuple(out.get(place, ()) for place in places), tuple(back.get(place, ()) for place in places))
+
+
+@settings(deadline=None)
+@given(moving_chains(), LINKS)
+def test_where_nothing_moves_it_is_the_simulator(chain: Chain, link: Link) -> None:
+    for sequence in (store_all(chain), recompute_all(chain)):
+        plain, moved = simulate(chain, sequence), simulate_moves(chain, sequence, Moves.none(len(sequence)), link)
+        assert (moved.makespan, moved.peak, moved.during) == (plain.makespan, plain.peak, plain.during)
+        assert moved.waiting == moved.moved == 0
+
+
+@settings(deadline=None)
+@given(moving_chains())
+def test_bytes_that_may_move_and_do_not_are_saved(chain: Chain) -> None:
+    def kept(option: Option) -> Option:
+        return replace(option, saved=option.kept, moved=0)
+
+    stages = (replace(stage, options=tuple(map(kept, stage.options))) for stage in chain.stages)
+    stays = replace(chain, stages=tuple(stages))
+    for sequence in (store_all(chain), recompute_all(chain)):
+        assert simulate(chain, sequence) == simulate(stays, sequence)
+    assert (store_all(chain), recompute_all(chain)) == (store_all(stays), recompute_all(stays))
+
+
+def test_copies_of_one_direction_queue_and_those_of_the_other_do_not() -> None:
+    sequence = Sequence.parse(TEXT)
+    # Out: 0 from 1 to 5 s, 1 from 5 to 9 s; the loss waits for it, and is over at 10. Back: each takes a second.
+    found = simulate_moves(CHAIN, sequence, moves({2: (0,), 3: (1,)}, {4: (1, 0)}), Link(2.0, 8.0))
+    assert found.begin == (0.0, 1.0, 5.0, 9.0, 10.0, 12.0, 14.0)
+    assert found.makespan == 16.0
+    assert found.waiting == 3.0 + 3.0
+    assert found.moved == 16
+    # a_0 1; ā_1 10; while ā_2 is made, 8 of ā_1 are on their way; then both are out; then back, beside δ_3 and δ_2.
+    assert found.during == (11, 21, 1 + 2 + 10 + 10, 1 + 2 + 2 + 10 + 1, 1 + 10 + 10 + 10 + 2, 1 + 10 + 10 + 2, 13)
+
+
+def test_a_backward_waits_for_its_copy() -> None:
+    sequence = Sequence.parse(TEXT)
+    slow = simulate_moves(CHAIN, sequence, moves({2: (0,)}, {6: (0,)}), Link(8.0, 1.0))
+    assert slow.begin[6] == slow.begin[5] + 2.0 + 8.0
+
+
+@pytest.mark.parametrize(
+    ("out", "back", "reason"),
+    [
+        ({0: (0,)}, {6: (0,)}, "the copy out of stage 0 is waited for"),
+        ({2: (2,)}, {4: (2,)}, "the copy out of stage 2 is waited for"),
+        ({5: (0,)}, {6: (0,)}, "the copy out of stage 0 is waited for"),
+        ({2: (0,)}, {3: (0,)}, "the copy back of stage 0 begins"),
+        ({}, {6: (0,)}, "the copy back of stage 0 begins"),
+        ({2: (1,)}, {6: (1,)}, "the copy back of stage 1 begins"),
+        ({2: (0,)}, {}, "never back"),
+    ],
+)
+def test_moves_that_break_a_rule_are_refused(
+    out: dict[int, tuple[int, ...]], back: dict[int, tuple[int, ...]], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        simulate_moves(CHAIN, Sequence.parse(TEXT), moves(out, back), Link(1.0, 1.0))
+
+
+def test_moves_of_another_sequence_are_refused() -> None:
+    with pytest.raises(ValueError, match="the sequence has 7"):
+        simulate_moves(CHAIN, Sequence.parse(TEXT), Moves.none(6), Link(1.0, 1.0))
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_link_has_a_speed(rate: float) -> None:
+    with pytest.raises(ValueError, match="bytes"):
+        Link(rate, 1.0)
+    with pytest.raises(ValueError, match="bytes"):
+        Link(1.0, rate)
+
+
+EVEN_STAGE = Stage(1, (Option(1.0, 2.0, 10), Option(1.0, 2.0, 2, moved=8)))
+EVEN_CHAIN = Chain((EVEN_STAGE,) * 4, 1)
+SEQUENCE = Sequence.parse("Fe_0^1, Fe_1^1, Fe_2^1, Fe_3, L, B_3, B_2, B_1, B_0")
+
+
+def a_limit(data: st.DataObject, chain: Chain, sequence: Sequence) -> int:
+    """From what the sequence needs if all that may move is moved, one at a time, to what it needs if all stays."""
+    most = simulate(chain, sequence).peak
+    try:
+        plan_moves(chain, sequence, Link(1.0, 1.0), 0)
+    except InfeasibleError as error:
+        return data.draw(st.integers(error.min_bytes, most))
+    return most
+
+
+@settings(deadline=None)
+@given(st.data(), moving_chains(4), LINKS, LINKS)
+def test_the_limit_holds_at_any_speed(data: st.DataObject, chain: Chain, planned: Link, real: Link) -> None:
+    sequence = data.draw(st.sampled_from(list(all_sequences(chain))[:50]))
+    limit = a_limit(data, chain, sequence)
+    moves = plan_moves(chain, sequence, planned, limit)
+    for link in (planned, real, Link(1e-9, 1e-9), Link(1e12, 1e12)):
+        assert simulate_moves(chain, sequence, moves, link).peak <= limit
+
+
+@settings(deadline=None)
+@given(st.data(), tiny_chains(3), LINKS)
+def test_no_timetable_of_the_same_trips_is_faster(data: st.DataObject, chain: Chain, link: Link) -> None:
+    sequence = data.draw(st.sampled_from(list(all_sequences(chain))))
+    limit = a_limit(data, chain, sequence)
+    moves = plan_moves(chain, sequence, link, limit)
+    trips = [trip for trip in possible_trips(chain, sequence) if sequence[trip[0]].stage in moves.stages]
+    seconds = simulate_moves(chain, sequence, moves, link).makespan
+    assert seconds == pytest.approx(best_timetable(chain, sequence, trips, limit, link))
+
+
+@settings(deadline=None)
+@given(st.data(), tiny_chains(3), LINKS)
+def test_what_moves_cannot_stay_without_loss(data: st.DataObject, chain: Chain, link: Link) -> None:
+    sequence = data.draw(st.sampled_from(list(all_sequences(chain))))
+    limit = a_limit(data, chain, sequence)
+    moves = plan_moves(chain, sequence, link, limit)
+    trips = [trip for trip in possible_trips(chain, sequence) if sequence[trip[0]].stage in moves.stages]
+    seconds = simulate_moves(chain, sequence, moves, link).makespan
+    for trip in trips:
+        assert best_timetable(chain, sequence, [each for each in trips if each != trip], limit, link) > seconds
+
+
+def test_what_was_slow_to_keep_stays_once_the_link_has_less_to_carry() -> None:
+    # Activation, seconds forward and backward, and bytes that move. With the last stages' bytes on the link as well,
+    # it took 27.75 s where stage 1 moved, and 27.5 s where it stayed.
+    costs = [(2, 1.0, 0.0, 4), (0, 2.0, 1.0, 1), (0, 0.0, 2.0, 8), (2, 0.5, 3.0, 1), (0, 0.0, 0.0, 3)]
+    stages = [Stage(kept, (Option(there, back, kept, moved=moved),)) for kept, there, back, moved in costs]
+    chain, link = Chain(tuple(stages), 3), Link(4.0, 0.5)
+    sequence = store_all(chain)
+    moves = plan_moves(chain, sequence, link, 18)
+    assert 1 not in moves.stages
+    assert simulate_moves(chain, sequence, moves, link).makespan <= 27.5
+
+
+def test_nothing_moves_where_all_fits() -> None:
+    moves = plan_moves(EVEN_CHAIN, SEQUENCE, Link(8.0, 8.0), 43)
+    assert not moves.stages
+    assert simulate_moves(EVEN_CHAIN, SEQUENCE, moves, Link(8.0, 8.0)).peak == 43
+
+
+def test_stages_far_from_the_loss_move_first() -> None:
+    moves = plan_moves(EVEN_CHAIN, SEQUENCE, Link(8.0, 8.0), 36)
+    assert moves.stages == {0}
+    assert moves.wait_out[3] == (0,), "as late as possible: before the fourth stage makes its 10 bytes"
+    assert moves.fetch[6] == (0,), "as early as possible: once the last stage has gone backward"
+    assert simulate_moves(EVEN_CHAIN, SEQUENCE, moves, Link(8.0, 8.0)).makespan == 12.0
+
+
+def test_a_sequence_that_needs_more_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(
+        InfeasibleError, match="the sequence needs 19 bytes, whatever it moves; the limit is 18"
+    ) as info:
+        plan_moves(EVEN_CHAIN, SEQUENCE, Link(1.0, 1.0), 18)
+    assert info.value.min_bytes == 19

@@ -1,0 +1,204 @@
+"""Chains whose stages may move, a search over everything that a step may do, and the published program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+from hypothesis import strategies as st
+
+from rotor_solver import (
+    Backward,
+    Chain,
+    ForwardCheck,
+    ForwardEnable,
+    ForwardNograd,
+    Loss,
+    Operation,
+    Option,
+    Sequence,
+    Stage,
+    moments,
+)
+from rotor_solver.moving import Link
+from tests.solver.strategies import SCRATCH, SIZES, TIMES, rich_chains
+
+RATES = st.sampled_from((0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 64.0))
+LINKS = st.builds(Link, RATES, RATES)
+
+
+@st.composite
+def moving_chains(draw: st.DrawFn, max_stages: int = 5) -> Chain:
+    """Rich chains, of which some options move a part of what they save, beside the output."""
+    chain = draw(rich_chains(max_stages))
+    return replace(chain, stages=tuple(draw(_moving(stage)) for stage in chain.stages))
+
+
+@st.composite
+def _moving(draw: st.DrawFn, stage: Stage) -> Stage:
+    options = list(stage.options)
+    for option in stage.options:
+        if draw(st.booleans()):
+            moved = draw(st.integers(0, option.saved - min(option.saved, stage.output_released)))
+            more = draw(st.integers(0, 8))
+            options.append(replace(option, saved=option.saved - moved, moved=moved + more))
+    return replace(stage, options=tuple(draw(st.permutations(options))))
+
+
+@st.composite
+def tiny_chains(draw: st.DrawFn, max_stages: int = 3) -> Chain:
+    """Chains whose every stage keeps something large, which may be moved, and little else: for naive twins."""
+    stages = []
+    for _ in range(draw(st.integers(1, max_stages))):
+        activation, forward, backward = draw(st.integers(0, 3)), draw(TIMES), draw(TIMES)
+        inside, scratch = draw(st.integers(0, 8)), draw(SCRATCH)
+        stored = Option(forward, backward, activation + inside, scratch, scratch)
+        slower = forward + draw(st.sampled_from((0.0, 0.0, 2.0)))
+        moving = replace(stored, forward_time=slower, saved=activation, moved=inside)
+        quicker = draw(st.sampled_from((forward, forward, forward / 2)))
+        stages.append(Stage(activation, (stored, moving) if inside else (stored,), nograd_time=quicker))
+    return Chain(tuple(stages), draw(SIZES), draw(TIMES), draw(st.integers(0, 4)))
+
+
+Trip = tuple[int, int, int]
+"""Where bytes are made, where they are read, and how many they are."""
+
+
+def all_sequences(chain: Chain) -> Iterator[Sequence]:
+    """Every memory-persistent sequence."""
+    length = len(chain)
+
+    def parts(i: int, last: int) -> Iterator[tuple[Operation, ...]]:
+        if i == length:
+            yield (Loss(),)
+            return
+        for option in range(len(chain.stages[i].options)):
+            for rest in parts(i + 1, last) if i < last else [()]:
+                yield ForwardEnable(i, option), *rest, Backward(i)
+        for j in range(i + 1, last + 1):
+            for right, left in product(parts(j, last), parts(i, j - 1)):
+                yield ForwardCheck(i), *map(ForwardNograd, range(i + 1, j)), *right, *left
+
+    return map(Sequence, parts(0, length))
+
+
+def exhaustive_moving_optimum(chain: Chain, limit: int, link: Link) -> float:
+    """The least seconds of all sequences with all timetables of all that may move; infinite if nothing fits."""
+    best = math.inf
+    for sequence in all_sequences(chain):
+        steps = moments(chain, sequence)
+        if sum(step.seconds for step in steps) >= best:
+            continue
+        for trips in _subsets(possible_trips(chain, sequence)):
+            best = min(best, best_timetable(chain, sequence, trips, limit, link))
+    return best
+
+
+def possible_trips(chain: Chain, sequence: Sequence) -> list[Trip]:
+    operations = list(sequence)
+    return [
+        (place, operations.index(Backward(each.stage)), chain.stages[each.stage].options[each.option].moved)
+        for place, each in enumerate(operations[: operations.index(Loss())])
+        if isinstance(each, ForwardEnable) and chain.stages[each.stage].options[each.option].moved
+    ]
+
+
+def _subsets(trips: list[Trip]) -> Iterator[list[Trip]]:
+    for chosen in product((False, True), repeat=len(trips)):
+        yield [trip for trip, yes in zip(trips, chosen, strict=True) if yes]
+
+
+def best_timetable(chain: Chain, sequence: Sequence, trips: list[Trip], limit: int, link: Link) -> float:
+    """The least seconds in which exactly these trips are made inside the limit, waits and fetches tried everywhere."""
+    steps = moments(chain, sequence)
+    after_loss = sequence.operations.index(Loss()) + 1
+    best = math.inf
+    leaves = [range(forward + 1, after_loss + 1) for forward, _, _ in trips]
+    returns = [range(after_loss, backward + 1) for _, backward, _ in trips]
+    for waits in product(*leaves):
+        for fetches in product(*returns):
+            away = list(zip(trips, waits, fetches, strict=True))
+            held = [
+                step.during - sum(moved for (_, _, moved), wait, fetch in away if wait <= place < fetch)
+                for place, step in enumerate(steps)
+            ]
+            if max(held) <= limit:
+                best = min(best, _seconds([step.seconds for step in steps], away, link))
+    return best
+
+
+def _seconds(steps: list[float], away: list[tuple[Trip, int, int]], link: Link) -> float:
+    now = out_free = in_free = 0.0
+    out_end: dict[Trip, float] = {}
+    in_end: dict[Trip, float] = {}
+    for place, seconds in enumerate(steps):
+        now = max([now, *(out_end[trip] for trip, wait, _ in away if wait == place)])
+        for trip, _, fetch in sorted(away, key=lambda each: each[0][1]):
+            if fetch == place:
+                in_free = in_end[trip] = max(in_free, now) + trip[2] / link.in_bytes_per_second
+        now = max([now, *(in_end[trip] for trip, _, _ in away if trip[1] == place)]) + seconds
+        for trip, _, _ in away:
+            if trip[0] == place:
+                out_free = out_end[trip] = max(out_free, now) + trip[2] / link.out_bytes_per_second
+    return now
+
+
+def pofo_optimum(chain: Chain, limit: int, link: Link) -> float:
+    """Seconds; infinite if nothing fits. For chains of `tiny_chains`: no gradients, nothing released or held."""
+    length, sizes, stages = len(chain), chain.activation, chain.stages
+    out_rate, in_rate = link.out_bytes_per_second, link.in_bytes_per_second
+
+    @cache
+    def again(i: int, last: int, memory: float) -> float:
+        """The published recurrence for [i, last] after the loss, where nothing moves."""
+        times = [math.inf]
+        for option in stages[i].options:
+            during = max(
+                sizes[last + 1] + option.kept + option.forward_temp,
+                sizes[i] + sizes[i + 1] + option.kept + option.backward_temp,
+            )
+            if during <= memory:
+                rest = again(i + 1, last, memory - option.kept) if i < last else 0.0
+                times.append(option.forward_time + option.backward_time + rest)
+        for j in range(i + 1, last + 1):
+            if sizes[last + 1] + without_graph(i, j) <= memory:
+                forward = sum(chain.nograd_time[i:j])
+                times.append(forward + again(j, last, memory - sizes[j]) + again(i, j - 1, memory))
+        return min(times)
+
+    def without_graph(i: int, j: int) -> int:
+        return max((sizes[k] if k > i else 0) + sizes[k + 1] + chain.nograd_temp[k] for k in range(i, j))
+
+    def step(seconds: float, needed: float, left: float, rate: float) -> tuple[float, float]:
+        """Seconds with what has to be waited for, and what is left of `left` bytes, to compute in `needed` bytes."""
+        room = limit - needed
+        if room < 0:
+            return math.inf, 0.0
+        return seconds + max(0.0, left - room) / rate, max(0.0, min(left, room) - seconds * rate)
+
+    @cache
+    def best(i: int, kept: int, out: float, back: float) -> float:
+        if i == length:
+            seconds, out = step(chain.loss_time, kept + sizes[length] + chain.loss_temp, out, out_rate)
+            return seconds + out / out_rate + back / in_rate
+        times = [math.inf]
+        for option in stages[i].options:
+            forward, left = step(option.forward_time, kept + option.kept + option.forward_temp, out, out_rate)
+            needed = kept + option.kept + sizes[i] + sizes[i + 1] + option.backward_temp
+            backward, rest = step(option.backward_time, needed, back, in_rate)
+            if math.isfinite(forward + backward):
+                later = best(i + 1, kept + option.saved, left + option.moved, rest + option.moved)
+                times.append(forward + backward + later)
+        for j in range(i + 1, length + 1):
+            forward, left = step(sum(chain.nograd_time[i:j]), kept + without_graph(i, j), out, out_rate)
+            for waited in {back, *map(float, range(math.ceil(back)))}:  # seen from the end, the link has its turn first
+                backward = (back - waited) / in_rate + again(i, j - 1, limit - kept - waited)
+                if math.isfinite(forward + backward):
+                    rest = max(0.0, waited - again(i, j - 1, limit - kept - waited) * in_rate)
+                    times.append(forward + backward + best(j, kept + sizes[j], left, rest))
+        return min(times)
+
+    return best(0, sizes[0], 0.0, 0.0)

@@ -1,0 +1,328 @@
+"""The persistent program against its twins: the plain recurrence, searches over all sequences, the published loop."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.published import arrays, published_plan, tables
+from rotor_solver import Chain, InfeasibleError, Sequence, min_bytes, recompute_all, simulate, solve, store_all
+from rotor_solver.persistent import program, table
+from rotor_solver.persistent.layout import Problem, extents
+from rotor_solver.persistent.program import THOROUGH, Effort, coarse_chain, fine_sequence, optimum
+from rotor_solver.persistent.table import Table
+from rotor_solver.segments import even_segments
+from tests.solver.naive import exhaustive_optimum, naive_optimum
+from tests.solver.strategies import SCRATCH, SIZES, TIMES, plain_chains, rich_chains, unit_chain
+
+
+@settings(max_examples=60, deadline=None)
+@given(rich_chains(max_stages=6), st.data())
+def test_the_plain_recurrence_is_what_solve_attains(chain: Chain, data: st.DataObject) -> None:
+    least = min_bytes(chain)
+    limit = data.draw(st.integers(least, max(least, simulate(chain, store_all(chain)).peak)), label="limit")
+    best = optimum(chain, limit)
+    assert best == pytest.approx(naive_optimum(chain, limit))
+    assert simulate(chain, solve(chain, limit)).makespan == pytest.approx(best)
+    assert optimum(chain, least - 1) == math.inf
+
+
+def test_ten_stages_in_six_bytes() -> None:
+    chain = unit_chain(10)
+    assert optimum(chain, 6) == simulate(chain, solve(chain, 6)).makespan
+
+
+def solved(chain: Chain, limit: int) -> float:
+    """The makespan of the plan, once its peak and its bound are checked; infinite where there is no plan."""
+    try:
+        sequence = solve(chain, limit)
+    except InfeasibleError:
+        return math.inf
+    result = simulate(chain, sequence)
+    assert result.peak <= limit
+    assert sequence.lower_bound == pytest.approx(result.makespan)  # one byte per slot: nothing is rounded
+    return result.makespan
+
+
+def a_limit(data: st.DataObject, chain: Chain) -> int:
+    return data.draw(st.integers(0, simulate(chain, store_all(chain)).peak + 2), label="limit")
+
+
+@settings(max_examples=150, deadline=None)
+@given(plain_chains(), st.data())
+def test_plans_are_as_fast_as_the_best_of_all_persistent_sequences(chain: Chain, data: st.DataObject) -> None:
+    limit = a_limit(data, chain)
+    assert solved(chain, limit) == exhaustive_optimum(chain, limit, persistent=True)
+
+
+def test_an_input_made_for_later_is_a_checkpoint_to_the_search_too() -> None:
+    """CF_0, Fn_1, CF_0, Fn_2 … Fn_1 would keep a_1 without counting as a checkpoint of it."""
+    chain = Chain.from_arrays([9, 1, 1, 1], [0] * 5, [0, 1, 3, 6, 1], [2, 4, 6, 4], [12, 0, 0, 0], [0] * 5)
+    assert math.isinf(exhaustive_optimum(chain, 18, persistent=True))
+    assert exhaustive_optimum(chain, 18, persistent=False) == 24
+    assert min_bytes(chain) == 19
+
+
+@pytest.mark.slow
+@settings(max_examples=250, deadline=None)
+@given(rich_chains(), st.data())
+def test_plans_are_as_fast_as_the_recurrence_says(chain: Chain, data: st.DataObject) -> None:
+    limit = a_limit(data, chain)
+    assert solved(chain, limit) == naive_optimum(chain, limit)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rich_chains())
+def test_the_least_limit_works_and_one_byte_less_does_not(chain: Chain) -> None:
+    least = min_bytes(chain)
+    assert math.isfinite(naive_optimum(chain, least))
+    assert math.isinf(naive_optimum(chain, least - 1))
+    assert simulate(chain, solve(chain, least)).peak == least
+    assert simulate(chain, recompute_all(chain)).peak == least
+
+
+@settings(max_examples=100, deadline=None)
+@given(rich_chains(max_stages=4))
+def test_more_memory_is_never_slower(chain: Chain) -> None:
+    limits = range(min_bytes(chain), simulate(chain, store_all(chain)).peak + 2)
+    makespans = [solved(chain, limit) for limit in limits]
+    assert makespans == sorted(makespans, reverse=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rich_chains(max_stages=8), st.integers(1, 8), st.integers(0, 60))
+def test_a_coarse_sequence_fits_whenever_it_seems_to(chain: Chain, count: int, more: int) -> None:
+    groups = even_segments(len(chain), count)
+    coarse = coarse_chain(chain, groups)
+    least = recompute_all(coarse)
+    middle = solve(coarse, simulate(coarse, least).peak + more)
+    for sequence in (store_all(coarse), least, middle):
+        seeming, true = simulate(coarse, sequence), simulate(chain, fine_sequence(chain, groups, sequence))
+        assert true.peak <= seeming.peak
+        assert abs(true.makespan - seeming.makespan) < 1e-9
+
+
+ENTRIES = json.loads((Path(__file__).resolve().parents[2] / "data" / "chains.json").read_text())
+SMALL = [entry for entry in ENTRIES if len(entry["forward_time"]) <= 12]
+
+
+@st.composite
+def classical_chains(draw: st.DrawFn, max_stages: int = 6) -> Chain:
+    length = draw(st.integers(0, max_stages))
+
+    def several(values: st.SearchStrategy[Any], extra: int = 0) -> list[Any]:
+        return draw(st.lists(values, min_size=length + extra, max_size=length + extra))
+
+    return Chain.from_arrays(
+        several(TIMES), several(TIMES, 1), several(SIZES, 1), several(SIZES), several(SCRATCH), several(SCRATCH, 1)
+    )
+
+
+def recursion(chain: Chain, unit: int, slots: int) -> np.ndarray:
+    """The recurrence once more, as a memoised recursion: Opt by (m, i, l), infinite for i > l."""
+    length = len(chain)
+
+    def slots_of(sizes: tuple[int, ...]) -> list[int]:
+        return [math.ceil(size / unit) for size in (*sizes, 0)]
+
+    size, saved = slots_of(chain.activation), slots_of(chain.saved)
+    forward_temp, backward_temp = slots_of(chain.forward_temp), slots_of(chain.backward_temp)
+    forward = (*chain.forward_time, 0.0)
+
+    @cache
+    def best(i: int, last: int, m: int) -> float:
+        if m < 0:
+            return math.inf
+        if i == last:
+            needs = (
+                size[i + 1] + saved[i] + forward_temp[i],
+                size[i] + size[i + 1] + saved[i] + backward_temp[i],
+            )
+            return forward[i] + chain.backward_time[i] if m >= max(needs) else math.inf
+        for k in range(i, last):
+            if m < size[last + 1] + (size[k] if k > i else 0) + size[k + 1] + forward_temp[k]:
+                return math.inf
+        return min(
+            best(i, i, m) + best(i + 1, last, m - saved[i]),
+            *(sum(forward[i:j]) + best(j, last, m - size[j]) + best(i, j - 1, m) for j in range(i + 1, last + 1)),
+        )
+
+    table = np.full((slots + 1, length + 1, length + 1), np.inf)
+    for m, i, last in np.ndindex(table.shape):
+        if i <= last:
+            table[m, i, last] = best(i, last, m)
+    return table
+
+
+@settings(max_examples=40, deadline=None)
+@given(classical_chains(), st.integers(1, 3), st.integers(0, 40))
+def test_the_loop_fills_the_table_of_its_recurrence(chain: Chain, unit: int, slots: int) -> None:
+    times, _ = tables(slots, *arrays(chain, unit))
+    upper = np.triu(np.ones(times.shape[1:], bool))
+    assert np.array_equal(times[:, upper], recursion(chain, unit, slots)[:, upper])
+
+
+@pytest.mark.parametrize("entry", SMALL, ids=range(len(SMALL)))
+def test_plans_are_as_fast_as_those_of_rotor(entry: dict[str, Any]) -> None:
+    names = ("forward_time", "backward_time", "activation", "forward_temp", "backward_temp")
+    chain = Chain.from_arrays(**{name: entry[name] for name in names}, saved=entry["saved"][1:])
+    for point in entry["points"]:
+        plan = published_plan(chain, point["limit"], slots=point["limit"])
+        if point["rotor_makespan"] is None:
+            assert plan is None
+        else:
+            assert isinstance(plan, Sequence)
+            assert simulate(chain, plan).makespan == point["rotor_makespan"]
+
+
+def test_published_conditions_are_too_loose_and_plans_pass_their_limit() -> None:
+    """The example of docs/solver.md: while Fe_0 runs again, δ_2 is in memory, and not δ_1."""
+    chain = Chain.from_arrays([1] * 3, [1] * 3 + [0], [2, 3, 5, 4], [5, 7, 4], [14, 0, 8], [0] * 4)
+    plan = published_plan(chain, 24)
+    assert str(plan) == "CF_0, Fn_1, Fe_2, L, B_2, Fe_0, Fe_1, B_1, B_0"
+    assert plan is not None
+    assert simulate(chain, plan).peak == 2 + 5 + 5 + 14
+    assert str(solve(chain, 24)) == "CF_0, CF_1, Fe_2, L, B_2, Fe_1, B_1, Fe_0, B_0"
+    assert simulate(chain, solve(chain, 24)).peak == 24
+
+
+def test_published_conditions_are_too_strict_and_refuse_what_fits() -> None:
+    chain = Chain.from_arrays([1], [1, 0], [1, 4], [4], [10], [0, 0])
+    assert simulate(chain, solve(chain, 15)).peak == 15
+    assert published_plan(chain, 18) is None
+    assert published_plan(chain, 19) is not None
+
+
+def random_chain(length: int, seed: int = 0) -> Chain:
+    """Times and sizes of every magnitude, which no slot divides."""
+    rng = np.random.default_rng(seed)
+    forward = rng.lognormal(0, 0.7, length)
+    sizes = (1e8 * rng.lognormal(0, 0.7, length + 1)).astype(np.int64)
+    return Chain.from_arrays(
+        forward_time=forward,
+        backward_time=[*(forward * rng.uniform(1.5, 2.5, length)), 0.1],
+        activation=sizes,
+        saved=(sizes[1:] * rng.uniform(1, 4, length)).astype(np.int64),
+        forward_temp=(sizes[1:] * rng.uniform(0, 1, length)).astype(np.int64),
+        backward_temp=[*(sizes[1:] * rng.uniform(0, 1, length)).astype(np.int64), 0],
+    )
+
+
+def repeated_chain(length: int, period: int = 3, *, tail: int = 2) -> Chain:
+    """An odd stage, `period` kinds of stages in turn, and some odd ones again: a transformer, as costs."""
+    kinds, odd = random_chain(period, seed=1), random_chain(1 + tail, seed=2)
+    order = [odd.stages[0], *(kinds.stages[i % period] for i in range(length)), *odd.stages[1:]]
+    return Chain(tuple(order), odd.input_bytes, loss_time=0.1)
+
+
+def limit_between(chain: Chain, fraction: float) -> int:
+    least, whole = min_bytes(chain), simulate(chain, store_all(chain)).peak
+    return int(least + fraction * (whole - least))
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("length", [30, 90, 150])
+def test_the_certified_gap_is_below_half_a_percent(length: int, fraction: float) -> None:
+    chain = random_chain(length)
+    limit = limit_between(chain, fraction)
+    sequence = solve(chain, limit)
+    result = simulate(chain, sequence)
+    assert result.peak <= limit
+    assert sequence.lower_bound is not None
+    assert sequence.lower_bound <= result.makespan <= sequence.lower_bound * 1.005
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.4, 0.8])
+def test_single_precision_bounds_hold_and_plans_are_as_good(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = random_chain(40)
+    limit = limit_between(chain, fraction)
+    double = solve(chain, limit)
+    monkeypatch.setattr(table, "_DOUBLE", 0)
+    single = solve(chain, limit)
+    assert single.lower_bound is not None
+    assert single.lower_bound <= simulate(chain, double).makespan
+    assert simulate(chain, single).makespan == pytest.approx(simulate(chain, double).makespan, rel=0.005)
+
+
+@pytest.mark.parametrize("gradient", [0, 10**7])
+@pytest.mark.parametrize("fraction", [0.02, 0.3, 0.7])
+@pytest.mark.parametrize("period", [1, 2, 5])
+def test_shared_rows_change_no_number(period: int, fraction: float, gradient: int) -> None:
+    """The same table, with rows shared and with every row computed. Gradients make the later stages different."""
+    plain = repeated_chain(100, period)
+    stages = tuple(type(stage)(stage.activation, stage.options, gradient=gradient) for stage in plain.stages)
+    chain = Chain(stages, plain.input_bytes, plain.loss_time)
+    problem, room = Problem.of(chain), limit_between(chain, fraction) - chain.input_bytes
+    scale = simulate(chain, problem.least_sequence()).makespan - problem.stored
+    shared = Table.of(problem, room, room // 300, scale, np.zeros(len(chain) + 1))
+    assert (shared.owner is not None) == (gradient == 0)
+    shared.fill()
+    alone = Table.of(problem, room, room // 300, scale, np.zeros(len(chain) + 1))
+    alone.owner = None
+    first, sizes = extents(alone.rows.begin, alone.rows.high)
+    position = np.cumsum(sizes) - sizes - first
+    alone.rows, alone.size = alone.rows._replace(position=position), int(sizes.sum())
+    alone.fill()
+    assert shared.later() == pytest.approx(alone.later(), rel=1e-9)
+    for less in (0, room // 7, room // 3):
+        assert shared.lower_bound(room - less) == pytest.approx(alone.lower_bound(room - less), rel=1e-9)
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.8])
+def test_repeated_blocks_are_planned_as_closely_as_others(fraction: float) -> None:
+    chain = repeated_chain(120)
+    limit = limit_between(chain, fraction)
+    sequence = solve(chain, limit)
+    assert sequence.lower_bound is not None
+    assert simulate(chain, sequence).peak <= limit
+    assert simulate(chain, sequence).makespan <= sequence.lower_bound * 1.005
+
+
+def test_a_table_that_would_be_too_large_is_made_coarser_and_the_bound_still_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chain = random_chain(50)
+    limit = limit_between(chain, 0.3)
+    close = solve(chain, limit)
+    monkeypatch.setattr(program, "THOROUGH", Effort(THOROUGH.close, pairs=1e6, nbytes=2**20))
+    coarse = solve(chain, limit)
+    assert close.lower_bound is not None
+    assert coarse.lower_bound is not None
+    assert simulate(chain, coarse).peak <= limit
+    assert coarse.lower_bound <= close.lower_bound * (1 + 1e-9)
+    assert simulate(chain, coarse).makespan >= close.lower_bound
+
+
+def test_groups_of_stages_only_make_it_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = random_chain(70)
+    limit = limit_between(chain, 0.2)
+    grouped = solve(chain, limit)
+    monkeypatch.setattr(program, "_GROUP", 1000)
+    alone = solve(chain, limit)
+    assert simulate(chain, alone).makespan == pytest.approx(simulate(chain, grouped).makespan, rel=0.005)
+    assert alone.lower_bound is not None
+    assert grouped.lower_bound is not None
+    assert math.isclose(alone.lower_bound, grouped.lower_bound, rel_tol=0.005)
+
+
+def test_what_coarse_chains_promise_is_true_of_the_chain_itself() -> None:
+    from rotor_solver.persistent.program import coarse_chain, fine_sequence
+    from rotor_solver.segments import even_segments
+
+    chain = random_chain(23)
+    for count in (1, 4, 7, 23):
+        groups = even_segments(23, count)
+        coarse = coarse_chain(chain, groups)
+        for limit in np.linspace(min_bytes(coarse), simulate(coarse, store_all(coarse)).peak, 5).astype(int).tolist():
+            sequence = solve(coarse, limit)
+            promised, real = simulate(coarse, sequence), simulate(chain, fine_sequence(chain, groups, sequence))
+            assert real.peak <= promised.peak <= limit
+            assert real.makespan == pytest.approx(promised.makespan)

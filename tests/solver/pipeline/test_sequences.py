@@ -1,0 +1,94 @@
+"""The fastest sequence with several microbatches in flight, against all sequences one by one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rotor_solver import Chain, InfeasibleError, Option, Stage, simulate, solve, store_all
+from rotor_solver.pipeline.sequences import (
+    Microbatch,
+    bound_in_flight,
+    bytes_in_flight,
+    fastest_in_flight,
+    least_in_flight,
+    optimum,
+)
+from tests.solver.pipeline import naive
+from tests.solver.strategies import plain_chains, rich_chains
+
+EXACT = 10**6
+"""So many slots that each is one byte."""
+
+
+def in_flight(chain: Chain, sequence, count: int) -> int:
+    one = Microbatch.of(chain, sequence)
+    return bytes_in_flight(one.kept_bytes, one.peak_bytes, count)
+
+
+@settings(deadline=None, max_examples=80)
+@given(plain_chains(max_stages=4) | rich_chains(max_stages=3), st.integers(2, 4), st.floats(0, 1))
+def test_no_sequence_is_faster_and_none_fits_into_less(chain: Chain, count: int, share: float) -> None:
+    found = naive.bytes_and_seconds(chain, count)
+    least = least_in_flight(chain, count)
+    assert least.nbytes == min(size for size, _ in found)
+    assert in_flight(chain, least.sequence, count) == least.nbytes
+    limit = least.nbytes + int(share * (in_flight(chain, store_all(chain), count) - least.nbytes))
+    if limit >= least.nbytes:
+        best = min(seconds for size, seconds in found if size <= limit)
+        sequence = fastest_in_flight(chain, limit, count, EXACT)
+        assert simulate(chain, sequence).makespan == pytest.approx(best)
+        assert sequence.lower_bound == pytest.approx(best)
+        assert in_flight(chain, sequence, count) <= limit
+        assert optimum(chain, limit, count) == pytest.approx(best)
+    assert optimum(chain, least.nbytes - 1, count) == math.inf
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=60)
+@given(rich_chains(max_stages=4), st.integers(2, 4), st.floats(0, 1), st.integers(1, 12))
+def test_with_few_slots_the_bound_is_below_every_sequence_and_the_sequence_fits(
+    chain: Chain, count: int, share: float, slots: int
+) -> None:
+    least = least_in_flight(chain, count).nbytes
+    limit = least + max(0, int(share * (in_flight(chain, store_all(chain), count) - least)))
+    best = naive.fastest(chain, limit, count)
+    sequence = fastest_in_flight(chain, limit, count, slots)
+    assert in_flight(chain, sequence, count) <= limit
+    assert sequence.lower_bound is not None
+    assert sequence.lower_bound <= best + 1e-9
+    assert bound_in_flight(chain, limit, count, slots) <= best + 1e-9
+    assert simulate(chain, sequence).makespan >= best - 1e-9
+
+
+def test_below_the_least_bytes_the_error_has_both_numbers() -> None:
+    chain = Chain.from_arrays([1, 1], [1, 1, 1], [4, 4, 4], [8, 8], [0, 0], [0, 0, 0])
+    least = naive.least_bytes(chain, 3)
+    with pytest.raises(InfeasibleError, match=f"3 microbatches in flight need at least {least} bytes") as caught:
+        fastest_in_flight(chain, least - 1, 3, EXACT)
+    assert (caught.value.min_bytes, caught.value.mem_limit) == (least, least - 1)
+    assert bound_in_flight(chain, least - 1, 3, EXACT) == math.inf
+
+
+def test_with_many_in_flight_little_is_kept_and_much_is_used_in_the_backward() -> None:
+    """The fastest sequence within the same bytes for one microbatch alone keeps as much as it can, which is worse."""
+    chain = Chain.from_arrays([1] * 4, [2] * 4 + [0], [1] * 5, [6] * 4, [0] * 4, [0] * 5)
+    limit, count = 45, 5
+    sequence = fastest_in_flight(chain, limit, count, EXACT)
+    assert str(sequence).startswith("CF_0, Fn_1, Fn_2, Fn_3, L, Fe_0, Fe_1, Fe_2, Fe_3, B_3")
+    within = (solve(chain, each) for each in range(limit, 0, -1) if each >= least_in_flight(chain, 1).nbytes)
+    alone = next(each for each in within if in_flight(chain, each, count) <= limit)
+    assert simulate(chain, alone).makespan > simulate(chain, sequence).makespan
+
+
+def test_more_may_be_there_before_the_loss_than_is_kept() -> None:
+    """The second stage frees what the first one saved, and saves nothing: then nothing is kept, after one byte was."""
+    first, second = Stage(1, (Option(0, 0, 1),)), Stage(1, (Option(0, 0, 0),), input_released=1)
+    chain = Chain((first, second), 0)
+    for limit in range(naive.least_bytes(chain, 2), 6):
+        best = naive.fastest(chain, limit, 2)
+        assert optimum(chain, limit, 2) == best
+        assert simulate(chain, fastest_in_flight(chain, limit, 2, EXACT)).makespan == best
