@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rotor_profiling import LossCost, StageCost
-from rotor_profiling.stage.seconds import StageSeconds
 from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_solver import Chain, Option, RoundedOutput, Stage
 
@@ -73,10 +71,6 @@ class RoundedBorders:
     of_inputs: tuple[RoundedBorder | None, ...]
 
 
-Ends = tuple[Mapping[str, StageSeconds], Mapping[str, StageSeconds]]
-"""The least and the most seconds of a stage by the name of the way to store it, "" for whole."""
-
-
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """Seconds and bytes of every part of a step. `snapshot_bytes` is what a replay keeps: of buffers that move, and of
@@ -105,8 +99,6 @@ class Measurement:
     """The checkpoints that a plan may keep in fewer bits; None where nobody has asked for it, or none can be."""
     spread: float = field(default=0.0, compare=False)
     """How far the times of one kind of stage were apart, as a part of them: about how it was measured."""
-    intervals: tuple[Ends, ...] = field(default=(), compare=False)
-    """For each stage, what its times are at least and at most; empty where that is not known."""
 
     @property
     def returned_bytes(self) -> int:
