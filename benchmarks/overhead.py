@@ -2,7 +2,6 @@
 
     python benchmarks/overhead.py              # on the CPU; prints the table. --only LLAMA for a part of a name
     python benchmarks/overhead.py --write      # also into docs/benchmarks.md, the README and benchmarks/results/
-    python benchmarks/overhead.py --busy       # the command five times beside two processes that only compute
 
 Networks and models of the README, and a Llama of 32 blocks, each at three limits: a quarter, half and three quarters
 of the way from the least possible to storing everything. Batches of models are larger than there. A step is
@@ -21,19 +20,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import logging
 import multiprocessing
-import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -47,8 +40,7 @@ from report import merged, write
 from torch import nn
 from torch._dynamo import convert_frame, eval_frame
 
-from rotor_py import Checkpointable, format_bytes
-from rotor_py.measure.walks.free_cores import threads_left
+from rotor_py import Checkpointable
 from rotor_solver import simulate, store_all
 
 CPU = torch.device("cpu")
@@ -65,7 +57,6 @@ MODELS = {
 IDLE = 0.04
 """The most spread on an idle machine. The models here have 1 to 3 % then, and 5 to 15 % while others use memory."""
 MOST_TRIES = 5
-ANEW = ", each time anew"
 Step = Callable[[nn.Module], None]
 
 
@@ -224,81 +215,6 @@ def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-def beside_others(name: str, batch: int, image: int, times: int, repeats: int, *, anew: bool) -> dict[str, Any]:
-    """The command, so often, beside two processes that only compute: how far apart limits and real steps are.
-
-    The first one begins without any measurement that is kept; if `anew`, all do.
-
-    The steps of all plans are timed in turns once the machine is quiet: with as many threads as their stages were timed
-    with, and with all.
-    """
-    logging.disable(logging.WARNING)
-    keep_free_memory()
-    torch.manual_seed(0)
-    model, _, step, loss = model_case(name) if name in MODELS else network_case(name, batch, image)
-    spawn = multiprocessing.get_context("spawn")
-    others = [spawn.Process(target=_compute, daemon=True) for _ in range(2)]
-    with TemporaryDirectory() as folder:
-        plans = [str(Path(folder) / f"{number}.json") for number in range(times)]
-        file = Path(folder) / "case.py"
-        file.write_text(_CASE.format(folder=str(Path(__file__).parent), name=name, batch=batch, image=image))
-        for each in others:
-            each.start()
-        kept = {**os.environ, "XDG_CACHE_HOME": folder}
-        try:
-            for plan in plans:
-                command = [sys.executable, "-m", "rotor_cli", str(file), "--max-overhead", "20%", "--fresh-grads"]
-                command += ["--quiet", "--save", plan, *["--no-cache"] * anew]
-                subprocess.run(command, check=True, capture_output=True, env=kept)
-            everywhere = torch.get_num_threads()
-            planned_for = threads_left(CPU) or everywhere
-        finally:
-            for each in others:
-                each.kill()
-        trained = [Checkpointable(copy.deepcopy(model), loss=loss, fresh_grads=True, plan=plan) for plan in plans]
-        limits = [json.loads(Path(plan).read_text())["mem_limit"] for plan in plans]
-    found: dict[str, Any] = {"model": name + ANEW * anew, "limits": limits, "threads": planned_for}
-    for key, threads in (("steps", planned_for), ("steps_with_all_threads", everywhere)):
-        torch.set_num_threads(threads)
-        turns = [(seconds(step, model), *(seconds(step, each) for each in trained)) for _ in range(repeats + 2)][2:]
-        found[key] = [statistics.median(turn[1 + at] / turn[0] for turn in turns) for at in range(times)]
-    return found
-
-
-_CASE = """import sys
-sys.path.insert(0, {folder!r})
-import torch
-from heap import keep_free_memory
-from overhead import MODELS, model_case, network_case
-keep_free_memory()
-torch.manual_seed(0)
-model, sample, _, loss = model_case({name!r}) if {name!r} in MODELS else network_case({name!r}, {batch}, {image})
-"""
-
-
-def busy_table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| model | limits for 20 % more time | apart | steps, to a plain one, threads as planned for | apart "
-        "| with all threads | apart |",
-        "| --- " * 7 + "|",
-    ]
-    for row in rows:
-        cells = [row["model"], ", ".join(map(format_bytes, row["limits"])), _apart(row["limits"])]
-        for steps in (row["steps"], row["steps_with_all_threads"]):
-            cells += [", ".join(f"{each:.3f}" for each in steps), _apart(steps)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _apart(numbers: Sequence[float]) -> str:
-    return f"{max(numbers) / min(numbers) - 1:.1%}"
-
-
-def _compute() -> None:
-    while True:
-        sum(range(100_000))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9, help="turns of a session")
@@ -306,26 +222,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--image", type=int, default=96)
     parser.add_argument("--only", default="", help="part of a name")
-    parser.add_argument("--busy", action="store_true")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     ask_for_large_pages()
-    spawn = multiprocessing.get_context("spawn")
-    names = (*NETWORKS, *MODELS)
-    for name in names:
+    for name in (*NETWORKS, *MODELS):
         if options.only.lower() not in name.lower():
-            continue
-        if options.busy:
-            case = name, options.batch, options.image, 5, options.repeats
-            for anew in (False, True):
-                with ProcessPoolExecutor(1, spawn) as process:
-                    rows = [process.submit(partial(beside_others, *case, anew=anew)).result()]
-                print(busy_table(rows).splitlines()[-1], flush=True)
-                if not options.write:
-                    continue
-                everything = merged("overhead-busy", rows, CPU, [each + more for each in names for more in ("", ANEW)])
-                write("overhead-busy", busy_table(everything), everything, CPU)
             continue
         rows = sessions(name, options.batch, options.image, options.repeats, options.sessions)
         print(table(rows).splitlines()[-1], flush=True)

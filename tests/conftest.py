@@ -106,12 +106,6 @@ def objects_are_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotor_py.measure.planning_lock.gc", SimpleNamespace(get_freeze_count=lambda: 1))
 
 
-@pytest.fixture(autouse=True)
-def nothing_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever does: other tests, for example."""
-    monkeypatch.setattr("rotor_py.measure.walks.free_cores.running_elsewhere", lambda: 0)
-
-
 _cache_folders = itertools.count()
 
 

@@ -84,7 +84,6 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "sequence": str(facts.sequence),
             "algorithm": facts.sequence.algorithm,
             "gap": facts.gap,
-            "regret": facts.regret,
             "forwards_in_flight": facts.budget.forwards,
             "backward_order": facts.budget.backward_order,
             "sequences": [str(each) for each in facts.sequence.of_forwards(facts.budget.forwards)],

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import sqrt
-from statistics import fmean
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-
-from rotor_profiling.caches import OtherData
 
 # Guesses. Fewer runs make times that jump from plan to plan, more runs make measuring take minutes.
 FEWEST_RUNS = 3
@@ -28,19 +24,9 @@ class Stopwatch(Protocol):
     def exact(self) -> bool:
         """Whether every run shows the same, so that one is enough."""
 
-    @property
-    def waiting(self) -> float:
-        """The part of the time since it was made in which this thread waited for a core."""
-
     def start(self) -> None: ...
 
     def lap(self) -> None: ...
-
-    def warm(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Have in caches what a stage finds there when it runs for the first time: its input, which was just made."""
-
-    def cool(self) -> None:
-        """Have nothing in caches, as in a step, where other stages run between a stage's forward and its backward."""
 
     def stop(self) -> list[float]:
         """The seconds of all laps since the start."""
@@ -86,31 +72,6 @@ def spread(samples: list[float]) -> float:
     return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / middle if middle else 0.0
 
 
-def error_of(samples: list[float]) -> float:
-    """By how much the least of the `samples` may be longer than on a quiet machine; 0 for a single one.
-
-    A machine makes a run longer, and never shorter. If delays are exponential, the least of n runs has an n-th of the
-    mean delay left, and this is an unbiased estimate of it.
-    """
-    more = len(samples) - 1
-    return (sum(samples) / len(samples) - min(samples)) / more if more else 0.0
-
-
-def middle(samples: list[float]) -> float:
-    """The mean of the middle half of the `samples`: few that are far off do not count, and the others all do."""
-    ordered = sorted(samples)
-    cut = len(ordered) // 4
-    return fmean(ordered[cut : len(ordered) - cut])
-
-
-def error_of_middle(samples: list[float]) -> float:
-    """How well the middle of the `samples` is known, which a machine makes longer or shorter, as it does differences.
-
-    It is how far the middle half is apart, less the more of them there are.
-    """
-    return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / sqrt(len(samples))
-
-
 def several_processes() -> bool:
     """Whether this process is one of several: they may have to run as often, as a collective waits for all of them."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -150,13 +111,6 @@ class _CpuStopwatch:
     def __init__(self, waited: Callable[[], float]) -> None:
         self._waited = waited
         self._times: list[float] = []
-        self._made = time.perf_counter(), waited()
-        self._other: OtherData | None = None
-
-    @property
-    def waiting(self) -> float:
-        made, before = self._made
-        return (self._waited() - before) / max(time.perf_counter() - made, 1e-9)
 
     def start(self) -> None:
         self._times = []
@@ -178,16 +132,6 @@ class _CpuStopwatch:
                 return now - waited
             waited = after
 
-    def warm(self, tensors: Iterable[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for tensor in tensors:
-                tensor.sum()
-
-    def cool(self) -> None:
-        if self._other is None:
-            self._other = OtherData()
-        self._other.read()
-
     def stop(self) -> list[float]:
         # One clock counts in nanoseconds, and the other may not: a lap without work may come out negative.
         return [max(0.0, after - before) for before, after in zip(self._times, self._times[1:], strict=False)]
@@ -197,7 +141,6 @@ class _CudaStopwatch:
     """Events, not the host's clock: kernels run long after the call that launched them has returned."""
 
     exact = False
-    waiting = 0.0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -207,10 +150,6 @@ class _CudaStopwatch:
         torch.cuda.synchronize(self._device)  # else the first lap would wait for earlier work
         self._events = []
         self.lap()
-
-    def warm(self, tensors: Iterable[torch.Tensor]) -> None: ...
-
-    def cool(self) -> None: ...
 
     def lap(self) -> None:
         event = torch.cuda.Event(enable_timing=True)

@@ -32,13 +32,10 @@ from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.shard_groups import Sharding, sharding_of
 from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import UnsupportedModelError
-from rotor_py.measure.certified.possible_times import PossibleTimes
 from rotor_py.measure.cut import cut_layers
-from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import new_objects_aside
 from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_py.measure.stages import unmeasured_loss
-from rotor_py.measure.walks.precision import ALL_PLANS, ONE_PLAN, Precision
 from rotor_py.units import format_bytes
 from rotor_solver.progress import Progress
 
@@ -57,23 +54,17 @@ def measure_graphs(
     loss: Callable[[Any], torch.Tensor] | None,
     compiler: StageCompiler | None = None,
     room: RoomOf | None = None,
-    enough: Callable[[PossibleTimes, tuple[Any, ...]], bool] | None = None,
-    precision: Precision = ALL_PLANS,
     **options: Any,
 ) -> MeasuredGraphs:
     """Capture and measure all graphs of a model, and the loss; `options` are those of `measure.stages.measure`.
 
     With a `compiler`, the main graph is measured compiled, too; `room` says what there is for it, once it is measured.
-    Stages are timed with that `precision`, or until it is `enough` for the one plan that is wanted, of the whole step:
-    that has the values that are shared as well.
-
     The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
     if operators outside all graphs keep more than a hundredth of what the graphs keep, and UnusableLossError if the
     loss cannot be trained with. What the model raises passes through.
     """
     model = forward.model
     found = MeasuredGraphs()
-    precision = precision if enough is None else ONE_PLAN
     sharding = sharding_of(model, mixed_precision=True)
     # Autograd saves parameters as well, but they are in memory anyway.
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
@@ -85,7 +76,7 @@ def measure_graphs(
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
             new_objects_aside()
-            measured, outputs = _measure_graph(graph, arguments, device, sharding, precision=precision, **options)
+            measured, outputs = _measure_graph(graph, arguments, device, sharding, **options)
         found.graphs.append(measured)
         return outputs
 
@@ -109,10 +100,6 @@ def measure_graphs(
         if loss is not None:
             with operators():
                 found.measure_loss(loss, device)
-        if enough is not None:
-            with operators():
-                _time_further(found, enough)
-            state.restore()
         if compiler is not None:
             main = found.main
             # Where stages wait for other processes, all of them would have to find alike what fits.
@@ -160,22 +147,6 @@ def _measure_graph(
     outputs = graph.leave(made, values)
     around = tuple(map(weakref.ref, tensors_in([arguments, outputs])))
     return MeasuredGraph(graph, cut, stages, context, loss, value, returned, around), outputs
-
-
-def _time_further(found: MeasuredGraphs, enough: Callable[[PossibleTimes, tuple[Any, ...]], bool]) -> None:
-    """Time the stages of the main graph until that is enough, by what the whole step may cost.
-
-    The other graphs run unplanned: their stages are timed as often as it takes for any plan.
-    """
-    main = found.main
-
-    def as_step(measurement: Measurement) -> Measurement:
-        return whole_step(found, replace(measurement, prefix=main.context))
-
-    for each in found.graphs:
-        if each is not main:
-            each.stages.time_further(lambda times: False, each.loss)
-    main.stages.time_further(lambda times: enough(times.each(as_step), main.shared), main.loss)
 
 
 def _refuse_much_outside(model: nn.Module, outside: SavedOutside, captured_bytes: int) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rotor_profiling import LossCost, StageCost
-from rotor_profiling.stage.seconds import StageSeconds
 from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_solver import Chain, Option, Stage
 
@@ -49,8 +47,6 @@ class Way:
     moved_bytes: int = 0
 
 
-Ends = tuple[Mapping[str, StageSeconds], Mapping[str, StageSeconds]]
-"""The least and the most seconds of a stage by the name of the way to store it, "" for whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +75,6 @@ class Measurement:
     """The other ways to store each stage (`stage.ways`), as the chain has them: option n of a stage is its n-th."""
     spread: float = field(default=0.0, compare=False)
     """How far the times of one kind of stage were apart, as a part of them: about how it was measured."""
-    intervals: tuple[Ends, ...] = field(default=(), compare=False)
-    """For each stage, what its times are at least and at most; empty where that is not known."""
 
     @property
     def returned_bytes(self) -> int:

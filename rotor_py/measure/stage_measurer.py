@@ -10,7 +10,7 @@ the whole step does not fit. So the chain is walked through several times, alway
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,18 +41,15 @@ from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.measure.cache.kept_kinds import KeptKinds
 from rotor_py.measure.cache.measurement_cache import measurement_cache
-from rotor_py.measure.certified.possible_times import PossibleTimes, possible_times
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement, Way
 from rotor_py.measure.prefix import run_prefix
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.measure.walks.carried_tensors import CarriedTensors
 from rotor_py.measure.walks.found import Weighed
-from rotor_py.measure.walks.free_cores import so_many_threads
 from rotor_py.measure.walks.layer_offers import LayerOffers
 from rotor_py.measure.walks.movable_bytes import MovableBytes
-from rotor_py.measure.walks.precision import ALL_PLANS, ONE_PLAN, Precision
-from rotor_py.measure.walks.stage_times import MOST_WALKS, StageTimes
+from rotor_py.measure.walks.stage_times import StageTimes
 from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, stand_ins, worth_choosing
 from rotor_py.measure.walks.survey import Survey
 from rotor_py.measure.walks.walked_chain import WalkedChain
@@ -74,9 +71,8 @@ class StageMeasurer:
     `as_node` of a graph, if that is given. The backward steps the parameters in `stepped`. Stages may be stored by
     `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group` measure the
     same stages together. With `cache`, kinds of stages that an earlier run has measured are not measured again. What
-    layers offer beside what they say themselves is found by `layer_offers`. Measured for `ONE_PLAN`, stages are timed
-    no more often than they have to be, until somebody calls `time_further`; and with so many `threads`, if not with all
-    (`free_cores`). Bytes are those with all of them: operators may have some for each.
+    layers offer beside what they say themselves is found by `layer_offers`. Times are measured more `closely` for a
+    limit that is read off the curve of all plans.
     """
 
     def __init__(
@@ -94,8 +90,7 @@ class StageMeasurer:
         stepped: SteppedParameters = NONE_STEPPED,
         keepers: Sequence[Keeper] = (),
         elsewhere: bool = False,
-        precision: Precision = ALL_PLANS,
-        threads: int | None = None,
+        closely: bool = False,
         layer_offers: LayerOffers | None = None,
     ) -> None:
         self.activation_bytes = 0
@@ -113,10 +108,8 @@ class StageMeasurer:
         """The kinds of which more is known than is kept for the next run."""
         self._movable = MovableBytes(device, group) if elsewhere else None
         self._as_node = as_node
-        self._times = StageTimes(precision)
-        self._precision = precision
-        self._threads = threads
-        words = (*(keeper.name for keeper in keepers), *(() if threads is None else (threads,)))
+        self._times = StageTimes(closely=closely)
+        words = tuple(keeper.name for keeper in keepers)
         self._kept = KeptKinds(
             measurement_cache(device, fresh_gradients, preserve_rng_state, words)
             if cache and not cut.sharding
@@ -128,8 +121,6 @@ class StageMeasurer:
             cut, self._input, device, silent, group, preserve_rng_state, tuple(keepers), layer_offers
         )
         self._survey = Survey(self._chain, stepped)
-        self._walks = 0
-        """for times"""
         self._begin()
 
     def of(self, cut: Cut) -> StageMeasurer:
@@ -142,7 +133,6 @@ class StageMeasurer:
         """Begin anew, with `cut` as the cut of the same chain."""
         self._cut, self._stages, self._chain = cut, cut.stages, replace(self._chain, cut=cut)
         self._survey = self._survey.of(self._chain)
-        self._walks = 0
         self._begin()
 
     def walk(self, progress: Progress | None = None) -> Any:
@@ -174,41 +164,26 @@ class StageMeasurer:
         del value
         if progress is not None:
             progress(len(self._stages), len(self._stages), "again, for their times")
-        self._time_until(lambda: False, only_fewest=self._precision is ONE_PLAN)
-
-    def time_further(self, enough: Callable[[PossibleTimes], bool], loss: LossCost) -> None:
-        """Time stages that were measured for `ONE_PLAN` until times are good, or `enough` by what a step may cost.
-
-        It is asked before every walk. `loss` is what the loss costs.
-        """
-        self._time_until(lambda: enough(possible_times(self.measurement(loss))))
+        self._time()
 
     def time_again(self) -> float:
         """Time all stages once more, whether or not they are known well; return the seconds of a step in this walk."""
         self._time_stages({*range(len(self._stages))})
         return sum(self._times.runs_of(kind)[-1].total for kind in self._kinds)
 
-    def _time_until(self, enough: Callable[[], bool], *, only_fewest: bool = False) -> None:
-        """Walk and time the stages while any are wanted, and it is not `enough`; keep what was found."""
-        while wanted := self._wanted(only_fewest=only_fewest or self._walks >= MOST_WALKS):
-            if enough():
-                break
+    def _time(self) -> None:
+        """Time the stages round by round until their times are known well; keep what was found."""
+        while wanted := self._wanted():
             self._time_stages(wanted)
-            self._walks += 1
             self._unkept |= {self._kinds[number] for number in wanted}
-        short = self._times.short_for_curves(self._kinds) if self._unkept else set()
         while self._unkept:
             kind = self._unkept.pop()
-            runs = self._times.runs_of(kind)
-            self._kept.keep_measured(kind, self._known[kind].weighed, runs, enough=kind not in short)
+            self._kept.keep_measured(kind, self._known[kind].weighed, self._times.runs_of(kind))
 
     def measurement(self, loss: LossCost) -> Measurement:
         """What was measured, and what the loss costs."""
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
         ways = tuple(of_kind[kind][1] for kind in self._kinds)
-        ends = {
-            kind: self._times.ends(kind, known.weighed.ways) for kind, known in self._known.items() if kind in of_kind
-        }
         return Measurement(
             names=tuple(name for name, _ in self._stages),
             stages=tuple(of_kind[kind][0] for kind in self._kinds),
@@ -223,7 +198,6 @@ class StageMeasurer:
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),
             spread=self._times.spread(self._kinds),
-            intervals=tuple(ends[kind] for kind in self._kinds),
         )
 
     def _begin(self) -> None:
@@ -257,15 +231,15 @@ class StageMeasurer:
             self._carried.pass_on(carried, value, number + 1, [*self._owned, *beside])
         return value
 
-    def _wanted(self, *, only_fewest: bool) -> set[int]:
-        """The stages to time in the next walk; where some wait for other processes, those that any of these wants."""
-        wanted = self._times.wanted(self._kinds, only_fewest=only_fewest)
+    def _wanted(self) -> set[int]:
+        """The stages to time in the next round; where some wait for other processes, those that any of these wants."""
+        wanted = self._times.wanted(self._kinds)
         return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._group, self._device)}
 
     def _time_stages(self, wanted: set[int]) -> None:
         """A walk that times the stages at these positions."""
         value = self._input
-        with so_many_threads(self._threads), stopwatch(self._device) as watch:
+        with stopwatch(self._device) as watch:
             for number in range(max(wanted) + 1):
                 _, function = self._stages[number]
                 with gathered(function, self._cut.sharding):
@@ -273,16 +247,13 @@ class StageMeasurer:
                         kind = self._kinds[number]
                         found = self._known[kind]
                         ways = self._stored(number, found.weighed.ways if self._times.all_ways_wanted(kind) else ())
-                        again, cold = self._times.again_wanted(kind), self._times.cold_wanted(kind)
-                        run, output = time_ways(
-                            ways, value, found.place, watch, as_node=self._as_node, again=again, cold=cold
-                        )
+                        again = self._times.again_wanted(kind)
+                        run, output = time_ways(ways, value, found.place, watch, as_node=self._as_node, again=again)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
                         output = self._chain.run_without_graph(self._chain.runner(number), value)
                     value = self._handed_on(number, output)
                     del output
-            self._times.note_waiting(watch.waiting)
 
     def _handed_on(self, number: int, output: Any) -> Any:
         """The output of a stage as the input of the next one, with `requires_grad` where training has it."""
@@ -334,8 +305,8 @@ class StageMeasurer:
         kept = self._kept.measured(kind)
         # An earlier run may have found more ways: where it was planned for, the same layer may not be captured here.
         if kept is not None and {*kept[0].ways} <= {*self._chain.runner(number).offered}:
-            weighed, runs, enough = kept
-            self._times.settle(kind, runs, enough=enough)
+            weighed, runs = kept
+            self._times.add_earlier(kind, runs)
             return weighed, None
         name, function = self._stages[number]
         with During("measuring", name), isolated(function, self._device), torch.enable_grad():
@@ -351,7 +322,7 @@ class StageMeasurer:
         measured = [(name, way) for name, way in zip(offered, others, strict=True) if way is not None]
         less = saving_ones(whole, measured, self._group, self._device)
         names, found = tuple(name for name, _ in less), (whole, *(way for _, way in less))
-        if run is not None and self._threads is None:
+        if run is not None:
             if len(run.ways) > 1:
                 seconds = {name: each for (name, _), each in zip(measured, run.ways[1:], strict=True)}
                 run = replace(run, ways=(run.ways[0], *(seconds[way] for way in names)))

@@ -14,11 +14,9 @@ from rotor_profiling import (
     measure_loss,
 )
 from rotor_profiling.storage import allocated
-from rotor_py.measure.certified.possible_times import PossibleTimes
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stage_measurer import StageMeasurer
-from rotor_py.measure.walks.precision import ALL_PLANS, ONE_PLAN, Precision
 from rotor_solver.progress import Progress
 
 _NUMBER = 8
@@ -40,13 +38,9 @@ def measure(
     loss: Callable[[Any], torch.Tensor] | None = None,
     loss_temp_bytes: int = 0,
     progress: Progress | None = None,
-    enough: Callable[[PossibleTimes], bool] | None = None,
-    precision: Precision = ALL_PLANS,
     **options: Any,
 ) -> Measurement:
     """Measure every stage of `cut` on the input `value`, and the loss; `options` are those of `StageMeasurer`.
-
-    Stages are timed with that `precision`, or until it is `enough` for the one plan that is wanted.
 
     Without a `loss`, the loss counts as taking no time, and `loss_temp_bytes` of memory. `progress` is called with the
     number of stages done, the number of all, and the name of the one that comes next.
@@ -54,7 +48,7 @@ def measure(
     Raises UnusableLossError if the loss cannot be trained with, and ValueError for a kind of device whose memory cannot
     be measured. What a stage raises passes through, with a note that names the stage.
     """
-    stages = StageMeasurer(cut, value, device, precision=ONE_PLAN if enough is not None else precision, **options)
+    stages = StageMeasurer(cut, value, device, **options)
     output = stages.walk(progress)
     cost = unmeasured_loss(device, loss_temp_bytes)
     layouts: Layouts = ()
@@ -63,8 +57,6 @@ def measure(
         layouts = loss_layouts(loss, output, device)
     del output
     stages.settle_layouts(layouts)
-    if enough is not None:
-        stages.time_further(enough, cost)
     return stages.measurement(cost)
 
 

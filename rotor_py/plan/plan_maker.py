@@ -28,7 +28,6 @@ from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.room import StepRoom
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import agree, make_room_for_optimizer
-from rotor_py.plan.sources.enough_times import enough_for_limit
 from rotor_py.plan.sources.source import Measuring, Rooms
 from rotor_py.plan.sources.source_of import source_of
 from rotor_py.plan.steps.step_plan import StepPlan
@@ -88,11 +87,10 @@ class PlanMaker:
         """Whether a step plan was made for an input at least as large as `value`."""
         return lambda plan: self.blank.covers(plan.input_spec, value)
 
-    def measure(self, spec: StepSpec, value: Any, *, to_train: bool = False, closely: bool = False) -> None:
+    def measure(self, spec: StepSpec, value: Any, *, closely: bool = False) -> None:
         """Event 1: cut the model into stages and measure them. UnsupportedModelError if it cannot be cut.
 
-        What is measured `to_train` has to be good enough for the limit that is set, and for no other plan; `closely`,
-        for a limit that is read off the curve of all plans.
+        Times are measured more `closely` for a limit that is read off the curve of all plans.
         """
         refuse_several_processes(self.model)
         # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
@@ -110,8 +108,7 @@ class PlanMaker:
         ):
             rooms = None if self.settings.inductor is None else self._rooms(device)
             allocate_workspaces(self.model.core, device)
-            enough = enough_for_limit(self.model, device, lambda: noticed_cost(self)) if to_train else None
-            measured = source.measure(value, Measuring(device, self.settings, progress, rooms, enough, closely))
+            measured = source.measure(value, Measuring(device, self.settings, progress, rooms, closely))
         budget = self.model.budget(measured.plain.measurement, measured.sample, device, noticed_cost(self))
         # Capturing may have changed the model: buffers and modules that its first forward makes.
         spec = replace(spec, model=ModelState.of(self.model.core), answers=source.answers)
@@ -224,7 +221,7 @@ class PlanMaker:
                 why = "planning for batches that are masked otherwise (with or without padding)"
             _log.warning("%s: the input is %s", why, describe(spec.input))
         self.refuse_what_cannot_fit(spec, value)
-        self.measure(spec, value, to_train=True)
+        self.measure(spec, value)
 
     def plan_for_kept_gradients(self, value: Any) -> None:
         """Measure and solve for gradients that are kept between steps; InfeasibleError if no plan has room for them."""
@@ -232,7 +229,7 @@ class PlanMaker:
         self.plans.keep_only_in_use()
         spec = replace(self.model.step_on(value), answers=self.in_use.source.answers)
         with self.plans.kept_on_error():
-            self.measure(spec, value, to_train=True)
+            self.measure(spec, value)
             agree(self.in_use, self.model)
 
     def revive(self, plan: StepPlan) -> None:

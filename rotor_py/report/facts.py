@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from rotor_py.devices.device import Devices
 from rotor_py.devices.reservation import Reservation
-from rotor_py.measure.certified.regret import known_regret
 from rotor_py.measure.step_memory import peak_of
 from rotor_py.report.basis import Basis
 from rotor_py.report.batch_choice import BatchChoice
@@ -121,13 +120,6 @@ class ReportFacts(PlanNumbers):
         if basis is None:
             return found
         return [*found, ("efficiencies" if basis.device.efficiencies.anchor is None else "fitted to", basis.anchor)]
-
-    @property
-    def regret(self) -> float | None:
-        """By how much another plan could be faster at most, since times are not exact; None where nobody can say."""
-        if self.mem_limit is None or self.predicted_for is not None or not self.fits:
-            return None
-        return known_regret(self.sequence, self.measurement, self.budget, self.mem_limit)
 
     def which_forward(self) -> str | None:
         """Which of the forwards in flight is shown, in one sentence; None where they all follow one sequence."""

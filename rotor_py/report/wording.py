@@ -67,11 +67,6 @@ def spread_of_times(spread: float) -> list[tuple[str, str]]:
     return [("times vary by", format_share(spread))] if spread >= NOISY else []
 
 
-def lost_to_inexact_times(regret: float | None) -> list[tuple[str, str]]:
-    """What to say of a plan that better times might have made faster: nothing where nobody can say by how much."""
-    return [] if regret is None else [("lost to inexact times", f"at most {regret:.1%}")]
-
-
 def format_share(share: float) -> str:
     """`7.5 %` below a tenth, else `12 %`."""
     return f"{100 * share:.{1 if abs(share) < 0.1 else 0}f} %"

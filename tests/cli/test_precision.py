@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,6 @@ from torch import nn
 
 from rotor_cli.main import main
 from rotor_py import Checkpointable, least_limit, sweep
-from rotor_py.measure.walks import free_cores
-from rotor_py.measure.walks.free_cores import so_many_threads
-from rotor_py.measure.walks.precision import ALL_PLANS, CLOSELY, CLOSEST, ONE_PLAN, Precision
 from rotor_py.measure.walks.stage_times import StageTimes
 from tests.cli.conftest import SMALL
 
@@ -48,14 +44,14 @@ def layers() -> nn.Sequential:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Precision]:
-    """What times were wanted with, each time that stages were measured."""
-    found: list[Precision] = []
+def closely(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether close times were wanted, each time that stages were measured."""
+    found: list[bool] = []
     begin = StageTimes.__init__
 
-    def noting(times: StageTimes, precision: Precision = ALL_PLANS) -> None:
-        found.append(precision)
-        begin(times, precision)
+    def noting(times: StageTimes, *, closely: bool = False) -> None:
+        found.append(closely)
+        begin(times, closely=closely)
 
     monkeypatch.setattr(StageTimes, "__init__", noting)
     return found
@@ -63,41 +59,30 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Precision]:
 
 @pytest.mark.parametrize("make", [layers, Captured])
 def test_a_limit_that_is_read_off_the_curve_needs_close_times(
-    make: Callable[[], nn.Module], asked: list[Precision]
+    make: Callable[[], nn.Module], closely: list[bool]
 ) -> None:
     least_limit(make(), BATCH, max_overhead=0.1, loss=torch.sum)
-    assert {*asked} == {CLOSELY}
-    asked.clear()
+    assert {*closely} == {True}
+    closely.clear()
     sweep(make(), BATCH, loss=torch.sum)
     least_limit(make(), BATCH, loss=torch.sum)
-    assert {*asked} == {ALL_PLANS}
-
-
-def test_beside_other_programs_it_needs_closer_ones(asked: list[Precision], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(free_cores, "running_elsewhere", lambda: 2)
-    with so_many_threads(2):
-        least_limit(layers(), BATCH, max_overhead=0.1, loss=torch.sum)
-        assert {*asked} == {CLOSEST}
-        asked.clear()
-        sweep(layers(), BATCH, loss=torch.sum)
-        assert {*asked} == {CLOSELY}
+    assert {*closely} == {False}
 
 
 @pytest.mark.parametrize("make", [layers, Captured])
-def test_a_limit_that_is_given_does_not(make: Callable[[], nn.Module], asked: list[Precision]) -> None:
+def test_a_limit_that_is_given_does_not(make: Callable[[], nn.Module], closely: list[bool]) -> None:
     Checkpointable(make(), mem_limit="1MB", loss=torch.sum)(BATCH).sum().backward()
-    assert {*asked} == {ONE_PLAN}
+    assert {*closely} == {False}
 
 
 @pytest.mark.parametrize("text", [SMALL, SCRIPT])
-def test_so_does_the_command(text: str, model_file: Callable[..., str], asked: list[Precision]) -> None:
+def test_so_does_the_command(text: str, model_file: Callable[..., str], closely: list[bool]) -> None:
     def run(*arguments: Any) -> None:
-        asked.clear()
+        closely.clear()
         result = CliRunner().invoke(main, [model_file(text), "--quiet", "--no-cache", *arguments])
         assert result.exit_code == 0, result.output
 
     run("--max-overhead", "50%")
-    assert {*asked} == {CLOSELY}
+    assert {*closely} == {True}
     run("--mem-limit", "1GB")
-    assert {*asked} == {ALL_PLANS}
+    assert {*closely} == {False}

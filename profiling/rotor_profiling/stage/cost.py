@@ -104,7 +104,6 @@ def time_ways(
     *,
     as_node: AsNode | None = None,
     again: bool = True,
-    cold: bool = False,
 ) -> tuple[StageRun, Any]:
     """The seconds of one run of a stage in each way, and its output without a graph: see `time_stage`."""
     with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
@@ -118,5 +117,4 @@ def time_ways(
             arriving=place.arriving,
             as_node=as_node,
             again=again,
-            cold=cold,
         )

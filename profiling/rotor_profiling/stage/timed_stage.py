@@ -11,7 +11,6 @@ from rotor_profiling.stage.entry import enter_graph
 from rotor_profiling.stage.gradients import Layouts, leaves_of, scalar_after
 from rotor_profiling.stage.runner import Runner
 from rotor_profiling.stage.seconds import StageRun
-from rotor_profiling.storage import local, tensors_in
 from rotor_profiling.timing import Stopwatch
 
 AsNode = Callable[[Any], Callable[[Any], Any]]
@@ -30,7 +29,6 @@ def time_stage(
     arriving: Layouts = (),
     as_node: AsNode | None = None,
     again: bool = True,
-    cold: bool = False,
 ) -> tuple[StageRun, Any]:
     """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
 
@@ -38,16 +36,12 @@ def time_stage(
     rest is explained at `Place`. Without `again`, its run as a node is left out. That is timed as a whole by `as_node`;
     else its parts are, and its backward is taken to be as long as that of the first way. Ways are timed one right after
     the other, because from moment to moment a busy machine differs by more than they do.
-
-    If asked, caches are `cold` between forward and backward, as in a step, where other stages run. What multiplies
-    matrices hardly takes longer then; but a stage stored in part runs operators again that do little with much memory.
     """
     laps = _Laps(watch)
     origin = torch.empty(0, requires_grad=True)
 
     def enter() -> Any:
         _prepare(parameters, fresh_gradients)
-        watch.warm(map(local, tensors_in(value)))
         return enter_graph(origin, value)
 
     def forward(run: Callable[[Any], Any], name: str) -> list[Any]:
@@ -59,15 +53,7 @@ def time_stage(
 
     def backward(outputs: list[Any], name: str) -> None:
         """From gradients on that are given away, as in training: the engine may add to them in place."""
-        if cold:
-            watch.cool()
-
-        def begin(gradients: Sequence[torch.Tensor]) -> None:
-            # In a step, the stage after it has just made these, and let go of as much: of memory that is in caches.
-            watch.warm(local(gradient).clone() for gradient in gradients)
-            laps.end()
-
-        source = scalar_after(outputs.pop(), silent, arriving, made=begin)
+        source = scalar_after(outputs.pop(), silent, arriving, made=lambda _: laps.end())
         if source is None:
             laps.end()
         else:
@@ -92,9 +78,9 @@ def time_stage(
     seconds = laps.stop()
     ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
     if not again:
-        return StageRun(ways, cold=cold), output
+        return StageRun(ways), output
     (first,), (second,) = seconds["first"], seconds["again"]
-    return StageRun(ways, (first, second if as_node is not None else second + ways[0][1]), cold=cold), output
+    return StageRun(ways, (first, second if as_node is not None else second + ways[0][1])), output
 
 
 def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps) -> None:

@@ -27,16 +27,16 @@ class KeptKinds:
         if cache is not None:
             cache.make_room()
 
-    def measured(self, kind: Hashable) -> tuple[Weighed, Runs, bool] | None:
-        """What the other walks of an earlier run have found: bytes and seconds, and whether it was timed `enough`."""
+    def measured(self, kind: Hashable) -> tuple[Weighed, Runs] | None:
+        """What the other walks of an earlier run have found: bytes and seconds."""
         data = self._find("measured", kind)
         try:
-            return None if data is None else (_weighed(data), tuple(map(_run, data["runs"])), data.get("enough", True))
+            return None if data is None else (_weighed(data), tuple(map(_run, data["runs"])))
         except _UNREADABLE:
             return None
 
-    def keep_measured(self, kind: Hashable, found: Weighed, runs: Runs, *, enough: bool = True) -> None:
-        """Keep what the other walks have found. It was not timed `enough` if that is for one plan alone."""
+    def keep_measured(self, kind: Hashable, found: Weighed, runs: Runs) -> None:
+        """Keep what the other walks have found."""
         data = {
             "bytes": [asdict(way) for way in found.bytes],
             "ways": list(found.ways),
@@ -44,7 +44,6 @@ class KeptKinds:
             "moving": sorted(found.moving),
             "undecided": found.undecided,
             "runs": [asdict(run) for run in runs],
-            "enough": enough,
         }
         self._keep("measured", kind, data)
 
@@ -75,4 +74,4 @@ def _run(data: dict[str, Any]) -> StageRun:
     if node is not None:
         forward, backward = map(float, node)
         node = forward, backward
-    return StageRun(ways, node, bool(data["cold"]))
+    return StageRun(ways, node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rotor_profiling import LossCost, StageCost
@@ -36,9 +36,8 @@ class PlanCosts:
 
     def as_data(self) -> dict[str, Any]:
         """Seconds and bytes, as JSON has them. The chain is left out: it follows from what was measured."""
-        # How well the times are known is about how they were measured here.
-        found = _renamed(asdict(replace(self.measurement, intervals=())))
-        del found["names"], found["intervals"]
+        found = _renamed(asdict(self.measurement))
+        del found["names"]
         if (lean := _lean(self.measurement)) is not None:  # so that earlier versions read the file
             found["lean"] = _renamed(lean)
             del found["ways"]

@@ -53,14 +53,13 @@ class GraphSource:
 
     def measure(self, value: Any, how: Measuring) -> Measured:
         arguments, keywords = value
-        rooms, enough = how.rooms, how.enough
+        rooms = how.rooms
         ways, shared = self._session.measure(
             arguments,
             keywords,
             how.device,
             compiler=self._compiler,
             room=rooms and (lambda measurement, shared: rooms(measurement, (arguments, keywords, shared))),
-            enough=enough and (lambda times, shared: enough(times, (arguments, keywords, shared))),
             **measuring_options(self._model, how),
         )
         return Measured(ways, (arguments, keywords, shared))

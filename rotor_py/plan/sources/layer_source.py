@@ -47,14 +47,13 @@ class LayerSource:
         return covers(planned, value)
 
     def measure(self, value: Any, how: Measuring) -> Measured:
-        enough, parts = how.enough, LayerParts(sharded=is_sharded(self._model))
+        parts = LayerParts(sharded=is_sharded(self._model))
         with operators(), attributes_kept(self._model, caches=False):
             found = cut(self._model, value, how.device)
             measurement = measure(
                 found,
                 value,
                 how.device,
-                enough=enough and (lambda times: enough(times, value)),
                 layer_offers=parts,
                 **measuring_options(self._model, how),
             )

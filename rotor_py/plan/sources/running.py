@@ -16,8 +16,6 @@ from rotor_py.execute.lone_node import lone_node
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.stepped_parameters import stepped_parameters
-from rotor_py.measure.walks.free_cores import threads_left
-from rotor_py.measure.walks.precision import ALL_PLANS, CLOSELY, beside_others
 from rotor_py.plan.sources.source import Following, Measuring
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.ways.elsewhere import ELSEWHERE
@@ -54,9 +52,6 @@ class Replay:
 def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
     """What is asked for when the stages of `model` are measured, as arguments."""
     settings = how.settings
-    # The plan within one limit is for the machine as it is now.
-    threads = threads_left(how.device) if how.enough is None and prediction() is None else None
-    precision = CLOSELY if how.closely else ALL_PLANS
     return {
         "loss": settings.loss,
         "progress": how.progress,
@@ -67,8 +62,7 @@ def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
         "cache": settings.cache,
         "keepers": tuple(keeper for keeper in settings.keepers if keeper is not ELSEWHERE),
         "elsewhere": ELSEWHERE in settings.keepers,
-        "threads": threads,
-        "precision": precision if threads is None else beside_others(precision),
+        "closely": how.closely,
         "stepped": stepped_parameters(model, settings.step_in_backward),
         # Elsewhere the device works meanwhile, also where it is predicted.
         "as_node": lone_node if how.device.type == "cpu" and prediction() is None else None,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from rotor_py.execute.guarded_tape import SmallerPlans
-from rotor_py.measure.certified.possible_times import PossibleTimes
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stages import MeasuredCut
@@ -43,21 +42,16 @@ Rooms = Callable[[Measurement, Any], "Room"]
 """What a step leaves for a graph that is compiled whole, by what the plain step costs and its sample."""
 
 
-Enough = Callable[[PossibleTimes, Any], bool]
-"""Whether stages have been timed enough, by what a step may cost and its sample."""
-
-
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """How stages are measured; `rooms` are for what is compiled whole. None for `enough` is for any plan, and a limit
-    that is read off the curve of all plans is found more `closely`.
+    """How stages are measured; `rooms` are for what is compiled whole. Times have to be close (`closely`) for a limit
+    that is read off the curve of all plans.
     """
 
     device: torch.device
     settings: Settings
     progress: Progress | None = None
     rooms: Rooms | None = None
-    enough: Enough | None = None
     closely: bool = False
 
 

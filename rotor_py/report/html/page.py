@@ -15,7 +15,7 @@ from rotor_py.report.html.memory_picture import LEFT, memory_picture
 from rotor_py.report.origin import origin
 from rotor_py.report.stage_rows import HEADINGS, StageRow, stage_rows
 from rotor_py.report.sweep import Sweep
-from rotor_py.report.wording import format_gap, lost_to_inexact_times, saving, spread_of_times
+from rotor_py.report.wording import format_gap, saving, spread_of_times
 from rotor_py.units import format_bytes, format_seconds
 
 
@@ -94,8 +94,7 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
     found += [overhead, *times] if facts.basis else [*times, overhead]
     gap = facts.gap
     optimum = [] if gap is None else [("from the optimum", format_gap(gap))]
-    doubts = [*spread_of_times(facts.measurement.spread), *lost_to_inexact_times(facts.regret)]
-    return [*found, *optimum, *doubts]
+    return [*found, *optimum, *spread_of_times(facts.measurement.spread)]
 
 
 def _cells(row: StageRow) -> list[tuple[float, str]]:

@@ -13,7 +13,7 @@ from rich.text import Text
 from rotor_py.report.facts import ReportFacts
 from rotor_py.report.terminal.prose import Prose
 from rotor_py.report.terminal.stage_table import StageTable
-from rotor_py.report.wording import format_gap, lost_to_inexact_times, spread_of_times
+from rotor_py.report.wording import format_gap, spread_of_times
 from rotor_py.units import format_bytes
 from rotor_solver import Operation, Sequence
 
@@ -60,7 +60,7 @@ def amounts(facts: ReportFacts) -> Table:
     gap = facts.gap
     if gap is not None:
         time.append(("from the optimum", format_gap(gap)))
-    time += [*spread_of_times(facts.measurement.spread), *lost_to_inexact_times(facts.regret)]
+    time += spread_of_times(facts.measurement.spread)
     table.add_row(Text("memory", style="bold"), Prose(_pairs(memory)))
     table.add_row(Text("time", style="bold"), Prose(_pairs(time)))
     table.add_row(Text("fixed", style="bold"), Prose(facts.budget.parts() or "nothing"))
