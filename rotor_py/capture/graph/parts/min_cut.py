@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from rotor_py.capture.graph.parts.flow import Network
 from rotor_py.capture.graph.parts.saved_values import SavedValues
+from rotor_solver.max_flow import Network
 
 
 @dataclass(frozen=True, slots=True)
