@@ -1,7 +1,7 @@
 """What a stage may keep for its backward: all that is read there, or less, from which operators make it again.
 
 Less is the fewest bytes from which operators that are fast for what they return make it again: a minimum cut, as in
-`capture/graph/parts/min_cut.py`, once for each of a few thresholds of "fast".
+`capture/graph/selective_recompute.py`, once for each of a few thresholds of "fast".
 """
 
 from __future__ import annotations
