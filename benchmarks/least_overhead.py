@@ -35,11 +35,10 @@ from torch import fx, nn
 from ways import CASES, CPU, SHARES, Case, step
 
 from rotor_py import Checkpointable, InfeasibleError, format_bytes
+from rotor_py.capture.graph import stage_parts
 from rotor_py.capture.graph.graph_nodes import tensors_of
-from rotor_py.capture.graph.parts import stage_parts
-from rotor_py.capture.graph.parts.min_cut import least_cut
-from rotor_py.capture.graph.parts.prices import kind_of
-from rotor_py.capture.graph.parts.saved_values import find_saved_values
+from rotor_py.capture.graph.saved_values import find_saved_values, kind_of
+from rotor_py.capture.graph.selective_recompute import least_cut
 from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_solver import Backward, Chain, ForwardEnable, Loss, Sequence, simulate, store_all
 

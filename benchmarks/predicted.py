@@ -34,7 +34,7 @@ from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, models, store_all
 from rotor_py.measure import stage_measurer
 from rotor_py.plan.settings import Settings
-from rotor_py.plan.sources import layer_parts
+from rotor_py.plan.sources import layer_source
 from rotor_py.predict.operators.layouts import TensorsWithoutMemory
 from rotor_py.predict.without_memory import WithoutMemory
 from rotor_solver import Sequence
@@ -115,7 +115,7 @@ def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
     # chain are not captured: which of their ways save anything depends on scratch memory.
     with (
         patch.object(Settings, "keepers", ()),
-        patch.object(layer_parts, "_LEAST_BYTES", math.inf),
+        patch.object(layer_source, "_LEAST_BYTES", math.inf),
         patch.object(stage_measurer, "worth_choosing", lambda _, ways: (*ways,)),
     ):
         with (

@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, format_bytes, store_all
-from rotor_py.capture import compiled_models
+from rotor_py.capture import captured_forward
 
 SHAPES = [(8, 128), (8, 100), (5, 128), (7, 33), (2, 2), (1, 50), (1, 128), (8, 1), (3, 1), (1, 1)]
 
@@ -37,8 +37,8 @@ def main() -> None:
     torch.manual_seed(0)
     config = GPT2Config(n_layer=3, n_embd=128, n_head=4, vocab_size=1000, bos_token_id=0, eos_token_id=0)
     captured: list[Any] = []
-    backend = compiled_models._backend
-    compiled_models._backend = lambda *given: captured.append(given) or backend(*given)  # type: ignore[func-returns-value]
+    backend = captured_forward._backend
+    captured_forward._backend = lambda *given: captured.append(given) or backend(*given)  # type: ignore[func-returns-value]
     model = Checkpointable(GPT2LMHeadModel(config), fresh_grads=True)
 
     def seconds(run: Any) -> float:

@@ -15,23 +15,25 @@ from torch import fx, nn
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_profiling.timing import several_processes
-from rotor_py.capture.data_questions import (
+from rotor_py.capture.fsdp_markers import FSDPMarks, enter, leave
+from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points, weights_of
+from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_input
+from rotor_py.capture.graph.graph_nodes import carries_gradient, tensors_of
+from rotor_py.capture.graph.graph_rewrites import (
+    draws_from_own_state,
+    with_layers_apart,
+    with_saving_functions,
+    with_whole_transforms,
+)
+from rotor_py.capture.graph.graph_stage import context_of, stages_of
+from rotor_py.capture.graph.stage_graph import line_of, run_graph
+from rotor_py.capture.guarded_branches import (
     Answers,
     answers_of,
     asking_at_once,
     is_question,
     without_questions_about_the_batch,
 )
-from rotor_py.capture.graph.autograd_functions import with_saving_functions
-from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points, weights_of
-from rotor_py.capture.graph.function_transforms import with_whole_transforms
-from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_input
-from rotor_py.capture.graph.graph_nodes import carries_gradient, tensors_of
-from rotor_py.capture.graph.graph_stage import context_of, stages_of
-from rotor_py.capture.graph.recurrent_layers import draws_from_own_state, with_layers_apart
-from rotor_py.capture.graph.run_graph import line_of, run_graph
-from rotor_py.capture.marks.fsdp_marks import FSDPMarks
-from rotor_py.capture.marks.mark_nodes import enter, leave
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer
 from rotor_py.measure.measurement import PrefixCost
@@ -56,7 +58,7 @@ class CapturedGraph:
     ) -> None:
         with_saving_functions(graph_module)
         with_whole_transforms(graph_module)
-        if several_processes():  # Rule 3 in `data_questions.py`
+        if several_processes():  # Rule 3 in `guarded_branches.py`
             graph_module = without_questions_about_the_batch(graph_module)
         self.graph_module = graph_module = with_layers_apart(graph_module)
         self._marks = marks

@@ -27,7 +27,7 @@ from rotor_profiling.values import equal
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.capture.tracing.tracing import MOST_GRAPHS
+from rotor_py.capture.tracing import MOST_GRAPHS
 from rotor_py.stage.keepers.handed_over import HandingOver
 from rotor_py.stage.keepers.saved_in_order import SavedInOrder
 from rotor_py.stage.protocol import Run, StageOffers

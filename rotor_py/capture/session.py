@@ -17,12 +17,11 @@ from torch._dynamo.exc import TorchDynamoException
 
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.data_questions import Answers
 from rotor_py.capture.graph.graph_stage import GraphStage
+from rotor_py.capture.guarded_branches import Answers
 from rotor_py.capture.measure_graphs import measure_graphs
-from rotor_py.capture.measured_graphs import MeasuredGraphs
-from rotor_py.capture.tracing.tracing import MOST_GRAPHS
-from rotor_py.capture.whole_step import whole_step
+from rotor_py.capture.measured_graphs import MeasuredGraphs, whole_step
+from rotor_py.capture.tracing import MOST_GRAPHS
 from rotor_py.compiled.compiled_stage import CompiledStage
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer, joined

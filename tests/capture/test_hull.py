@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rotor_py.capture.graph.parts.hull import hull_between, thinned
+from rotor_py.capture.graph.selective_recompute import hull_between, thinned
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,10 @@ from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.instruments import memory_meter
 from rotor_profiling.stage.gradients import leaves_of
 from rotor_py import Checkpointable
+from rotor_py.capture.graph.graph_nodes import Sizes
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.capture.graph.parts.choice import IN_PART, find_saved_parts
-from rotor_py.capture.graph.parts.min_cut import least_cut, memory_read
-from rotor_py.capture.graph.parts.prices import CHEAP
-from rotor_py.capture.graph.parts.saved_values import find_saved_values
-from rotor_py.capture.graph.sizes import Sizes
+from rotor_py.capture.graph.saved_values import CHEAP, find_saved_values
+from rotor_py.capture.graph.selective_recompute import IN_PART, find_saved_parts, least_cut, memory_read
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence, min_bytes, simulate, solve, store_all
 from tests.capture.steps import adamw, compare, limits
@@ -482,7 +480,7 @@ def test_a_stage_that_is_measured_is_not_run_without_memory(monkeypatch: pytest.
         given.append(arguments is not None)
         return find_saved_values(body, sizes, arguments)
 
-    monkeypatch.setattr("rotor_py.capture.graph.parts.choice.find_saved_values", asking)
+    monkeypatch.setattr("rotor_py.capture.graph.selective_recompute.find_saved_values", asking)
     Checkpointable(Gated(), cache=False).measure(torch.randn(64, 8))
     assert given
     assert all(given)
@@ -495,7 +493,7 @@ def test_a_stage_with_nothing_to_make_again_is_not_run_without_memory(monkeypatc
         asked.append(1)
         return find_saved_values(body, sizes, arguments)
 
-    monkeypatch.setattr("rotor_py.capture.graph.parts.choice.find_saved_values", asking)
+    monkeypatch.setattr("rotor_py.capture.graph.selective_recompute.find_saved_values", asking)
 
     def parts(*operators: Any) -> dict[str, Any]:
         graph = fx.Graph()

@@ -13,12 +13,9 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from rotor_profiling.stage.gradients import leaves_of
-from rotor_py.capture.graph.parts.choice import find_saved_parts
-from rotor_py.capture.graph.parts.min_cut import least_cut
-from rotor_py.capture.graph.parts.prices import is_cheap
-from rotor_py.capture.graph.parts.saved_part import SavedPart
-from rotor_py.capture.graph.parts.saved_values import find_saved_values
-from rotor_py.capture.graph.sizes import Sizes
+from rotor_py.capture.graph.graph_nodes import Sizes
+from rotor_py.capture.graph.saved_values import SavedPart, find_saved_values, is_cheap
+from rotor_py.capture.graph.selective_recompute import find_saved_parts, least_cut
 from rotor_py.stage.ways.partial_saving import PartialSaving
 from tests.capture.steps import compare
 from tests.capture.test_layers_in_part import in_part

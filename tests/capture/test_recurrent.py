@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from rotor_py import Checkpointable, UnsupportedModelError
-from rotor_py.capture.graph.recurrent_layers import draws_from_own_state
+from rotor_py.capture.graph.graph_rewrites import draws_from_own_state
 from tests.capture.recurrent import WORDS, Cells, LanguageModel, Recognizer, Stacked, Translator
 from tests.capture.steps import adamw, compare, limits
 

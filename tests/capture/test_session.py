@@ -17,8 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, PlanMismatchError, UnsupportedModelError
-from rotor_py.capture import compiled_models
-from rotor_py.capture.tracing import tracing
+from rotor_py.capture import captured_forward, tracing
 from tests.capture.steps import adamw, compare, everything, limits
 from tests.capture.test_graph_facts import Tower, planned_tower, tower_loss
 
@@ -239,7 +238,7 @@ class Unscaled(Branches):
         return super().forward(value) * other
 
 
-@pytest.mark.skipif(not compiled_models._alone, reason="needs a torch that keeps captures apart")
+@pytest.mark.skipif(not captured_forward._alone, reason="needs a torch that keeps captures apart")
 def test_models_of_other_kinds_that_share_functions_are_captured_one_after_the_other() -> None:
     value = torch.randn(4, 64)
     for other in (torch.randn(4, 64), torch.randn(4, 64).double()):
@@ -250,8 +249,8 @@ def test_models_of_other_kinds_that_share_functions_are_captured_one_after_the_o
 
 def test_models_built_alike_are_captured_once_and_train_side_by_side(monkeypatch: Any) -> None:
     made: list[object] = []
-    backend = compiled_models._backend
-    monkeypatch.setattr(compiled_models, "_backend", lambda *given: made.append(0) or backend(*given))
+    backend = captured_forward._backend
+    monkeypatch.setattr(captured_forward, "_backend", lambda *given: made.append(0) or backend(*given))
     torch.manual_seed(0)
     models = [Tower(depth=3, width=40) for _ in range(2)]
     plains = [copy.deepcopy(model) for model in models]

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from rotor_py import Checkpointable, InfeasibleError
-from rotor_py.capture import compiled_models
+from rotor_py.capture import captured_forward
 from tests.checkpointable.steps import CPU, between, square, step_peak
 from tests.plan.test_step_plans import plans_counted
 
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """One entry for every graph that is captured; nothing is known from other tests."""
     made: list[object] = []
-    backend = compiled_models._backend
-    monkeypatch.setattr(compiled_models, "_backend", lambda *given: made.append(0) or backend(*given))
-    monkeypatch.setattr(compiled_models, "_compiled", OrderedDict())
+    backend = captured_forward._backend
+    monkeypatch.setattr(captured_forward, "_backend", lambda *given: made.append(0) or backend(*given))
+    monkeypatch.setattr(captured_forward, "_compiled", OrderedDict())
     return made
 
 
@@ -321,14 +321,14 @@ def test_a_model_that_cannot_be_traced_with_symbols_is_traced_for_its_shape(
     captured: list[object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    backend = compiled_models._backend
+    backend = captured_forward._backend
 
     def refuse_symbols(graph: Any, inputs: list[Any]) -> Any:
         if any(isinstance(node.meta.get("example_value"), torch.SymInt) for node in graph.graph.nodes):
             raise RuntimeError("no symbols here")
         return backend(graph, inputs)
 
-    monkeypatch.setattr(compiled_models, "_backend", refuse_symbols)
+    monkeypatch.setattr(captured_forward, "_backend", refuse_symbols)
     with caplog.at_level(logging.INFO, "rotor_py"):
         planned, plain = planned_for(Asking(), {"value": torch.randn(8, 40, 32)})
     assert any("every shape of the input takes a graph of its own: " in line for line in said(caplog))

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
+from rotor_py.capture import tracing
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.capture.tracing import tracing
 from rotor_py.execute.whole_runs import run_through
 from rotor_py.plan.inputs.input_spec import equal_at_sight, spec_of
 from rotor_py.plan.steps.step_plans import StepPlans

@@ -89,7 +89,7 @@ def stage_by_stage(*, budgets: bool = False) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         if budgets:
-            patch.setattr("rotor_py.capture.compiled_ways._wanted", _two_ways)
+            patch.setattr("rotor_py.capture.variants._wanted", _two_ways)
         else:
             patch.setattr("rotor_py.capture.variants.may_have_ways", lambda *_: False)
         patch.setattr("rotor_py.capture.variants.compiled_whole", lambda *_: None)

@@ -18,7 +18,7 @@ from torch.optim import Adam, Optimizer
 from rotor_profiling import tensors_in
 from rotor_profiling.storage import local
 from rotor_py import Checkpointable, UnsupportedModelError
-from rotor_py.capture.marks import fsdp_marks
+from rotor_py.capture import fsdp_markers
 from rotor_py.distributed.shard_groups import ShardGroup, groups_of
 from rotor_solver import store_all
 from tests.distributed import fsdp
@@ -263,15 +263,15 @@ def refusal(rank: int, kind: str) -> str:
     model: nn.Module = Outer({"wrapping": Wrapping, "still": Still}.get(kind, Broken)(WIDTH, WIDTH))
     fully_shard(model.layer, mesh=mesh())
     fully_shard(model, mesh=mesh())
-    present = fsdp_marks.TORCH
+    present = fsdp_markers.TORCH
     try:
         if kind == "old torch":
-            fsdp_marks.TORCH = (2, 5)
+            fsdp_markers.TORCH = (2, 5)
         Checkpointable(model)(torch.randn(LENGTH, WIDTH))
     except UnsupportedModelError as error:
         return str(error)
     finally:
-        fsdp_marks.TORCH = present
+        fsdp_markers.TORCH = present
     return "nothing"
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling.instruments import using
 from rotor_py import Checkpointable, InfeasibleError, Plan, UnsupportedModelError, estimate
-from rotor_py.capture import compiled_models
+from rotor_py.capture import captured_forward
 from rotor_py.devices.followed_step import FollowedStep
 from rotor_py.devices.reservation import Reservation
 from rotor_py.devices.table import find_device, find_devices
@@ -300,13 +300,13 @@ class Heads(nn.Module):
 def test_numbers_of_sharded_modules_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With symbols for them, tracing takes seconds a layer."""
     traced: list[fx.GraphModule] = []
-    backend = compiled_models._backend
+    backend = captured_forward._backend
 
     def noted(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Any:
         traced.append(graph_module)
         return backend(graph_module, example_inputs)
 
-    monkeypatch.setattr(compiled_models, "_backend", noted)
+    monkeypatch.setattr(captured_forward, "_backend", noted)
     model = Blocks()
     model.blocks = nn.ModuleList(Heads() for _ in range(3))
     estimate(model, torch.randn(ROWS, WIDTH), "h100:2", loss=torch.mean)

@@ -15,7 +15,7 @@ from torch import nn
 
 from rotor_profiling import memory_meter
 from rotor_py import Checkpointable, CheckpointOptim
-from rotor_py.capture.graph.run_graph import run_graph
+from rotor_py.capture.graph.stage_graph import run_graph
 from rotor_py.stage.activity import add_note
 from tests.checkpointable.steps import square
 from tests.training import tripping

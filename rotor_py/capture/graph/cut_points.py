@@ -15,10 +15,17 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from rotor_py.capture.fsdp_markers import enter, leave
 from rotor_py.capture.graph.graph_facts import GraphFacts
-from rotor_py.capture.graph.graph_nodes import carries_gradient, memory_root, new_bytes, tensors_of, written_by
-from rotor_py.capture.graph.sizes import example_of
-from rotor_py.capture.marks.mark_nodes import enter, leave
+from rotor_py.capture.graph.graph_nodes import (
+    carries_gradient,
+    example_of,
+    memory_root,
+    module_path,
+    new_bytes,
+    tensors_of,
+    written_by,
+)
 
 _HUGE = 0.3
 """A stage that makes more than this part of all bytes is cut further, by carrying tensors past the cuts. A guess,
@@ -200,3 +207,40 @@ def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:
     if kept and sum(weights[begin:]) < least:  # the last stage has no next one
         kept.pop()
     return [*kept, ends[-1]]
+
+
+# Names for the pieces of a graph, after the modules of the model that they come from.
+
+def name_pieces(pieces: list[list[fx.Node]], weights_of: dict[fx.Node, int]) -> list[str]:
+    """A name for each piece: the path of the module in which its nodes weigh most.
+
+    The path ends one level below the part that all modules of the piece share. A name that occurs more than once is
+    numbered.
+    """
+    found = []
+    for piece in pieces:
+        weights: Counter[str] = Counter()
+        for node in piece:
+            weights[module_path(node)] += weights_of[node]
+        found.append(_name(weights))
+    repeated = {name for name, count in Counter(found).items() if count > 1}
+    seen: Counter[str] = Counter()
+    for number, name in enumerate(found):
+        if name in repeated:
+            seen[name] += 1
+            found[number] = f"{name}#{seen[name]}"
+    return found
+
+
+def _name(weights: Counter[str]) -> str:
+    paths = [path.split(".") for path in weights if path]
+    if not paths:
+        return "(top)"
+    common = 0
+    while all(len(path) > common and path[common] == paths[0][common] for path in paths):
+        common += 1
+    below: Counter[str] = Counter()
+    for path, weight in weights.items():
+        if path:
+            below[".".join(path.split(".")[: common + 1])] += weight
+    return max(below, key=lambda path: below[path])

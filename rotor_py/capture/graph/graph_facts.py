@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor_py.capture.data_questions import give_up, is_question
+from rotor_py.capture.fsdp_markers import MARKS, FSDPMarks, Place
 from rotor_py.capture.graph.graph_nodes import (
+    Sizes,
     attribute_of,
     carries_gradient,
     is_random,
@@ -25,11 +26,9 @@ from rotor_py.capture.graph.graph_nodes import (
     tensors_of,
     written_by,
 )
-from rotor_py.capture.graph.recurrent_layers import draws_random_numbers
-from rotor_py.capture.graph.sizes import Sizes
+from rotor_py.capture.graph.graph_rewrites import draws_random_numbers
 from rotor_py.capture.graph.stage_graph import Codes
-from rotor_py.capture.marks.fsdp_marks import FSDPMarks, Place
-from rotor_py.capture.marks.mark_nodes import MARKS
+from rotor_py.capture.guarded_branches import give_up, is_question
 from rotor_py.distributed.shard_groups import ShardGroup
 
 _GRAD_MODE = torch._C._set_grad_enabled

@@ -1,7 +1,7 @@
 """What a stage may keep for its backward: all that is read there, or less, from which operators make it again.
 
 Less is the fewest bytes from which operators that are fast for what they return make it again: a minimum cut, as in
-`capture/graph/parts/min_cut.py`, once for each of a few thresholds of "fast".
+`capture/graph/selective_recompute.py`, once for each of a few thresholds of "fast".
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import networkx as nx
 from torch import fx
 from torch._functorch import partitioners
 
@@ -18,6 +17,7 @@ from rotor_py.partition.chain.cut_forward import CutForward
 from rotor_py.partition.chain.values import source_of
 from rotor_py.partition.costs.operator_costs import Cost
 from rotor_py.partition.joint_graph import usually_saved
+from rotor_solver.max_flow import Network
 
 _THRESHOLDS = 6
 """How many different limits of seconds for a byte are tried in cuts of a stage. A guess."""
@@ -87,19 +87,18 @@ class KeptParts(CutForward):
     def _cut(self, inside: list[fx.Node], targets: Set[fx.Node], again: Set[fx.Node]) -> set[fx.Node]:
         """The least bytes of the values `inside` from which `targets` can be made by running `again`."""
         joint = self.joint
-        flow = nx.DiGraph()
-        flow.add_nodes_from(("read", "made"))
+        flow = Network("made", "read")
         mine = set(inside)
         for value in inside:
-            flow.add_edge((value, "made"), (value, "kept"), capacity=joint.bytes_of(value))
+            flow.add_edge((value, "made"), (value, "kept"), joint.bytes_of(value))
             if value in targets:
                 flow.add_edge((value, "kept"), "read")
             if value not in again:
                 flow.add_edge("made", (value, "made"))
             for each in self.reads[value] & mine:
                 flow.add_edge((each, "kept"), (value, "made"))
-        _, (before, _) = nx.minimum_cut(flow, "made", "read")
-        return {value for value in inside if (value, "made") in before and (value, "kept") not in before}
+        behind = flow.behind_least_cut()
+        return {value for value in inside if (value, "kept") in behind and (value, "made") not in behind}
 
     def _needed(self, number: int, kept: Set[fx.Node]) -> set[fx.Node]:
         """What the backward of a stage reads or runs again if the forward keeps `kept`, and what that reads."""

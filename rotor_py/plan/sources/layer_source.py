@@ -3,21 +3,107 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Container, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from rotor_profiling import tensors_in
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.instruments import operators
+from rotor_profiling.storage import layout_of
+from rotor_profiling.torch_classes import is_fsdp_module
 from rotor_py.distributed.whole_parameters import is_sharded
 from rotor_py.measure.cut import Cut, cut
 from rotor_py.measure.stages import MeasuredCut, measure
 from rotor_py.plan.inputs.input_spec import covers
 from rotor_py.plan.saved.plan import Plan
-from rotor_py.plan.sources.layer_parts import LayerParts
 from rotor_py.plan.sources.running import Replay, measuring_options
 from rotor_py.plan.sources.source import Following, Measured, Measuring, Source
+from rotor_py.stage.protocol import StageOffers
 from rotor_py.stage.runner import StageRunner
+from rotor_py.stage.ways.names import own_of
+from rotor_py.stage.ways.watched import calls_forward_alone
+
+if TYPE_CHECKING:
+    from rotor_py.capture.captured_layer import CapturedLayer
+
+
+# What the layers of a chain offer beside their forward: to be stored in part, where that is worth capturing them.
+#
+# To capture a layer takes TorchDynamo up to seconds, so it is done once for each kind of layer, and for none that could
+# not gain by it: whose operators save little, or that is a single operator.
+
+_LEAST_BYTES = 2**20
+"""What a layer has to save beside its input and output. A guess: for less, nobody wants to wait for TorchDynamo."""
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+_OPERATORS = "torch.nn."
+"""Where layers come from that are single operators, if they have no layers inside."""
+
+
+class LayerParts:
+    """What the layers of one model offer, each known by its module. `fully_shard` may have `sharded` the model."""
+
+    def __init__(self, *, sharded: bool = False) -> None:
+        self._sharded = sharded
+        self._found: dict[int, CapturedLayer] = {}
+        """by the id of the layer, which what is found keeps alive"""
+        self._kinds: dict[Hashable, CapturedLayer | None] = {}
+        """the first layer of a kind, if it can be stored in part"""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: what was found is bound to these layers, and a copy finds its own."""
+        return {**self.__dict__, "_found": {}, "_kinds": {}}
+
+    def look_at(
+        self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
+    ) -> None:
+        """Find out how a layer of this kind can be stored on the input `value`, if no other one of the kind was seen.
+
+        Nothing of the layer is changed. Of one that saves less than a mebibyte, `saved_bytes` beside its parameters,
+        input and output, nothing is found out.
+        """
+        self._found.pop(id(function), None)
+        if kind not in self._kinds:
+            gains = saved_bytes >= _LEAST_BYTES and _may_gain(function, value)
+            self._kinds[kind] = self._captured(function, name, value, device) if gains else None
+        first = self._kinds[kind]
+        if first is not None:
+            self._found[id(function)] = first if first.layer is function else first.of_kind(function, name)
+
+    def of(self, function: nn.Module) -> StageOffers | None:
+        """What was found of a layer; None if that is nothing."""
+        return self._found.get(id(function))
+
+    def planned(
+        self, function: nn.Module, name: str, ways: Sequence[str], keepers: Container[str]
+    ) -> StageOffers | None:
+        """What a layer offers that a plan may store by these `ways`, those of `keepers` among them."""
+        own = dict.fromkeys(each for each in (own_of(way, keepers) for way in ways) if each is not None)
+        if own and id(function) not in self._found:  # the plan comes from a file, or the model is a copy
+            from rotor_py.capture.captured_layer import CapturedLayer
+
+            self._found[id(function)] = CapturedLayer(function, name, tuple(own), sharded=self._sharded)
+        return self.of(function)
+
+    def _captured(self, function: nn.Module, name: str, value: Any, device: torch.device) -> CapturedLayer | None:
+        # Not at the top: it imports TorchDynamo, which takes as long as importing the rest of torch.
+        from rotor_py.capture.captured_layer import CapturedLayer
+
+        found = CapturedLayer(function, name, sharded=self._sharded)
+        return found if found.find(value, device) else None
+
+
+def _may_gain(function: nn.Module, value: Any) -> bool:
+    """Whether a layer may be more than one operator, and is one that can be captured."""
+    operator = type(function).__module__.startswith(_OPERATORS) and not function._modules
+    tensors = [*function.parameters(), *function.buffers(), *tensors_in(value)]
+    plain = all(type(each) in _PLAIN and layout_of(each) is None for each in tensors)
+    # Those of modules inside of the layer are not there all the time. Without hooks, as now, only their class shows it.
+    gathered_inside = any(is_fsdp_module(each) for each in function.modules() if each is not function)
+    return not operator and plain and not gathered_inside and calls_forward_alone(function)
 
 
 class LayerSource:

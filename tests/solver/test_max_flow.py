@@ -6,7 +6,7 @@ import networkx as nx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rotor_py.capture.graph.parts.flow import Network
+from rotor_solver.max_flow import Network
 
 POINTS = ("source", "sink", *range(7))
 Edge = tuple[int | str, int | str, int | None]

@@ -1,27 +1,149 @@
 """Which parts a captured stage offers to keep: few bytes and little to make again, at rising prices.
 
 One part is the least from which cheap operators alone make the rest. For the others, all operators that make the same
-bits again count, with a price: they are on the lower convex hull of bytes and prices (`hull.py`). Its ends are to store
+bits again count, with a price: they are on the lower convex hull of bytes and prices. Its ends are to store
 the stage whole, and to run it again from its input.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
 
-from rotor_py.capture.graph.graph_nodes import tensors_of
-from rotor_py.capture.graph.parts.hull import hull_between, thinned
-from rotor_py.capture.graph.parts.min_cut import Cut, least_cut, memory_read
-from rotor_py.capture.graph.parts.prices import is_cheap, kind_of, price_of
-from rotor_py.capture.graph.parts.saved_part import SavedPart
-from rotor_py.capture.graph.parts.saved_values import SavedValues, find_saved_values
-from rotor_py.capture.graph.sizes import Sizes
+from rotor_py.capture.graph.graph_nodes import Sizes, tensors_of
+from rotor_py.capture.graph.saved_values import SavedPart, SavedValues, find_saved_values, is_cheap, kind_of, price_of
+from rotor_solver.max_flow import Network
+
+# Parts on the lower convex hull of what they keep and what they cost, and the few of them that are worth offering.
+#
+# Of two parts, a line joins their bytes and prices; a part below it saves more for its price than a mixture of both.
+# The least cut by the line's own slope finds it if there is one, and so on between the new part and each of the two:
+# all parts on the lower convex hull, by Eisner and Severance (1976).
+
+class Point(Protocol):
+    """A part: the bytes that it keeps, and the price of what it makes again."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def price(self) -> int: ...
+
+
+Part = TypeVar("Part", bound=Point)
+
+
+def hull_between(before: Part, after: Part, least: Callable[[int, int], Part], depth: int) -> list[Part]:
+    """The parts of the hull between two, which keep less from one to the next; a line is divided `depth` times at most.
+
+    `least(for_bytes, for_prices)` is the part of least cost where a byte and a unit of price cost so much; of equal
+    ones, that of the lowest price.
+    """
+    bytes_apart, price_apart = before.nbytes - after.nbytes, after.price - before.price
+    if depth == 0 or bytes_apart <= 0 or price_apart <= 0:
+        return []
+    part = least(price_apart, bytes_apart)
+    if not after.nbytes <= part.nbytes < before.nbytes or _below_line(part, before, after) < 0:
+        return []
+    first, second = (hull_between(*ends, least, depth - 1) for ends in ((before, part), (part, after)))
+    return [*first, part, *second]
+
+
+def thinned(parts: Sequence[Part], stays: Part, least_bytes: float, most: int) -> list[Part]:
+    """At most so many of the parts between the first and the last, with at least so many bytes from one to the next.
+
+    `parts` keep less from one to the next. Of those that are too close, or too many, what costs hardly less than a
+    mixture of its neighbours goes first, and `stays` never.
+    """
+    whole, *inner, again = parts
+    left = [whole, *(part for part in inner if whole.nbytes - part.nbytes >= least_bytes), again]
+
+    def gain(at: int) -> int:
+        return _below_line(left[at], left[at - 1], left[at + 1])
+
+    while True:
+        places = range(1, len(left) - 1)
+        close = {at for at in places if at > 1 and left[at - 1].nbytes - left[at].nbytes < least_bytes}
+        if not close and len(places) <= most:
+            return left[1:-1]
+        either = close | {at - 1 for at in close}
+        del left[min((at for at in either or places if left[at] is not stays), key=gain)]
+
+
+def _below_line(part: Point, before: Point, after: Point) -> int:
+    """How much less a part costs than a mixture of two others that keeps the same bytes, in bytes times prices."""
+    saved, apart = before.nbytes - part.nbytes, before.nbytes - after.nbytes
+    return saved * (after.price - before.price) - apart * (part.price - before.price)
+
+
+# The fewest bytes from which what autograd saves can be made again, at a price.
+#
+# Which values to keep is a minimum cut. Memory flows from what cannot be made again, through what can, to what autograd
+# saves. A cut through the values separates the two, and its capacity is the bytes of the values that it cuts, and the
+# price of all that lies behind it and has to be made again. The cut of least capacity is the least memory from which
+# all that autograd saves can be made. PyTorch's compiler decides in the same way what a backward recomputes
+# (torch._functorch.partitioners).
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The nodes whose values are `kept`, and those whose values are made `again`, of nodes that allocate memory."""
+
+    kept: frozenset[fx.Node]
+    again: frozenset[fx.Node]
+
+
+def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> Cut:
+    """The cut of least cost; of equal ones, that which makes least again.
+
+    `keeping` is what it costs to keep the value of each node, and `again` what it costs to make it again, of those that
+    can be.
+
+    A node is two points of the network, "made" and "kept", and what it costs to keep is the capacity between them. What
+    it costs to make again is that between the source and "made". All other edges have no capacity: a cut never goes
+    through them.
+    """
+    flow = Network("source", "saved")
+    own = [node for node in values.roots if values.roots[node] is node]
+    for node in own:
+        if node in values.overwritten:  # nothing is left of it to keep
+            flow.add_edge((node, "made"), (node, "kept"))
+        else:
+            flow.add_edge((node, "made"), (node, "kept"), keeping[node])
+        if node in values.saved:
+            flow.add_edge((node, "kept"), "saved")
+        if node not in again:  # the cut has to pass between it and all that is saved
+            flow.add_edge("source", (node, "made"))
+        elif again[node]:
+            flow.add_edge("source", (node, "made"), again[node])
+        for each in memory_read(node, values.roots):
+            flow.add_edge((each, "kept"), (node, "made"))
+    # It is the cut nearest to the sink, "saved", so as little as possible has to be made again behind it.
+    behind = flow.behind_least_cut()
+    made_again = frozenset(node for node in own if (node, "made") in behind)
+    return Cut(frozenset(node for node in own if (node, "kept") in behind) - made_again, made_again)
+
+
+def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The nodes that allocated the memory that a node reads, be it through views and numbers."""
+    found, pending, seen = set(), list(node.all_input_nodes), set()
+    while pending:
+        each = pending.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if roots.get(each) is each:
+            found.add(each)
+        elif each in roots and not each.all_input_nodes:  # an input that shares memory with another one
+            found.add(roots[each])
+        else:
+            pending.extend(each.all_input_nodes)
+    return found
+
 
 _log = logging.getLogger("rotor_py")
 

@@ -1,7 +1,7 @@
 """The cut of least capacity in a network, by the algorithm of Dinic (1970): flow along shortest paths, phase by phase.
 
-Networks of stages have a few dozen points. networkx has this, too, but takes longer to be imported than most models
-take to be cut, and ten times as long for each.
+networkx has this, too, but takes longer to be imported than most models take to be cut, and ten times as long for each
+network of a few dozen points.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -32,13 +32,98 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.fx.experimental._config as shape_config
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.callback import callback_handler as callbacks
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.variables import ConstantVariable, builder
 
 from rotor_py.capture.graph.graph_nodes import tensors_of
-from rotor_py.capture.tracing.open_numbers import OpenNumbers
-from rotor_py.capture.tracing.settings_of import settings_of
+
+# Settings of torch, changed for a while.
+
+@contextmanager
+def settings_of(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Have settings of torch in this thread as they are here, as long as this context lasts.
+
+    `config.patch` makes a class and a context variable at every call. That takes longer than a small layer does, and
+    the variables stay in memory for good: Python keeps them in the context that they were set in.
+    """
+    before = [(name, getattr(config, name)) for name in settings]
+    try:
+        for name, value in settings.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before:
+            setattr(config, name, value)
+
+
+# Numbers that modules hold, and that TorchDynamo is to leave open: those that have changed since it traced last.
+#
+# It takes a number of a module for a constant, and traces anew when it is another one. A model that counts its calls
+# would be traced in every step.
+
+_NUMBER = "is_int_specialization_case"
+"""The function by which TorchDynamo decides that an integer is a number, where it has one."""
+
+
+class OpenNumbers:
+    """The numbers in attributes of one model's modules, by name, that are left open."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen: dict[tuple[str, str], int | float] = {}
+        """By module and name, when TorchDynamo traced last."""
+        self.names: set[str] = set()
+
+    def look(self) -> None:
+        """TorchDynamo is about to trace: see which numbers are not what they were the last time."""
+        now = {
+            (path, name): value
+            for path, module in self._model.named_modules()
+            for name, value in vars(module).items()
+            if type(value) in (int, float)
+        }
+        self.names |= {key[1] for key, value in now.items() if self._seen.get(key, value) != value}
+        self._seen = now
+
+    @contextmanager
+    def left_open(self) -> Iterator[None]:
+        """Have TorchDynamo take symbols for these numbers, and for no others that modules hold."""
+        usual: Any = builder.VariableBuilder.wrap_symfloat
+
+        def wrap(variables: Any, value: float) -> Any:
+            if self._is_open(variables.source):
+                return usual(variables, value)
+            variables.install_guards(GuardBuilder.CONSTANT_MATCH)
+            return ConstantVariable.create(value=value, source=variables.source)
+
+        floats: dict[str, Any] = {"specialize_float": False} if self.names else {}
+        with (
+            settings_of(builder, self._of_integers()),
+            settings_of(torch._dynamo.config, floats),
+            settings_of(builder.VariableBuilder, {"wrap_symfloat": wrap} if self.names else {}),
+        ):
+            yield
+
+    def _of_integers(self) -> dict[str, Callable[..., bool]]:
+        """What `builder` is given: integers of the modules of `fully_shard` are numbers, too, if they are not open."""
+        usual = getattr(builder, _NUMBER, None)
+        if usual is None:
+            return {}
+
+        def is_number(value: Any, source: Any) -> bool:
+            if self._is_open(source):
+                return False
+            place = source.guard_source
+            return bool(usual(value, source) or (place() if callable(place) else place).is_fsdp_module())
+
+        return {_NUMBER: is_number}
+
+    def _is_open(self, source: Any) -> bool:
+        return getattr(source, "member", None) in self.names
+
 
 MOST_GRAPHS = 64
 """Graphs of one model. TorchDynamo's own limit is 8, after which it runs the model as it is, without a plan. A guess:

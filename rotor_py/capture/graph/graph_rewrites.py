@@ -1,0 +1,332 @@
+"""Rewrites of a captured graph before it is cut: autograd functions, functorch transforms, recurrent layers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from rotor_py.capture.graph.graph_nodes import carries_gradient, example_of, name_of, tensors_of, written_by
+from rotor_py.capture.graph.stage_graph import line_of
+from rotor_py.errors import UnsupportedModelError
+
+# Functions of the model's own with a forward and a backward (`torch.autograd.Function`) in a captured graph.
+#
+# Dynamo makes them calls of one operator of torch, with both as graphs. The operator makes a class for each call, and
+# the class owns what is saved. A class is part of a reference cycle, so all of it stays until Python next collects
+# garbage: after the backward, and where there is no graph at all. Here autograd owns it, and lets go of it in the
+# backward.
+
+def with_saving_functions(graph_module: fx.GraphModule) -> None:
+    """Have a graph, in place, call functions of the model so that what they save ends with autograd's graph."""
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and name_of(node) == autograd_function_apply.__name__:
+            node.target = autograd_function_apply
+    graph_module.recompile()
+
+
+def autograd_function_apply(forward: fx.GraphModule, backward: fx.GraphModule, *values: Any, **how: Any) -> Any:
+    """Run `forward` on `values`, with `backward` for the gradients, as torch's operator of this name does.
+
+    `forward` returns its output and what `backward` reads after the gradients. `how` has the positions of outputs that
+    have no gradient (`non_differentiable_idx`) or were written over (`dirty_idx`), and which of the tensors to be saved
+    autograd guards against being written over (`saved_for_backward_idx`).
+    """
+    return _Function.apply(_Call(forward, backward, how), *values)  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Call:
+    """One call, as long as it runs, and then what its graph needs of it."""
+
+    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, how: dict[str, Any]) -> None:
+        self.forward, self.backward = forward, backward
+        self.dirty = how.get("dirty_idx", ())
+        self.without_gradient = how.get("non_differentiable_idx", ())
+        self.guarded = frozenset(how.get("saved_for_backward_idx", ()))
+        self.saved: tuple[Any, ...] = ()
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(call: _Call, *values: Any) -> Any:
+        output, saved = call.forward(*values)
+        call.saved = tuple(saved)
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        call: _Call = inputs[0]
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        if call.dirty:
+            ctx.mark_dirty(*(outputs[number] for number in call.dirty))
+        if call.without_gradient:
+            ctx.mark_non_differentiable(*(outputs[number] for number in call.without_gradient))
+        ctx.backward_graph = call.backward
+        ctx.others = [None if isinstance(each, torch.Tensor) else each for each in call.saved]
+        ctx.positions = [number for number, each in enumerate(call.saved) if isinstance(each, torch.Tensor)]
+        # What the function kept by itself, as `ctx.x = x`, may be written over. So it is saved without its counter of
+        # versions. An attribute of `ctx` would stay as long as the graph, and not end with the backward.
+        saved = [call.saved[number] if number in call.guarded else call.saved[number].data for number in ctx.positions]
+        ctx.save_for_backward(*saved)
+        call.saved = ()
+
+    @staticmethod
+    @once_differentiable  # TorchDynamo traced it so
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        values = list(ctx.others)
+        for number, tensor in zip(ctx.positions, ctx.saved_tensors, strict=True):
+            values[number] = tensor
+        found = ctx.backward_graph(*gradients, *values)
+        return None, *(found if isinstance(found, (tuple, list)) else (found,))
+
+
+# Regions of `torch.vmap` and its like in a captured graph, each turned into one node.
+#
+# Dynamo traces into such a function: operators switch the transform on and off, and those in between work on wrapped
+# tensors, which have no memory of their own and do not say whether they carry a gradient. So neither could a stage end
+# there, nor a single one of these operators be moved or looked at. A region as one node takes and returns plain
+# tensors.
+
+_TRANSFORMS = ("_vmap", "_grad", "_jvp")
+_ENTER = {f"{name}_increment_nesting" for name in _TRANSFORMS}
+_EXIT = {f"{name}_decrement_nesting" for name in _TRANSFORMS}
+_functions: dict[Hashable, Callable[..., Any]] = {}
+"""A function for each kind of region, so that stages with equal regions are equal, and measured once."""
+
+
+def with_whole_transforms(graph_module: fx.GraphModule) -> None:
+    """Replace the regions of function transforms in a graph, in place, each by one node that does the same.
+
+    UnsupportedModelError if a region writes into a tensor from outside: the node would hide that.
+    """
+    region: list[fx.Node] = []
+    depth = 0
+    for node in list(graph_module.graph.nodes):
+        name = name_of(node) if node.op == "call_function" else ""
+        depth += name in _ENTER
+        if depth:
+            region.append(node)
+        depth -= name in _EXIT
+        if region and not depth:
+            _replace(graph_module.graph, region)
+            region = []
+    graph_module.recompile()
+
+
+def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
+    members = set(region)
+    inputs = list(dict.fromkeys(each for node in region for each in node.all_input_nodes if each not in members))
+    outputs = [node for node in region if any(user not in members for user in node.users)]
+    for node in region:
+        if not set(inputs).isdisjoint(written_by(node)):
+            raise UnsupportedModelError(
+                f"{line_of(node)} writes into a tensor inside of a function that torch.func transforms, and running a "
+                "stage again would write again; let it make a new tensor there"
+            )
+    with graph.inserting_before(region[0]):
+        whole = graph.call_function(_function_of(region, inputs, outputs), tuple(inputs))
+        whole.meta = {**region[0].meta, "example_value": tuple(example_of(node) for node in outputs)}
+        for number, node in enumerate(outputs):
+            taken = graph.call_function(_take, (whole, number))
+            taken.meta = dict(node.meta)
+            node.replace_all_uses_with(taken, lambda user: user not in members)
+    for node in reversed(region):
+        graph.erase_node(node)
+
+
+def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Callable[..., Any]:
+    """What a region computes of its inputs, as a function: the same for regions that compute the same."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(f"input_{number}") for number, node in enumerate(inputs)}
+    for node in region:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    numbers = {copy: number for number, copy in enumerate(copies.values())}
+    key = tuple(
+        (node.op, node.target, *map(str, fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)))
+        for node in graph.nodes
+    )
+    if key not in _functions:
+        module = fx.GraphModule(torch.nn.Module(), graph, "TransformedFunction")
+
+        def transformed(*values: Any) -> Any:
+            level = torch._C._functorch.maybe_current_level()
+            try:
+                return type(module).forward(module, *values)
+            except BaseException:
+                # Generated code has no `with` blocks, so an error would leave the transform on.
+                while torch._C._functorch.maybe_current_level() != level:
+                    torch._C._functorch.pop_dynamic_layer_stack()
+                raise
+
+        # By their names, operators that draw random numbers are known, and graphs that are the same but for sizes.
+        transformed.__name__ = transformed.__qualname__ = f"transformed({', '.join(map(name_of, region))})"
+        _functions[key] = transformed
+    return _functions[key]
+
+
+def _take(values: tuple[Any, ...], number: int) -> Any:
+    return values[number]
+
+
+# Recurrent operators of a graph: the random numbers that they draw, and several layers taken apart.
+#
+# `nn.LSTM(…, num_layers=4)` is one operator, of which a plan could only keep all or nothing. On the CPU it runs one
+# layer after the other, so one operator for each layer does the same work in the same order, to the last bit, and a
+# stage may end between them. cuDNN runs all layers at once and wants their weights in one piece of memory, so there
+# they stay together.
+
+_OPERATORS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """What a recurrent operator is called with: each argument may be a node."""
+
+    value: Any
+    state: Any
+    """A tuple of two for an LSTM."""
+    weights: Any
+    """A list, a number of them for each layer."""
+    biases: Any
+    layers: Any
+    dropout: Any
+    training: Any
+    bidirectional: Any
+    batch_first: Any
+
+    @property
+    def states(self) -> tuple[fx.Node, ...]:
+        return self.state if isinstance(self.state, tuple) else (self.state,)
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is dropout between its layers."""
+        probability = self.dropout
+        if isinstance(probability, fx.Node):  # Dynamo makes a number that differs from model to model an input
+            probability = probability.meta["example_value"].node.hint
+        return bool(self.training and self.layers > 1 and probability)
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether the node is a recurrent operator that draws random numbers: for dropout between its layers."""
+    return node.target in _OPERATORS and _Arguments(*node.args).drops
+
+
+def draws_from_own_state(node: fx.Node) -> bool:
+    """Whether the node draws them from a state of cuDNN's own, which nobody can set back."""
+    on_cuda = any(tensor.device.type == "cuda" for tensor in tensors_of(node))
+    return on_cuda and torch.backends.cudnn.enabled and draws_random_numbers(node)
+
+
+def with_layers_apart(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with one operator for each recurrent layer, where that changes no number.
+
+    It is `graph_module` itself if nothing is to be taken apart, and else a copy.
+    """
+    if not any(_is_divisible(node) for node in graph_module.graph.nodes):
+        return graph_module
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(graph_module.graph, copies))
+    for node in list(graph.nodes):
+        if _is_divisible(node):
+            _divide(node)
+    return fx.GraphModule(graph_module, graph, type(graph_module).__name__)
+
+
+def _is_divisible(node: fx.Node) -> bool:
+    if node.target not in _OPERATORS or any(user.target is not operator.getitem for user in node.users):
+        return False
+    arguments = _Arguments(*node.args)
+    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors_of(node))
+    return on_cpu and arguments.layers > 1 and all(isinstance(state, fx.Node) for state in arguments.states)
+
+
+def _divide(node: fx.Node) -> None:
+    """Put an operator for each layer in the place of `node`, one operator for all of them."""
+    made = _Maker(node).layers()
+    for user in list(node.users):
+        position: Any = user.args[1]
+        new = made.result(position)
+        new.meta["example_value"] = user.meta["example_value"]
+        user.replace_all_uses_with(new)
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+class _Maker:
+    """Makes the operators that stand for the recurrent operator `node`, before it in its graph.
+
+    Each gets an example of its value, as Dynamo would leave one: a tensor without data.
+    """
+
+    def __init__(self, node: fx.Node) -> None:
+        self._node = node
+        self._all = _Arguments(*node.args)
+        self._output: fx.Node | None = None
+        self._states: list[list[fx.Node]] = []
+        """The last states of every layer."""
+
+    def layers(self) -> _Maker:
+        """Make the layers."""
+        # Time goes first in all of them, as inside the operator: dropout draws its numbers in the order of memory.
+        example, *states = self._node.meta["example_value"]
+        value = self._all.value
+        if self._all.batch_first:
+            example, value = example.transpose(0, 1), self._transposed(value)
+        for layer in range(self._all.layers):
+            last = layer == self._all.layers - 1
+            value = self._layer(layer, value, example if last else torch.empty_like(example.detach()), states)
+            if self._all.drops and not last:
+                dropped = torch.empty_like(value.meta["example_value"].detach())
+                dropped.requires_grad_(carries_gradient(value))
+                value = self._call(F.dropout, (value, self._all.dropout, True), dropped)
+        self._output = self._transposed(value) if self._all.batch_first else value
+        return self
+
+    def result(self, position: int) -> fx.Node:
+        """What the operator for all layers returned at this position: the output, or a last state."""
+        assert self._output is not None
+        if position == 0:
+            return self._output
+        found = [states[position - 1] for states in self._states]
+        example = torch.cat([each.meta["example_value"].detach() for each in found])
+        return self._call(torch.cat, (found,), example)
+
+    def _layer(self, layer: int, value: fx.Node, example: torch.Tensor, states: list[torch.Tensor]) -> fx.Node:
+        directions = 2 if self._all.bidirectional else 1
+        each = len(self._all.weights) // self._all.layers
+        weights = list(self._all.weights[layer * each : (layer + 1) * each])
+        given = tuple(self._narrowed(state, layer * directions, directions) for state in self._all.states)
+        trained = any(map(carries_gradient, [value, *weights, *given])) and carries_gradient(self._node)
+        if not example.requires_grad:
+            example.requires_grad_(trained)
+        ends = [torch.empty_like(s.detach()[:directions]).requires_grad_(trained) for s in states]
+        state: Any = given if isinstance(self._all.state, tuple) else given[0]
+        rest = (self._all.biases, 1, 0.0, self._all.training, self._all.bidirectional, False)
+        made = self._call(self._node.target, (value, state, weights, *rest), (example, *ends))
+        output, *last = [
+            self._call(operator.getitem, (made, position), found) for position, found in enumerate((example, *ends))
+        ]
+        self._states.append(last)
+        return output
+
+    def _narrowed(self, state: fx.Node, start: int, length: int) -> fx.Node:
+        example = state.meta["example_value"].narrow(0, start, length)
+        return self._call(torch.narrow, (state, 0, start, length), example)
+
+    def _transposed(self, value: fx.Node) -> fx.Node:
+        return self._call(torch.transpose, (value, 0, 1), value.meta["example_value"].transpose(0, 1))
+
+    def _call(self, target: Any, args: tuple[Any, ...], example: Any) -> fx.Node:
+        with self._node.graph.inserting_before(self._node):
+            made = self._node.graph.call_function(target, args)
+        made.meta = {**self._node.meta, "example_value": example}
+        return made

@@ -1,1 +1,0 @@
-"""What a captured stage keeps that is stored in part."""

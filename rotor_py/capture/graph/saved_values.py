@@ -1,0 +1,424 @@
+"""Which values of a graph autograd saves for the backward, found by running the graph.
+
+torch has no table of what each operator saves: that depends on which inputs need a gradient, and on the version of
+torch. So the stage is run with autograd on, and with hooks that see every saved tensor. Where a stage is measured, it
+is run on its input. Elsewhere there is none, and it is run on tensors without memory: that takes some milliseconds for
+each operator that is a composition of others to them, longer than most small stages.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from rotor_profiling.storage import layout_of, local
+from rotor_py.capture.fsdp_markers import is_mark, passed_through
+from rotor_py.capture.graph.graph_nodes import GATHERED, Sizes, example_of, is_random, overwrites, owned_by, tensors_of
+from rotor_py.capture.graph.stage_graph import StageGraph
+from rotor_py.stage.ways.recipe import Call, Recipe, Value
+
+# What it takes to make the values of a captured stage again, and which may be made again at all.
+#
+# Prices are in floating point operations: those that an operator takes, and for every byte that it writes as many as
+# could be done in the meantime. They only have to say which of two values is dearer for its bytes; seconds are measured
+# later, of whole stages.
+
+_FOR_A_BYTE = 20
+"""Between a processor's core, with about 5, and a GPU in half precision, with about 300. A guess."""
+_FOR_A_FUNCTION = 50
+"""For each number of which exp, tanh or the like is computed: half a nanosecond of a processor's core. A guess."""
+_FOR_ATTENTION = 2
+"""How much longer attention takes than a product of as many operations. A guess: 1.8 on a core with AVX-512."""
+# fmt: off
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "relu_", "clamp_")
+_OPERATORS = (
+    "add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide", "truediv", "neg", "negative", "pow",
+    "square", "sqrt", "rsqrt", "reciprocal", "abs", "exp", "expm1", "log", "log1p", "log2", "erf", "tanh", "sigmoid",
+    "sin", "cos", "where", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mean", "sum", "var", "amax",
+    "softmax", "log_softmax", "cat", "concat", "stack", "reshape", "flatten", "repeat", "repeat_interleave", "relu",
+    "rms_norm", "layer_norm", "group_norm", "clone", "contiguous", "softplus", "celu", "selu", "masked_fill", "to",
+    "type_as", "float", "half", "bfloat16", *_IN_PLACE,
+)
+_LAYERS = (
+    "silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "softplus", "mish", "hardswish",
+    "hardsigmoid", "hardtanh", "tanh", "sigmoid", "logsigmoid", "softsign", "softmax", "log_softmax", "layer_norm",
+    "rms_norm", "group_norm", "glu", "normalize",
+)
+_SIMPLE = (
+    "add", "sub", "rsub", "mul", "multiply", "neg", "negative", "square", "abs", "where", "clamp", "clamp_min",
+    "clamp_max", "maximum", "minimum", "cat", "concat", "stack", "reshape", "flatten", "repeat", "repeat_interleave",
+    "relu", "clone", "contiguous", "masked_fill", "to", "type_as", "float", "half", "bfloat16", "div", "divide",
+    "true_divide", "truediv", *_IN_PLACE,
+)
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
+_CONVOLUTIONS = tuple(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
+_ATTENTION = ("scaled_dot_product_attention",)
+# fmt: on
+
+
+def _named(names: tuple[str, ...], *modules: Any) -> set[Any]:
+    """The functions of these names, and the names of the methods."""
+    return {*(getattr(module, name) for name in names for module in modules if hasattr(module, name)), *names}
+
+
+CHEAP: set[Any] = _named(_OPERATORS, torch, operator) | _named(_LAYERS, F, torch._C._nn) - set(_LAYERS)
+"""Operators that take no longer than reading and writing their tensors, as functions and as names of methods. Matrix
+products, convolutions and attention take longer. Random operators would have to draw again from the same state.
+"""
+_KINDS: dict[str, set[Any]] = {
+    "attention": _named(_ATTENTION, F, torch._C._nn),
+    "convolutions": _named(_CONVOLUTIONS, torch, F),
+    "products": _named(_PRODUCTS, torch, operator, F, torch._C._nn),
+}
+"""Operators that take longer and make the same bits from the same tensors."""
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether a node that allocates memory can be run again in little time."""
+    return node.op in ("call_function", "call_method") and node.target in CHEAP and _makes_one(node)
+
+
+def kind_of(node: fx.Node) -> str | None:
+    """Of a node that can be run again, and takes longer: what it is."""
+    if node.op not in ("call_function", "call_method") or not _makes_one(node) or is_random(node):
+        return None
+    found = next((kind for kind, operators in _KINDS.items() if node.target in operators), None)
+    return None if found == "attention" and _drops_out(node) else found
+
+
+def _makes_one(node: fx.Node) -> bool:
+    tensors = tensors_of(node)
+    # Of a DTensor, an operator may send something.
+    return len(tensors) == 1 and tensors[0].is_floating_point() and layout_of(tensors[0]) is None
+
+
+def _drops_out(node: fx.Node) -> bool:
+    # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, …)
+    return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0) != 0.0)
+
+
+_ARITHMETIC: set[Any] = _named(_SIMPLE, torch, operator, F)
+
+
+def price_of(node: fx.Node, flops: int, sizes: Sizes) -> int:
+    """What it takes to run a node again that takes so many floating point operations; see above."""
+    written = max(map(sizes.bytes_of, tensors_of(node)), default=0)
+    read = sum(max(map(sizes.bytes_of, tensors_of(each)), default=0) for each in node.all_input_nodes)
+    found = flops * (_FOR_ATTENTION if kind_of(node) == "attention" else 1) + _FOR_A_BYTE * (read + written)
+    if kind_of(node) is None and node.target not in _ARITHMETIC:
+        found += _FOR_A_FUNCTION * (written // max(1, tensors_of(node)[0].element_size()))
+    return found
+
+
+class FlopCount(TorchDispatchMode):
+    """Counts the floating point operations of what runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.total += int(flop_registry[packet](*args, **(kwargs or {}), out_val=made))
+        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            self.total += int(sdpa_flop_count(*(each.shape for each in args[:3])))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValues:
+    """What a run of a graph with autograd shows: the nodes whose memory is `saved`; for every node with a tensor the
+    one that allocated its memory or wrote to it last (`roots`); the nodes whose tensor is `in_graph`; the `flops` of
+    those that take long.
+
+    What a node made is gone if a later one has `overwritten` it: it can be made again, but not kept. A `stale` node
+    reads memory through a view from before a write to it: from that, it would not be made again as it was.
+    """
+
+    saved: set[fx.Node]
+    roots: dict[fx.Node, fx.Node]
+    in_graph: set[fx.Node]
+    flops: dict[fx.Node, int]
+    overwritten: set[fx.Node] = field(default_factory=set)
+    stale: set[fx.Node] = field(default_factory=set)
+
+
+def find_saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[Any] | None = None) -> SavedValues:
+    """What autograd saves of `body`, run on `arguments`, or else on tensors without memory.
+
+    `sizes` says what the symbols of the graph stand for. Raises TypeError for tensors of a subclass or without strides,
+    and for operators that change a tensor without writing to it. What an operator raises that does not take tensors
+    without memory passes through.
+    """
+    found = SavedValues(set(), {}, set(), {})
+    memories = _Memories(found)
+    values: dict[fx.Node, Any] = {}
+    readers = Counter({node: len(node.users) for node in body.graph.nodes})
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if arguments is None else nullcontext()
+    given = iter(arguments or ())
+    with (
+        mode,
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(memories.save, lambda tensor: tensor),
+    ):
+        for node in body.graph.nodes:
+            if node.op == "output":
+                break
+            read = {each: list(_tensors(values[each])) for each in node.all_input_nodes}
+            before = [tensor._version for tensors in read.values() for tensor in tensors]
+            with FlopCount() if kind_of(node) else nullcontext() as count:
+                if isinstance(mode, FakeTensorMode):
+                    values[node] = _without_memory(body, node, values, mode, sizes)
+                else:
+                    values[node] = _on(given, body, node, values)
+            if count is not None:
+                found.flops[node] = count.total
+            after = [tensor for tensors in read.values() for tensor in tensors]
+            written = [each for each, version in zip(after, before, strict=True) if each._version != version]
+            if not written and node.op.startswith("call") and overwrites(node):
+                raise TypeError(f"{node.target} changes a tensor, but not what is in its memory")
+            memories.read(node, read)
+            memories.write(node, written)
+            memories.make(node, list(_tensors(values[node])))
+            del read, after, written
+            # As in training: what nobody reads any more is not held.
+            readers.subtract(node.all_input_nodes)
+            for each in (node, *node.all_input_nodes):
+                if not readers[each]:
+                    values.pop(each, None)
+    memories.end()
+    return found
+
+
+class _Memories:
+    """The memories of a graph's values as far as it has run, and what is `found` of them."""
+
+    def __init__(self, found: SavedValues) -> None:
+        self._found = found
+        self._made_by: dict[int, fx.Node] = {}
+        """the node that allocated a memory, or wrote to it last"""
+        self._seen: dict[fx.Node, dict[int, fx.Node]] = {}
+        """for each node and memory of its tensors, the last of those nodes that it depends on"""
+        self._saved: set[int] = set()
+        """Some of them no node has returned yet: operators save their own output, or what only they know."""
+        self._known: dict[int, StorageWeakRef] = {}
+        """They keep the numbers of memories from being used again, and hold no memory."""
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        # By memory, not by tensor: what is saved is often a view of what a node returned.
+        self._saved.add(self._number(tensor))
+        return tensor.detach()  # a result that is saved with its history would hold its own node, for good
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """What the memory of a tensor is known by."""
+        storage = local(tensor).untyped_storage()
+        number = int(storage._cdata)
+        if number not in self._known:
+            self._known[number] = StorageWeakRef(storage)
+        return number
+
+    def read(self, node: fx.Node, inputs: Mapping[fx.Node, list[torch.Tensor]]) -> None:
+        """A node has read the tensors of these."""
+        for each, tensors in inputs.items():
+            if any(self._seen[each][memory] is not self._made_by[memory] for memory in map(self._number, tensors)):
+                self._found.stale.add(node)
+
+    def write(self, node: fx.Node, tensors: Iterable[torch.Tensor]) -> None:
+        """A node has written to the memory of these."""
+        for memory in {*map(self._number, tensors)}:
+            self._found.overwritten.add(self._made_by[memory])
+            self._made_by[memory] = node
+
+    def make(self, node: fx.Node, tensors: Iterable[torch.Tensor]) -> None:
+        """A node has returned these."""
+        seen = self._seen[node] = {}
+        for tensor in tensors:
+            if tensor.requires_grad:
+                self._found.in_graph.add(node)
+            memory = self._number(tensor)
+            made_by = self._made_by.setdefault(memory, node)
+            if made_by is not node:  # a view: what is made again from its inputs is what these see
+                before = [self._seen[each].get(memory, made_by) for each in node.all_input_nodes]
+                made_by = next((each for each in before if each is not made_by), made_by)
+            seen[memory] = self._found.roots[node] = made_by
+
+    def end(self) -> None:
+        """Nothing comes any more. Of memory that was saved and written to, the last write counts: autograd refuses a
+        backward that would read another one.
+        """
+        made_by = {self._made_by[memory] for memory in self._saved if memory in self._made_by}
+        # An operator that writes and returns nothing has no value to keep or to drop: its memory is saved as it is.
+        self._found.saved.update(node for node in made_by if self._found.roots.get(node) is node)
+
+
+def _on(arguments: Iterator[Any], body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """The value of a node on what the graph is called with: of these `arguments`, every input takes the next one."""
+    if node.op == "placeholder":
+        found = next(arguments)
+    elif node.op == "get_attr":
+        found = owned_by(body, node)
+    else:
+        return _called(node, *fx.node.map_arg((node.args, node.kwargs), values.__getitem__))
+    for tensor in _tensors(found):
+        _refuse_special(tensor)
+    return found
+
+
+def _without_memory(
+    body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode, sizes: Sizes
+) -> Any:
+    """The value of a node on tensors of this `mode`."""
+    if node.op == "placeholder":
+        return fx.node.map_aggregate(example_of(node), lambda each: _like(each, sizes))
+    if node.op == "get_attr":
+        found = owned_by(body, node)
+        if not isinstance(found, torch.Tensor):
+            return found
+        if GATHERED in node.meta:
+            return _like(found, sizes)
+        _refuse_special(found)
+        return mode.from_tensor(found)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    return args[1:] if is_mark(node) else _called(node, args, kwargs)
+
+
+def _called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]  # a function
+
+
+def _like(value: Any, sizes: Sizes) -> Any:
+    """A tensor of this mode like one of Dynamo's, which belongs to a mode of its own and has symbolic shapes."""
+    if isinstance(value, DTensor):
+        part = _like(value._local_tensor, sizes).requires_grad_(value.requires_grad)
+        shape, strides = torch.Size(map(sizes.number, value.shape)), tuple(map(sizes.number, value.stride()))
+        return DTensor.from_local(
+            part, value.device_mesh, value.placements, run_check=False, shape=shape, stride=strides
+        )
+    if isinstance(value, torch.Tensor):
+        _refuse_special(value)
+        size, stride = list(map(sizes.number, value.shape)), list(map(sizes.number, value.stride()))
+        like = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+        return like.requires_grad_(value.requires_grad)
+    return sizes.number(value)
+
+
+def _refuse_special(tensor: torch.Tensor) -> None:
+    """TypeError for a tensor whose memory is not simply strided, so that bytes and views of it mean something else."""
+    tensor = local(tensor)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
+        raise TypeError(f"{type(tensor).__name__} of layout {tensor.layout}")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+
+
+# What a stage stored in part keeps, what it drops, and the recipe by which that is made again.
+
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """What a stage stored in part keeps for its backward, what it drops, and how to make that again.
+
+    Values are named by the number of their node in the stage's graph, so that they mean the same for all equal stages.
+    """
+
+    kept: frozenset[int]
+    dropped: frozenset[int]
+    recipe: Recipe
+
+    @classmethod
+    def of_cut(cls, body: fx.GraphModule, values: SavedValues, kept: Set[fx.Node]) -> SavedPart:
+        """That of a stage with the graph `body` which keeps the values of these nodes of all that allocate memory."""
+        numbers = {node: number for number, node in enumerate(body.graph.nodes)}
+        dropped = values.saved - kept
+        calls: dict[int, Call] = {}
+        found: set[int] = set()
+        pending = list(dropped)
+        while pending:
+            node = pending.pop()
+            # A number costs nothing to keep, nor does an input whose memory is kept as that of another one.
+            if node in kept or node not in values.roots or not node.op.startswith("call"):
+                found.add(numbers[node])
+            elif numbers[node] not in calls:
+                calls[numbers[node]] = _call(node, numbers, values)
+                pending.extend(node.all_input_nodes)
+        places = frozenset(numbers[node] for node in dropped)
+        needs = {number: _needs(calls, found, number) for number in places}
+        return cls(frozenset(found), places, Recipe(calls, needs))
+
+    def instrumented(self, body: fx.GraphModule, stage: fx.Graph) -> fx.GraphModule:
+        """A copy of a graph on `body` whose first input is a `PartialSaving`.
+
+        The copy hands it every value to keep or drop, as soon as the value is there. The copy has no attributes: it is
+        run on those of `body`, so that parameters are there once.
+        """
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        saving = graph.placeholder("saving")
+        graph.output(graph.graph_copy(stage, copies))
+        last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+        for number, node in enumerate(stage.nodes):
+            if number in self.kept or number in self.dropped:
+                with graph.inserting_after(last if node.op == "placeholder" else copies[node]):
+                    how = "drop" if number in self.dropped else "keep"
+                    graph.call_method(how, (saving, number, copies[node]))
+        return StageGraph.like(body, graph, "PartialGraphStage")
+
+
+def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Call:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_in(numbers))
+    # Methods by name: those of a DTensor are none of a plain tensor.
+    function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
+    if is_mark(node):  # making a value again is no forward of the module
+        function = passed_through
+    reads = tuple(numbers[each] for each in node.all_input_nodes)
+    # With a graph, operators may choose another kernel: `matmul` folds a batch into one product where a gradient is
+    # wanted. What is cheap, and views, have one kernel each.
+    whole = values.roots.get(node) is node and not is_cheap(node)
+    wanted = frozenset(numbers[each] for each in node.all_input_nodes if each in values.in_graph) if whole else None
+    return Call(function, args, kwargs, reads, wanted)
+
+
+def _value_in(numbers: dict[fx.Node, int]) -> Any:
+    """What stands for a node in the arguments of a `Call`."""
+    return lambda node: Value(numbers[node])
+
+
+def _call_method(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return getattr(tensor, name)(*args, **kwargs)
+
+
+def _needs(calls: dict[int, Call], kept: set[int], number: int) -> frozenset[int]:
+    """The kept values from which value `number` is made."""
+    found: set[int] = set()
+    pending, seen = [number], set[int]()
+    while pending:
+        each = pending.pop()
+        if each in kept:
+            found.add(each)
+        elif each not in seen:
+            seen.add(each)
+            pending.extend(calls[each].reads)
+    return frozenset(found)

@@ -1,1 +1,0 @@
-"""How TorchDynamo is told to trace a model: which sizes and numbers it leaves open."""
