@@ -101,6 +101,7 @@ def test_a_second_process_compiles_nothing(which: str, least: int) -> None:
 def test_these_are_all_the_files_with_kernels() -> None:
     assert {module.__name__.removeprefix("rotor_solver.") for module in kernel_modules()} == {
         "least_memory_kernels",
+        "persistent.descend",
         "persistent.kernels",
         "persistent.table_kernels",
         "persistent.windows",

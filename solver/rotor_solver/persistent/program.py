@@ -13,7 +13,7 @@ would cost time or certainty, so:
 
 * sizes are rounded down: the table is a lower bound for all persistent sequences, the certificate;
 * slots are laid out so that only checkpoints are rounded at all (`layout`), and needs are compared in bytes;
-* sequences are read off with memory counted in bytes (`table_kernels.descend`): they fit, whatever the slots are;
+* sequences are read off with memory counted in bytes (`descend.descend`): they fit, whatever the slots are;
 * what is slower than the best sequence known so far is never computed: a plan for groups of stages makes the first
   table cheap, and the windows of each table make the next, finer one cheap;
 * the first tables have rows for only some of the intervals, which stand for the others too (`Spacing`).

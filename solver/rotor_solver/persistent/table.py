@@ -86,8 +86,7 @@ _SERIAL = 2e7
 """Pairs of slots up to which one core fills a table, in a hundredth of a second; a guess. Several cores wait for each
 other, and long if other programs keep them busy."""
 _BLENDS = (0.5, 0.0, 1.0)
-"""Ways to read between slots (`table_kernels.estimate`) when looking for a sequence, the best on average first; a
-guess."""
+"""Ways to read between slots (`descend.estimate`) when looking for a sequence, the best on average first; a guess."""
 _WINDOWS = "rotor_solver.persistent.windows"
 _FEW = 0.25
 """Rows are shared if at most this part of them differ; a guess. Shared rows are filled without tiles, on one core."""
@@ -232,7 +231,7 @@ class Table:
         None and `enough` if that is not less than `enough` seconds. `room` has to be at least `problem.needed`.
         """
         # Measured: plain Python takes 2.5 microseconds times the square of the stages.
-        descend = kernels_for("rotor_solver.persistent.table_kernels", 2.5e-6 * len(self.grid.band) ** 2)
+        descend = kernels_for("rotor_solver.persistent.descend", 2.5e-6 * len(self.grid.band) ** 2)
         best, found = enough / self.scale, None
         tables = (self.values, self.rows, self.problem.least, self.problem.full, self.costs, self.grid)
         for blend in _BLENDS:
