@@ -38,10 +38,15 @@ def record_fields(
     return {"kind": kind, "stage": stage, "subject": name, "numbers": numbers}
 
 
+def kind_of(error: BaseException) -> str:
+    """Return the kind of an error; the name of its class where it has none."""
+    return error.kind if isinstance(error, DescribedError) else type(error).__name__
+
+
 def fields_of(error: BaseException) -> dict[str, object]:
     """Give a log record the fields of the error that it tells about."""
     if not isinstance(error, DescribedError):
-        return record_fields(type(error).__name__)
+        return record_fields(kind_of(error))
     return record_fields(error.kind, stage=error.stage, name=error.name, **error.numbers)
 
 

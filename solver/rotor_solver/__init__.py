@@ -14,7 +14,6 @@ HAL hal-02352969):
 from rotor_solver.chain import Chain, Option, Stage
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
 from rotor_solver.errors import DescribedError, InvalidStateError, InvalidTypeError, InvalidValueError
-from rotor_solver.extremes import RecomputeAll, StoreAll, min_bytes, recompute_all, store_all
 from rotor_solver.floating import Floating
 from rotor_solver.frontier import Frontier, frontier, limit_for
 from rotor_solver.in_flight import (

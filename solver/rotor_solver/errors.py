@@ -36,7 +36,9 @@ class DescribedError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An exception is copied and pickled by its positional arguments, which are not those of every subclass.
-        return _restored, (type(self), self.args, self.__dict__)
+        # Notes stay behind: they tell where this one was raised.
+        state = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
+        return _restored, (type(self), self.args, state)
 
 
 def _restored(error_class: type[DescribedError], args: tuple[object, ...], state: dict[str, Any]) -> DescribedError:
