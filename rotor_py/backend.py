@@ -18,6 +18,7 @@ from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.capture.variants import compiled_variants
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import around
+from rotor_py.errors import InvalidValueError
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import cut_layers
@@ -72,7 +73,11 @@ def rotor(
     """
     chosen = {**_OPTIONS, **(options or {})}
     if unknown := chosen.keys() - _OPTIONS.keys():
-        raise ValueError(f"{sorted(unknown)[0]!r} is no option of the backend rotor; it has {', '.join(_OPTIONS)}")
+        raise InvalidValueError(
+            f"{sorted(unknown)[0]!r} is no option of the backend rotor; it has {', '.join(_OPTIONS)}",
+            kind="unknown_option",
+            name=sorted(unknown)[0],
+        )
     if chosen["mem_limit"] is not None:
         # A limit that cannot be read is refused here; what it is on the device is known at the first call.
         parse_bytes(chosen["mem_limit"], device_bytes=1)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compiled.options import Compile
-from rotor_py.errors import UnsupportedModelError, what_it_is
+from rotor_py.errors import InvalidValueError, UnsupportedModelError, record_fields, what_it_is
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.inputs.sample import arguments_of
@@ -137,9 +137,13 @@ class Checkpointable(PlannedModel):
         keep: Literal["bf16", "fp8", "int8"] | None = None,
     ) -> None:
         if isinstance(model, Checkpointable):
-            raise UnsupportedModelError("the model is a Checkpointable already; wrap it once")
+            raise UnsupportedModelError(
+                "the model is a Checkpointable already; wrap it once", kind="wrapped_twice", name="model"
+            )
         if not isinstance(model, nn.Module):
-            raise UnsupportedModelError(f"the model is {what_it_is(model)}; it has to be a torch.nn.Module")
+            raise UnsupportedModelError(
+                f"the model is {what_it_is(model)}; it has to be a torch.nn.Module", kind="not_a_module", name="model"
+            )
         settings = Settings(
             mem_limit=mem_limit,
             mem_slots=mem_slots,
@@ -169,7 +173,9 @@ class Checkpointable(PlannedModel):
             self._planner.set_limit(mem_limit)
         if plan is not None:
             if settings.by_hand is not None:
-                raise ValueError(f"a plan is given, and {settings.by_hand}; give one of them")
+                raise InvalidValueError(
+                    f"a plan is given, and {settings.by_hand}; give one of them", kind="excluded_together", name="plan"
+                )
             self._planner.adopt(plan if isinstance(plan, Plan) else Plan.load(plan))
         elif custom_input is not None:
             if mem_limit is not None:
@@ -205,9 +211,16 @@ class Checkpointable(PlannedModel):
         """
         inspect.signature(torch.compile).bind(None, *args, **kwargs)  # TypeError for what it does not know
         if kwargs.get("backend", "inductor") != "inductor" or kwargs.get("disable"):
-            raise ValueError("stages are compiled by Inductor alone; leave backend= and disable= out")
+            raise InvalidValueError(
+                "stages are compiled by Inductor alone; leave backend= and disable= out",
+                kind="excluded_together",
+                name="backend",
+            )
         if kwargs.get("dynamic"):
-            _log.warning("dynamic=True has no part in a planned step: stages are compiled for one shape at a time")
+            _log.warning(
+                "dynamic=True has no part in a planned step: stages are compiled for one shape at a time",
+                extra=record_fields("compile_ignored", name="dynamic"),
+            )
         self._planner.compile_with(kwargs.get("mode") or kwargs.get("options") or True)
 
     def refuse_what_cannot_fit(self, custom_input: Any) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from rotor_solver import InfeasibleError
+from rotor_solver.errors import DescribedError, Field, InvalidStateError, InvalidTypeError, InvalidValueError
+from rotor_solver.limits import InfeasibleError
 
 __all__ = [
     "CheckpointLimitError",
+    "DescribedError",
+    "DescribedWarning",
+    "Field",
     "InfeasibleError",
+    "InvalidStateError",
+    "InvalidTypeError",
+    "InvalidValueError",
     "MissingCheckpointError",
     "OffloadError",
     "PlanMismatchError",
@@ -17,17 +24,48 @@ __all__ = [
 _LONGEST = 240
 
 
-class UnsupportedModelError(ValueError):
+class DescribedWarning(DescribedError, UserWarning):  # noqa: N818
+    """A warning with the fields of an error."""
+
+
+def record_fields(
+    kind: str, *, stage: int | None = None, name: str | None = None, **numbers: Field
+) -> dict[str, object]:
+    """Give a log record the fields of an error: `logger.warning(message, extra=record_fields("late_optimizer"))`.
+
+    They are the record's `kind`, `stage`, `subject` (a record's `name` is its logger's) and `numbers`.
+    """
+    return {"kind": kind, "stage": stage, "subject": name, "numbers": numbers}
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the kind of an error; the name of its class where it has none."""
+    return error.kind if isinstance(error, DescribedError) else type(error).__name__
+
+
+def fields_of(error: BaseException) -> dict[str, object]:
+    """Give a log record the fields of the error that it tells about."""
+    if not isinstance(error, DescribedError):
+        return record_fields(kind_of(error))
+    return record_fields(error.kind, stage=error.stage, name=error.name, **error.numbers)
+
+
+class UnsupportedModelError(DescribedError, ValueError):
     """A model, or an input, that cannot be trained from a plan as it is."""
 
+    kind = "unsupported_model"
 
-class PlanMismatchError(ValueError):
+
+class PlanMismatchError(DescribedError, ValueError):
     """A plan that was made for something else. `field` says what differs, `planned` and `found` how."""
+
+    kind = "plan_for_other_model"
 
     def __init__(self, field: str, planned: object, found: object) -> None:
         super().__init__(
             f"the plan was made for another model or input: {shortened(field)} was {shortened(planned)} then and is "
-            f"{shortened(found)} now; save a new one (save_plan, rotor-plan --save), or let Checkpointable make one"
+            f"{shortened(found)} now; save a new one (save_plan, rotor-plan --save), or let Checkpointable make one",
+            name=field,
         )
         self.field = field
         self.planned = planned
@@ -57,29 +95,38 @@ def _answers(given: tuple[bool, ...]) -> str:
     return ", ".join("yes" if each else "no" for each in given) or "nothing"
 
 
-class OffloadError(RuntimeError):
+class OffloadError(DescribedError, RuntimeError):
     """An activation that cannot be moved to where the user wants it, or back: a full disk, for example."""
 
+    kind = "cannot_offload"
 
-class CheckpointLimitError(ValueError):
+
+class CheckpointLimitError(DescribedError, ValueError):
     """One more checkpoint than an `ActivationCheckpointer` may keep: of `layer`, beside `max_checkpoints` others."""
+
+    kind = "too_many_checkpoints"
 
     def __init__(self, layer: int, max_checkpoints: int) -> None:
         super().__init__(
             f"layer {layer} would be checkpoint {max_checkpoints + 1}, and max_checkpoints is {max_checkpoints}; raise "
-            "it, keep every n-th layer for a larger n, or call clear() first"
+            "it, keep every n-th layer for a larger n, or call clear() first",
+            layer=layer,
+            max_checkpoints=max_checkpoints,
         )
         self.layer = layer
         self.max_checkpoints = max_checkpoints
 
 
-class MissingCheckpointError(ValueError):
+class MissingCheckpointError(DescribedError, ValueError):
     """There is no checkpoint at or before `layer`, and no input from which to compute it."""
+
+    kind = "no_checkpoint"
 
     def __init__(self, layer: int) -> None:
         super().__init__(
             f"nothing is kept at layer {layer} or before, nor the network's input, so its output cannot be computed "
-            "again; run checkpointed_forward first, or save a checkpoint before it"
+            "again; run checkpointed_forward first, or save a checkpoint before it",
+            layer=layer,
         )
         self.layer = layer
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_profiling.torch_classes import is_optimized
+from rotor_py.errors import record_fields
 
 _log = logging.getLogger("rotor_py")
 # Read from an empty module, because torch has added tables from one release to the next.
@@ -159,7 +160,8 @@ def core_of(model: nn.Module) -> nn.Module:
     if is_optimized(model):
         _log.warning(
             "torch.compile around the whole model has no part in a planned step; to compile what is planned, write "
-            "Checkpointable(model, compile=True)"
+            "Checkpointable(model, compile=True)",
+            extra=record_fields("compile_ignored"),
         )
         return core_of(model._orig_mod)
     return model

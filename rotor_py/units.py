@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+from rotor_py.errors import InvalidValueError
+
 _SIZE = re.compile(r"\s*(?P<number>\d+(_\d+)*(\.\d*)?|\.\d+)(e(?P<power>\d+))?\s*(?P<unit>[a-z%]*)\s*", re.IGNORECASE)
 _DECIMAL = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12, "p": 15}
 _BINARY = {"ki": 10, "mi": 20, "gi": 30, "ti": 40, "pi": 50}
@@ -22,36 +24,40 @@ def parse_bytes(size: float | str, *, device_bytes: int | None = None) -> int:
     anything that is not a positive size, and for more bytes than 64 bits count.
     """
     if isinstance(size, bool) or not isinstance(size, int | float | str) or size != size:
-        raise ValueError(f"{size!r} is not a size in bytes; {_HINT}")
+        raise InvalidValueError(f"{size!r} is not a size in bytes; {_HINT}", kind="not_a_size")
     if isinstance(size, float):
         result = int(min(size, 2.0 * _MOST))  # infinity is no integer
     else:
         result = size if isinstance(size, int) else _parse(size, device_bytes)
     if result <= 0:
-        raise ValueError(f"a size has to be more than zero bytes, not {size!r}; {_HINT}")
+        raise InvalidValueError(f"a size has to be more than zero bytes, not {size!r}; {_HINT}", kind="not_positive")
     if result > _MOST:
-        raise ValueError(f"{size!r} is more than any device has; {_HINT}")
+        raise InvalidValueError(f"{size!r} is more than any device has; {_HINT}", kind="too_large")
     return result
 
 
 def _parse(text: str, device_bytes: int | None) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a size; {_HINT}")
+        raise InvalidValueError(f"{text!r} is not a size; {_HINT}", kind="not_a_size")
     number = Decimal(match["number"]).scaleb(min(int(match["power"] or 0), _MOST_DIGITS))
     unit = match["unit"].lower()
     if unit == "%":
         if device_bytes is None:
-            raise ValueError(f"{text!r} is a share of a device, and no device is known here; {_HINT}")
+            raise InvalidValueError(
+                f"{text!r} is a share of a device, and no device is known here; {_HINT}", kind="unknown_device"
+            )
         if number > 100:
-            raise ValueError(f"{text!r} is more than the whole device; {_HINT}")
+            raise InvalidValueError(f"{text!r} is more than the whole device; {_HINT}", kind="above_device")
         return int(number * device_bytes / 100)
     prefix = unit.removesuffix("b")
     if prefix in _DECIMAL:
         return int(number.scaleb(_DECIMAL[prefix]))
     if prefix in _BINARY:
         return int(number * 2 ** _BINARY[prefix])
-    raise ValueError(f"{match['unit']!r} in {text!r} is not a unit of size; {_HINT}")
+    raise InvalidValueError(
+        f"{match['unit']!r} in {text!r} is not a unit of size; {_HINT}", kind="unknown_unit", name=match["unit"]
+    )
 
 
 def format_bytes(size: int) -> str:

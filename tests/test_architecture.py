@@ -118,3 +118,25 @@ def test_the_page_and_its_picture_name_every_folder_and_files_that_are_there() -
         assert str(folder) in page, folder
     for room in set().union(*FLOORS) - {"errors", "units", "host_memory", "transparent", "models"}:
         assert room in picture, room
+
+
+BARE = {"ValueError", "TypeError", "RuntimeError"}
+"""Raised in the product as `InvalidValueError` and the like, which say their kind."""
+NEED_KIND = {"InvalidValueError", "InvalidTypeError", "InvalidStateError", "UnsupportedModelError", "OffloadError"}
+
+
+def without_kind(tree: ast.AST) -> Iterator[str]:
+    """The errors raised, and the records logged, that do not say what kind they are."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) in BARE:
+            yield ast.unparse(node.exc.func)
+        if not isinstance(node, ast.Call):
+            continue
+        name, given = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
+        if (name in NEED_KIND and "kind" not in given) or (name.startswith("_log.") and not given & {"extra", None}):
+            yield ast.unparse(node)[:80]
+
+
+def test_every_error_and_log_record_says_its_kind() -> None:
+    for name, path in MODULES.items():
+        assert not list(without_kind(ast.parse(path.read_text(encoding="utf-8")))), name

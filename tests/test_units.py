@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rotor_py import parse_bytes
+from tests.fields import raises
 
 
 @pytest.mark.parametrize(
@@ -24,20 +25,20 @@ def test_texts_and_numbers_are_sizes(size: float | str, found: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "said"),
+    ("size", "kind"),
     [
-        (float("nan"), "nan is not a size"),
-        (float("inf"), "inf is more than any device has"),
-        (2**63, "more than any device has"),
-        ("1e400GB", "more than any device has"),
-        ("1e999999999999GB", "more than any device has"),
-        (-1.0, "more than zero"),
-        ("22__007", "is not a size"),
-        ("_7", "is not a size"),
-        ("0GB", "more than zero"),
-        (True, "True is not a size"),
+        (float("nan"), "not_a_size"),
+        (float("inf"), "too_large"),
+        (2**63, "too_large"),
+        ("1e400GB", "too_large"),
+        ("1e999999999999GB", "too_large"),
+        (-1.0, "not_positive"),
+        ("22__007", "not_a_size"),
+        ("_7", "not_a_size"),
+        ("0GB", "not_positive"),
+        (True, "not_a_size"),
     ],
 )
-def test_what_is_no_size_is_refused_in_one_sentence(size: float | str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_size_is_refused_in_one_sentence(size: float | str, kind: str) -> None:
+    with raises(ValueError, kind):
         parse_bytes(size)

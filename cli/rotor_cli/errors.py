@@ -16,19 +16,27 @@ _OWN = ("rotor_cli", "rotor_py", "rotor_profiling", "rotor_solver", "importlib",
 
 
 class Failure(click.ClickException):
-    """An end with an exit code and a message on stderr; no traceback."""
+    """An end with an exit code and a message on stderr; no traceback. Its fields are those of the solver's errors."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(
+        self, message: str, exit_code: int, *, kind: str, name: str | None = None, **numbers: int | float | str
+    ) -> None:
         super().__init__(message)
         self.__dict__["exit_code"] = exit_code  # click declares it for the class
+        self.kind, self.stage, self.name, self.numbers = kind, None, name, numbers
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(f"rotor-plan: {self.format_message()}", err=True, file=file)
 
 
-def usage(message: str) -> Failure:
+def usage(message: str, *, kind: str, name: str | None = None, **numbers: int | float | str) -> Failure:
     """The failure for wrong use of the command, or for a model file that cannot be used."""
-    return Failure(message, USAGE)
+    return Failure(message, USAGE, kind=kind, name=name, **numbers)
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the kind of an error; the name of its class where it has none."""
+    return getattr(error, "kind", type(error).__name__)
 
 
 @contextmanager
@@ -37,7 +45,7 @@ def about_option(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise usage(f"{name}: {error}") from error
+        raise usage(f"{name}: {error}", kind=kind_of(error), name=name) from error
 
 
 @contextmanager
@@ -62,7 +70,7 @@ def explained(file: str) -> Iterator[None]:
     except Failure:
         raise
     except (UnsupportedModelError, UnusableLossError, UnknownOptimizerError) as error:
-        raise Failure(str(error), USAGE) from error
+        raise Failure(str(error), USAGE, kind=kind_of(error)) from error
     except Exception as error:
         raise raised_by_model(error, file) from error
 
@@ -71,7 +79,7 @@ def raised_by_model(error: BaseException, file: str) -> Failure:
     """The failure that shows an error of the user's code."""
     frames = _theirs(error.__traceback__, file)
     text = "".join(traceback.format_exception(type(error), error.with_traceback(frames), frames, chain=False))
-    return Failure(f"the model itself raised an error\n\n{text.rstrip()}", MODEL_RAISED)
+    return Failure(f"the model itself raised an error\n\n{text.rstrip()}", MODEL_RAISED, kind="model_raised")
 
 
 def raised_by_script(error: BaseException, file: str) -> Failure:
@@ -82,7 +90,9 @@ def raised_by_script(error: BaseException, file: str) -> Failure:
         theirs = [frame for frame in each.stack if not any(own in frame.filename for own in _OWN)]
         each.stack = traceback.StackSummary.from_list(theirs)
         each = each.__cause__ or each.__context__
-    return Failure(f"{file} itself raised an error\n\n{''.join(shown.format()).rstrip()}", MODEL_RAISED)
+    return Failure(
+        f"{file} itself raised an error\n\n{''.join(shown.format()).rstrip()}", MODEL_RAISED, kind="script_raised"
+    )
 
 
 def _theirs(trace: TracebackType | None, file: str) -> TracebackType | None:

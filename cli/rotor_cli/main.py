@@ -297,8 +297,11 @@ def main(traceback: bool, **options: Any) -> None:
         if traceback:
             raise
         raise Failure(
-            f"unexpected error: {type(error).__name__}: {error} (--traceback shows where)", UNEXPECTED
+            f"unexpected error: {type(error).__name__}: {error} (--traceback shows where)",
+            UNEXPECTED,
+            kind="unexpected",
+            name=type(error).__name__,
         ) from error
     problem = facts.problem()
     if problem is not None:
-        raise Failure(problem, DIFFERENT)
+        raise Failure(problem, DIFFERENT, kind="verify_differs")

@@ -68,7 +68,11 @@ def load(request: Request, target: LocalTarget) -> ModelFile:
     wanted = getattr(module, name, None)
     configurable = configuration_class(wanted)
     if config is not None and configurable is None:
-        raise usage(f"--config is for a class of models of transformers, and {request.model} is none")
+        raise usage(
+            f"--config is for a class of models of transformers, and {request.model} is none",
+            kind="not_transformers",
+            name="--config",
+        )
     with model_code(file), target.making():
         model = _made(wanted, torch.nn.Module) if configurable is None else made_from(wanted, configurable, config)
     if not isinstance(model, nn.Module):
@@ -85,7 +89,11 @@ def load(request: Request, target: LocalTarget) -> ModelFile:
     if configurable is not None:
         loss = make_optimizer = None
     if loss is not None and not callable(loss):
-        raise usage(f"`loss` in {file} is {type(loss).__name__}; it has to be a function of the model's output")
+        raise usage(
+            f"`loss` in {file} is {type(loss).__name__}; it has to be a function of the model's output",
+            kind="not_a_function",
+            name="loss",
+        )
     make_optimizer = named_optimizer or make_optimizer
 
     def brought(made: Any) -> Any:
@@ -159,7 +167,9 @@ def _optimizer(make: Any, model: nn.Module, file: str) -> torch.optim.Optimizer:
     if not isinstance(made, torch.optim.Optimizer):
         raise usage(
             f"`optimizer` in {file} gives {type(made).__name__}; it has to be a function of the parameters that "
-            "returns a torch.optim.Optimizer"
+            "returns a torch.optim.Optimizer",
+            kind="not_an_optimizer",
+            name="optimizer",
         )
     return made
 
@@ -176,7 +186,11 @@ def _refuse_unknown(target: str, module: ModuleType, name: str) -> None:
     if target.endswith(".py") or hasattr(module, name):
         return
     near = get_close_matches(name, dir(module), n=3)
-    raise usage(f"{target} has no {name}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    raise usage(
+        f"{target} has no {name}" + (f"; did you mean {' or '.join(near)}?" if near else ""),
+        kind="no_such_name",
+        name=name,
+    )
 
 
 def made_by(sample: Any, batch: int | None) -> Any:
@@ -217,7 +231,9 @@ def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
             said = " and ".join(map(str, sorted(rows))) or "none"
             raise usage(
                 f"the inputs have no first dimension in common that could be the batch ({said}); write `sample` in the "
-                "model file as a function of the batch size"
+                "model file as a function of the batch size",
+                kind="no_batch_dimension",
+                name="sample",
             )
         return with_batch(sample, batch)
 
@@ -274,7 +290,11 @@ def example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tensor
     name = model.main_input_name
     if given is None:
         if name != "input_ids":
-            raise usage(f"the input of {type(model).__name__} is {name!r}; say its shape, as in --input 8,3,224,224")
+            raise usage(
+                f"the input of {type(model).__name__} is {name!r}; say its shape, as in --input 8,3,224,224",
+                kind="no_shape",
+                name="--input",
+            )
         given = torch.zeros(8, _LENGTH, dtype=torch.int64)
     sample = {name: given}
     vocabulary = getattr(model.config, "vocab_size", None)

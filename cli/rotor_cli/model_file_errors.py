@@ -41,8 +41,16 @@ def split_target(target: str) -> tuple[str, str]:
     location, colon, name = target.rpartition(":")
     if not colon:
         if Path(target).exists():
-            raise usage(f"{target} is not a Python file; write file.py, file.py:name or package.module:name")
-        raise usage(f"{target!r} names no model; write file.py, file.py:name or package.module:name")
+            raise usage(
+                f"{target} is not a Python file; write file.py, file.py:name or package.module:name",
+                kind="not_python",
+                name=target,
+            )
+        raise usage(
+            f"{target!r} names no model; write file.py, file.py:name or package.module:name",
+            kind="not_a_model",
+            name=target,
+        )
     return _present(location), name
 
 
@@ -60,7 +68,11 @@ def refuse_missing_module(location: str) -> None:
 
 def no_module(location: str) -> Failure:
     """The failure for a module that is not there."""
-    return usage(f"there is no module {location!r} to import, and no file of that name ending in .py")
+    return usage(
+        f"there is no module {location!r} to import, and no file of that name ending in .py",
+        kind="no_such_module",
+        name=location,
+    )
 
 
 def _present(location: str) -> str:
@@ -68,7 +80,11 @@ def _present(location: str) -> str:
         folder = Path(location).parent
         beside = [path.name for path in folder.glob("*.py")] if folder.is_dir() else []
         near = get_close_matches(Path(location).name, beside, n=1)
-        raise usage(f"there is no file {location}" + (f"; did you mean {folder / near[0]}?" if near else ""))
+        raise usage(
+            f"there is no file {location}" + (f"; did you mean {folder / near[0]}?" if near else ""),
+            kind="no_such_file",
+            name=location,
+        )
     return location
 
 
@@ -80,7 +96,11 @@ def wanted_model(name: str) -> str:
 def unusable(file: str, names: Iterable[str], wanted: str) -> Failure:
     """The failure for a file that defines these names, and not what is `wanted`; with an example of one that works."""
     defined = ", ".join(name for name in names if not name.startswith("_")) or "nothing"
-    return usage(f"{file} has to define {wanted}; it defines {defined}. A file that works:\n\n{EXAMPLE}")
+    return usage(
+        f"{file} has to define {wanted}; it defines {defined}. A file that works:\n\n{EXAMPLE}",
+        kind="not_defined",
+        name=wanted,
+    )
 
 
 def refuse_file_without(name: str, file: str) -> None:

@@ -45,7 +45,11 @@ def shape_of(text: str) -> tuple[list[int], str]:
 
 def no_shape(text: str) -> Failure:
     """The failure for a text that is no shape."""
-    return usage(f"--input {text!r} is not a shape; write for example 32,3,224,224 or 8,128:int64")
+    return usage(
+        f"--input {text!r} is not a shape; write for example 32,3,224,224 or 8,128:int64",
+        kind="no_shape",
+        name="--input",
+    )
 
 
 def floating_dtype(text: str, option: str) -> str:
@@ -58,14 +62,20 @@ def floating_dtype(text: str, option: str) -> str:
 
 def no_floating_dtype(text: str, option: str) -> Failure:
     """The failure for a text that names no kind of floating-point number."""
-    return usage(f"{option} {text!r} is no kind of floating-point number; write bfloat16, float16 or float32")
+    return usage(
+        f"{option} {text!r} is no kind of floating-point number; write bfloat16, float16 or float32",
+        kind="bad_value",
+        name=option,
+    )
 
 
 def autocast_dtype(text: str) -> str:
     """The name of a dtype that autocast casts to; Failure for any other."""
     name = floating_dtype(text, "--autocast")
     if name not in ("bfloat16", "float16", "half"):
-        raise usage(f"--autocast {text} casts to nothing lower; write bfloat16 or float16")
+        raise usage(
+            f"--autocast {text} casts to nothing lower; write bfloat16 or float16", kind="bad_value", name="--autocast"
+        )
     return name
 
 
@@ -80,13 +90,21 @@ def optimizer_and_options(
     base, _, variant = text.lower().partition("-")
     if base not in known:
         near = get_close_matches(base, known, n=3) or ["adamw", "sgd", "adafactor"]
-        raise usage(f"--optimizer {text!r} is none of torch.optim; did you mean {' or '.join(near)}?")
+        raise usage(
+            f"--optimizer {text!r} is none of torch.optim; did you mean {' or '.join(near)}?",
+            kind="bad_value",
+            name="--optimizer",
+        )
     if not variant:
         return base, {}
     options, takes = _VARIANTS.get(variant), arguments_of(base)
     if takes is not None and (options is None or not options.keys() <= set(takes)):
         there = [f"{base}-{key}" for key, each in _VARIANTS.items() if each.keys() <= set(takes)]
-        raise usage(f"--optimizer {text!r}: there is no such variant; there is {', '.join((base, *there))}")
+        raise usage(
+            f"--optimizer {text!r}: there is no such variant; there is {', '.join((base, *there))}",
+            kind="bad_value",
+            name="--optimizer",
+        )
     return base, options or {}
 
 
@@ -98,13 +116,21 @@ def configuration(text: str | None) -> dict[str, Any]:
     try:
         if not text.lstrip().startswith("{"):
             if not Path(text).is_file():
-                raise usage(f"--config {text!r} is neither JSON, such as '{{\"n_layer\": 8}}', nor a file of it")
+                raise usage(
+                    f"--config {text!r} is neither JSON, such as '{{\"n_layer\": 8}}', nor a file of it",
+                    kind="bad_value",
+                    name="--config",
+                )
             written = Path(text).read_text(encoding="utf-8")
         settings = json.loads(written)
     except ValueError as error:
-        raise usage(f"--config is not JSON: {error}") from None
+        raise usage(f"--config is not JSON: {error}", kind="bad_value", name="--config") from None
     if not isinstance(settings, dict):
-        raise usage(f"--config is {type(settings).__name__}; it has to be an object, such as '{{\"n_layer\": 8}}'")
+        raise usage(
+            f"--config is {type(settings).__name__}; it has to be an object, such as '{{\"n_layer\": 8}}'",
+            kind="bad_value",
+            name="--config",
+        )
     return settings
 
 

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rotor_cli.errors import INFEASIBLE, Failure, explained, usage
+from rotor_cli.errors import INFEASIBLE, Failure, explained, kind_of, usage
 from rotor_cli.model_file import ModelFile, load
 from rotor_cli.request import Request
 from rotor_cli.target_device import LocalTarget, device_of, limit_on
@@ -98,7 +98,13 @@ def _limits(text: str | None, ranks: int, device: torch.device) -> tuple[int, ..
     """The limit of every rank: one for all, or several with commas between them."""
     texts = [None] if text is None else text.split(",")
     if len(texts) not in (1, ranks):
-        raise usage(f"--mem-limit has {len(texts)} limits for {ranks} ranks; give one for each, or one for all")
+        raise usage(
+            f"--mem-limit has {len(texts)} limits for {ranks} ranks; give one for each, or one for all",
+            kind="wrong_length",
+            name="--mem-limit",
+            got=len(texts),
+            needs=ranks,
+        )
     limits = tuple(limit_on(device, each) for each in texts)
     return limits if len(limits) == ranks else limits * ranks
 
@@ -156,9 +162,10 @@ def _plan(costs: PipelineCosts, limits: tuple[int, ...], request: Request) -> Pi
             f"{format_bytes(error.mem_limit)} ({error.mem_limit} bytes). Try smaller microbatches, more ranks, or a "
             f"limit of {limit_text(error.min_bytes)}.",
             INFEASIBLE,
+            kind=kind_of(error),
         ) from error
     except ValueError as error:
-        raise usage(f"--pipeline: {error}") from error
+        raise usage(f"--pipeline: {error}", kind=kind_of(error), name="--pipeline") from error
     for rank, limit in enumerate(limits):
         stages = [stage for part in plan.parts_of(rank) for stage in range(part.begin, part.end)]
         stepping = sum(costs.fixed[stage] + costs.stepping[stage] for stage in stages)
@@ -167,6 +174,7 @@ def _plan(costs: PipelineCosts, limits: tuple[int, ...], request: Request) -> Pi
                 f"the optimizer's step on rank {rank} needs {format_bytes(stepping)} ({stepping} bytes); the limit is "
                 f"{format_bytes(limit)} ({limit} bytes). Try more ranks, or a limit of {limit_text(stepping)}.",
                 INFEASIBLE,
+                kind="optimizer_too_large",
             )
     return plan
 

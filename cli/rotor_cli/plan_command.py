@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from rotor_cli.errors import INFEASIBLE, Failure, about_option, explained, usage
+from rotor_cli.errors import INFEASIBLE, Failure, about_option, explained, kind_of, usage
 from rotor_cli.facts import Facts, Taken
 from rotor_cli.model_file import ModelFile, load
 from rotor_cli.request import Request
@@ -149,7 +149,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
         if not request.quiet:
             # What each stage takes says where to cut. Not on stdout, where a script expects a plan.
             console(stderr=True).print(StageTable(facts, costs_alone=True), "", sep="\n")
-        raise Failure(str(error), INFEASIBLE) from error
+        raise Failure(str(error), INFEASIBLE, kind=kind_of(error)) from error
     # Which stages run compiled is decided for a limit, and costs follow from that.
     assert network.budget is not None
     assert network.inspection_values is not None
@@ -214,7 +214,7 @@ def measured_network(
         try:
             network.refuse_what_cannot_fit(found.sample)
         except InfeasibleError as error:
-            raise Failure(str(error), INFEASIBLE) from error
+            raise Failure(str(error), INFEASIBLE, kind=kind_of(error)) from error
     with region(target.autocast):
         network.measure(found.sample, closely=request.overhead is not None)
     return network
@@ -230,7 +230,11 @@ def refuse_offload(request: Request) -> None:
 def _refuse_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
     """Failure for an optimizer of the model file that cannot step in the backward."""
     if optimizer is None:
-        raise usage("--step-in-backward needs an optimizer; define `optimizer` in the model file")
+        raise usage(
+            "--step-in-backward needs an optimizer; define `optimizer` in the model file",
+            kind="no_optimizer",
+            name="--step-in-backward",
+        )
     with about_option("--step-in-backward"):
         refuse_optimizer(optimizer)
 
@@ -281,4 +285,4 @@ def choose(found: ModelFile, limit: int, request: Request, shown: Activities, ta
                 offload=request.offload,
             )
         except InfeasibleError as error:
-            raise Failure(str(error), INFEASIBLE) from error
+            raise Failure(str(error), INFEASIBLE, kind=kind_of(error)) from error

@@ -23,7 +23,9 @@ def batch_of(text: str | None) -> int | Literal["max", "best"] | None:
             case _:
                 return int(text)
     except ValueError:
-        raise usage(f"--batch {text!r} is no number of samples, and neither 'max' nor 'best'") from None
+        raise usage(
+            f"--batch {text!r} is no number of samples, and neither 'max' nor 'best'", kind="bad_value", name="--batch"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,5 +155,9 @@ def _share(text: str) -> float:
     except ValueError:
         share = math.nan
     if not sign or rest or not 0 <= share < math.inf:
-        raise usage(f"--max-overhead {text!r} is not a share of the time; write for example 10%")
+        raise usage(
+            f"--max-overhead {text!r} is not a share of the time; write for example 10%",
+            kind="bad_value",
+            name="--max-overhead",
+        )
     return share

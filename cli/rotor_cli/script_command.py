@@ -10,7 +10,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from rotor_cli.errors import INFEASIBLE, MODEL_RAISED, USAGE, Failure, raised_by_script, usage
+from rotor_cli.errors import INFEASIBLE, MODEL_RAISED, USAGE, Failure, kind_of, raised_by_script, usage
 from rotor_cli.facts import Facts, Taken
 from rotor_cli.model_file import ModelFile, batches_of, what_is_missing
 from rotor_cli.plan_command import facts_of, refuse_offload
@@ -110,20 +110,24 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
             return  # we have ended it, whatever it made of that
         match error:
             case NoTrainingStepError() if request.explicit_script:
-                raise usage(f"{name} took no training step: {error}") from error
+                raise usage(f"{name} took no training step: {error}", kind="no_training_step", name=name) from error
             case NoTrainingStepError():
                 missing, example = what_is_missing(request.model, module)
-                raise usage(f"{missing}; run as a script, {error}. A file that works:\n\n{example}") from error
+                raise usage(
+                    f"{missing}; run as a script, {error}. A file that works:\n\n{example}",
+                    kind="no_training_step",
+                    name=request.model,
+                ) from error
             case InfeasibleError():  # of a later and larger batch, in a script that runs
-                raise Failure(str(error), INFEASIBLE) from error
+                raise Failure(str(error), INFEASIBLE, kind=kind_of(error)) from error
             case UnsupportedModelError():
-                raise Failure(str(error), USAGE) from error
+                raise Failure(str(error), USAGE, kind=kind_of(error)) from error
             case SystemExit() if known.facts is not None:
                 raise
             case SystemExit(code=status):
                 said = f" and {status!r}" if isinstance(status, str) else f" with exit status {status or 0}"
                 message = f"{name} ended by itself{said} before its first training step"
-                raise Failure(message, MODEL_RAISED if status else USAGE) from error
+                raise Failure(message, MODEL_RAISED if status else USAGE, kind="script_exited", name=name) from error
             case _:
                 raise raised_by_script(error, request.model) from error
 

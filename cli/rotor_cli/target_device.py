@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from rotor_cli.errors import INFEASIBLE, Failure, about_option, usage
+from rotor_cli.errors import INFEASIBLE, Failure, about_option, kind_of, usage
 from rotor_cli.option_values import autocast_dtype, floating_dtype, no_floating_dtype
 from rotor_cli.request import Request
 from rotor_profiling import tensors_in
@@ -109,11 +109,19 @@ def device_of(name: str | None) -> torch.device:
     except RuntimeError:  # torch has never heard of it; the refusal below says so
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
-        raise usage(f"--device {name!r} is not a device to plan for; write cpu, cuda or cuda:N")
+        raise usage(
+            f"--device {name!r} is not a device to plan for; write cpu, cuda or cuda:N",
+            kind="unknown_device",
+            name="--device",
+        )
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise usage(f"--device {name!r} is not there: PyTorch sees {count} CUDA devices")
+            raise usage(
+                f"--device {name!r} is not there: PyTorch sees {count} CUDA devices",
+                kind="no_such_device",
+                name="--device",
+            )
         return torch.device("cuda", device.index or 0)
     return torch.device("cpu")
 
@@ -132,9 +140,13 @@ def target_of(request: Request) -> LocalTarget:
         else:
             devices = find_devices(_OF_MEMORY_ALONE if text is None else text)
     except OSError as error:
-        raise usage(f"--device-file: {error}") from error
+        raise usage(f"--device-file: {error}", kind=kind_of(error), name="--device-file") from error
     except ValueError as error:
-        raise usage(f"{'--device' if request.device_file is None else '--device-file'}: {error}") from error
+        raise usage(
+            f"{'--device' if request.device_file is None else '--device-file'}: {error}",
+            kind=kind_of(error),
+            name="--device" if request.device_file is None else "--device-file",
+        ) from error
     precision = None if request.precision is None else dtype_called(request.precision, "--precision")
     autocast = None if request.autocast is None else dtype_called(autocast_dtype(request.autocast), "--autocast")
     if request.device_memory is not None:
@@ -157,14 +169,23 @@ def limit_on(device: torch.device, text: str | None) -> int:
 def print_calibration(name: str | None) -> None:
     """Measure the device called `name`, by default CUDA's where there is one; the file goes to stdout."""
     if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise usage(f"--calibrate measures cpu, cuda or cuda:N, not {name!r}; it needs no MODEL")
+        raise usage(
+            f"--calibrate measures cpu, cuda or cuda:N, not {name!r}; it needs no MODEL",
+            kind="unknown_device",
+            name="--calibrate",
+        )
     device = device_of(name)
     try:
         found = calibrate(
             device, total_bytes(device), progress=lambda what: click.echo(f"measuring {what} on {device} ...", err=True)
         )
     except torch.OutOfMemoryError as error:
-        raise Failure(f"{device} has too little free memory to be measured: {error}", INFEASIBLE) from error
+        raise Failure(
+            f"{device} has too little free memory to be measured: {error}",
+            INFEASIBLE,
+            kind="device_full",
+            name="--calibrate",
+        ) from error
     key = re.sub(r"[^a-z0-9]+", "-", found.name.lower()).strip("-")
     click.echo(as_toml(key, found), nl=False)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rotor_cli.errors import about_option, usage
+from rotor_cli.errors import about_option, kind_of, usage
 from rotor_cli.model_file_errors import refuse_file_without, refuse_missing_module, split_target
 from rotor_cli.option_values import (
     arguments_of,
@@ -37,14 +37,22 @@ def refuse_wrong_use(request: Request) -> None:
     _refuse_values(request)
     _refuse_unwritable_files(request)
     if request.overhead is not None and request.mem_limit is not None:  # in this order: a share that is none is refused
-        raise usage("--mem-limit and --max-overhead both say how to plan; give one of them")
+        raise usage(
+            "--mem-limit and --max-overhead both say how to plan; give one of them",
+            kind="excluded_together",
+            name="--max-overhead",
+        )
     _refuse_plot(request)
     _refuse_pipeline(request)
     _refuse_batch(request)
     _refuse_step_in_backward(request)
     _refuse_offload(request)
     if request.backward_order != "any" and request.forwards_in_flight == 1:
-        raise usage("--backward-order is about several forwards in flight; add --forwards-in-flight 2")
+        raise usage(
+            "--backward-order is about several forwards in flight; add --forwards-in-flight 2",
+            kind="needs_option",
+            name="--backward-order",
+        )
     if not location.endswith(".py"):
         refuse_missing_module(location)
     elif not request.as_script:
@@ -57,12 +65,16 @@ def _refuse_step_in_backward(request: Request) -> None:
     if request.forwards_in_flight > 1:
         raise usage(
             "--step-in-backward steps parameters in the first backward, and others are still in flight then; leave "
-            "out --forwards-in-flight"
+            "out --forwards-in-flight",
+            kind="excluded_together",
+            name="--step-in-backward",
         )
     if request.batch_aim is not None:
         raise usage(
             f"--batch {request.batch_aim} looks at plain steps; leave out --step-in-backward, and plan with it "
-            "for the batch that it finds"
+            "for the batch that it finds",
+            kind="excluded_together",
+            name="--step-in-backward",
         )
 
 
@@ -75,7 +87,11 @@ def _refuse_offload(request: Request) -> None:
     }
     for option, (given, does) in others.items():
         if given:
-            raise usage(f"--offload has a plan move what stages save, and {option} {does}; leave one of them out")
+            raise usage(
+                f"--offload has a plan move what stages save, and {option} {does}; leave one of them out",
+                kind="excluded_together",
+                name=option,
+            )
 
 
 def _refuse_script(request: Request) -> None:
@@ -83,13 +99,29 @@ def _refuse_script(request: Request) -> None:
     if not request.explicit_script:
         return
     if not request.model.endswith(".py"):
-        raise usage(f"{request.model} is no script, and -- is followed by the arguments of one: train.py -- --epochs 3")
+        raise usage(
+            f"{request.model} is no script, and -- is followed by the arguments of one: train.py -- --epochs 3",
+            kind="not_a_script",
+            name=request.model,
+        )
     for name in request.of_model_files:
-        raise usage(f"{name} is for a model file; a script decides that itself: give it what it takes after --")
+        raise usage(
+            f"{name} is for a model file; a script decides that itself: give it what it takes after --",
+            kind="not_for_a_script",
+            name=name,
+        )
     if request.run and request.verify:
-        raise usage("--verify takes steps of its own, and --run lets the script train; leave one of them out")
+        raise usage(
+            "--verify takes steps of its own, and --run lets the script train; leave one of them out",
+            kind="excluded_together",
+            name="--verify",
+        )
     if request.run and request.json_file == "-":
-        raise usage("with --run, stdout is the script's; give --json the name of a file")
+        raise usage(
+            "with --run, stdout is the script's; give --json the name of a file",
+            kind="excluded_together",
+            name="--json",
+        )
 
 
 def _refuse_sizes(request: Request) -> None:
@@ -111,13 +143,23 @@ def _refuse_device(request: Request) -> None:
         _refuse_elsewhere(request, request.device or "")
     several = request.elsewhere and _count(request.device or "") > 1
     if request.precision is not None and not several:
-        raise usage("--precision is for parameters that several devices share; write --device h100:8, or --dtype")
+        raise usage(
+            "--precision is for parameters that several devices share; write --device h100:8, or --dtype",
+            kind="needs_option",
+            name="--precision",
+        )
     if request.shard is not None and not several:
-        raise usage("--shard divides parameters among several devices; write --device h100:8")
+        raise usage(
+            "--shard divides parameters among several devices; write --device h100:8",
+            kind="needs_option",
+            name="--shard",
+        )
     if request.autocast is not None and not request.elsewhere:
         raise usage(
             "--autocast is for a device that need not be here: add --device h100. Here, have the model's forward enter "
-            "torch.autocast, or plan the training script itself: rotor-plan train.py --"
+            "torch.autocast, or plan the training script itself: rotor-plan train.py --",
+            kind="needs_option",
+            name="--autocast",
         )
 
 
@@ -137,7 +179,9 @@ def _refuse_elsewhere(request: Request, device: str) -> None:
     if HERE.fullmatch(device):
         raise usage(
             f"--device {device} is a device of this machine; --device-memory and --device-file are about one that "
-            "need not be here"
+            "need not be here",
+            kind="excluded_together",
+            name="--device",
         )
     refused = {
         "--verify": (request.verify, "trains a step on the device"),
@@ -151,7 +195,11 @@ def _refuse_elsewhere(request: Request, device: str) -> None:
     }
     for option, (given, does) in refused.items():
         if given:
-            raise usage(f"{option} {does}, which is not here; leave out --device {device}".rstrip())
+            raise usage(
+                f"{option} {does}, which is not here; leave out --device {device}".rstrip(),
+                kind="excluded_together",
+                name=option,
+            )
 
 
 def _refuse_values(request: Request) -> None:
@@ -159,7 +207,9 @@ def _refuse_values(request: Request) -> None:
     that there is not.
     """
     if request.batch_size is not None and request.batch_size < 1:
-        raise usage(f"--batch is {request.batch_size}; a batch has at least one sample")
+        raise usage(
+            f"--batch is {request.batch_size}; a batch has at least one sample", kind="bad_value", name="--batch"
+        )
     if request.shape:
         shape_of(request.shape)
     if request.dtype is not None:
@@ -192,7 +242,7 @@ def _refuse_device_file(file: str | None) -> None:
     try:
         tables_in(Path(file))
     except (OSError, ValueError) as error:
-        raise usage(f"--device-file: {error}") from error
+        raise usage(f"--device-file: {error}", kind=kind_of(error), name="--device-file") from error
 
 
 def _refuse_unwritable_files(request: Request) -> None:
@@ -209,25 +259,36 @@ def _refuse_plot(request: Request) -> None:
     from rotor_solver.frontier import require_matplotlib
 
     if not request.sweep:
-        raise usage("--plot draws what --sweep finds; add --sweep")
+        raise usage("--plot draws what --sweep finds; add --sweep", kind="needs_option", name="--plot")
     if Path(request.plot_file).suffix.lower() not in _IMAGES:
         raise usage(
-            f"--plot {request.plot_file!r} is no image that can be drawn; write a file ending in {' or '.join(_IMAGES)}"
+            f"--plot {request.plot_file!r} is no image that can be drawn; write a file ending in "
+            f"{' or '.join(_IMAGES)}",
+            kind="not_an_image",
+            name="--plot",
         )
     try:
         require_matplotlib()
     except ImportError as error:
-        raise usage(f"--plot: {error}") from error
+        raise usage(f"--plot: {error}", kind="not_installed", name="--plot") from error
 
 
 def _refuse_unwritable(path: str | None, *, stdout: bool = False) -> None:
     if path is None or (stdout and path == "-"):
         return
     if path == "-":
-        raise usage("- stands for stdout, which only --json writes to; give the name of a file")
+        raise usage(
+            "- stands for stdout, which only --json writes to; give the name of a file",
+            kind="stdout_is_for_json",
+            name="-",
+        )
     folder = Path(str(path)).resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(str(path)).is_dir():
-        raise usage(f"{path} cannot be written: {folder} is not a folder in which files can be made")
+        raise usage(
+            f"{path} cannot be written: {folder} is not a folder in which files can be made",
+            kind="not_writable",
+            name=str(path),
+        )
 
 
 def _refuse_pipeline(request: Request) -> None:
@@ -236,7 +297,11 @@ def _refuse_pipeline(request: Request) -> None:
     if request.pipeline is None:
         given = [name for name, value in of_pipelines.items() if value is not None]
         if given or request.schedule != "1f1b":
-            raise usage(f"{(*given, '--schedule')[0]} is about a pipeline; add --pipeline RANKS")
+            raise usage(
+                f"{(*given, '--schedule')[0]} is about a pipeline; add --pipeline RANKS",
+                kind="needs_option",
+                name=(*given, "--schedule")[0],
+            )
         return
     alone = {
         "--max-overhead": request.max_overhead,
@@ -256,7 +321,11 @@ def _refuse_pipeline(request: Request) -> None:
     }
     for name, value in alone.items():
         if value:
-            raise usage(f"--pipeline plans for several processes, and {name} is about one; leave one of them out")
+            raise usage(
+                f"--pipeline plans for several processes, and {name} is about one; leave one of them out",
+                kind="excluded_together",
+                name=name,
+            )
     from rotor_solver import Schedule
 
     with about_option("--pipeline"):
@@ -269,23 +338,37 @@ def _refuse_batch(request: Request) -> None:
     if aim is None:
         for name, given in (("--batch-multiple", multiple != 1), ("--grad-accumulation", effective is not None)):
             if given:
-                raise usage(f"{name} is about a batch that is chosen; add --batch max or --batch best")
+                raise usage(
+                    f"{name} is about a batch that is chosen; add --batch max or --batch best",
+                    kind="needs_option",
+                    name=name,
+                )
         return
     if request.max_overhead is not None:
-        raise usage(f"--batch {aim} looks for a batch inside a limit; give --mem-limit instead of --max-overhead")
+        raise usage(
+            f"--batch {aim} looks for a batch inside a limit; give --mem-limit instead of --max-overhead",
+            kind="excluded_together",
+            name="--max-overhead",
+        )
     if request.compile:
         raise usage(
-            f"--batch {aim} looks at plain stages; leave out --compile, and plan with it for the batch that it finds"
+            f"--batch {aim} looks at plain stages; leave out --compile, and plan with it for the batch that it finds",
+            kind="excluded_together",
+            name="--compile",
         )
     if effective is None:
         return
     if request.fresh_grads:
         raise usage(
             "--fresh-grads frees gradients between batches, and --grad-accumulation adds them up over several; "
-            "leave one of them out"
+            "leave one of them out",
+            kind="excluded_together",
+            name="--fresh-grads",
         )
     if effective % multiple:
         raise usage(
             f"no multiple of {multiple} divides {effective}, so batches of one size cannot make it; give "
-            f"--grad-accumulation a multiple of {multiple}"
+            f"--grad-accumulation a multiple of {multiple}",
+            kind="not_divisible",
+            name="--grad-accumulation",
         )

@@ -21,6 +21,7 @@ from torch import nn
 
 from rotor_profiling.stage.kind import HasKind
 from rotor_profiling.storage import storage_bytes, storages, tensors_in
+from rotor_solver.errors import InvalidStateError
 
 _TABLES = frozenset(vars(nn.Module()))
 _CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
@@ -195,10 +196,12 @@ def _changes(module: nn.Module, before: _Before) -> Iterator[Change]:
         if wrote:
             written.add(name)
             if name not in before.copies:
-                raise RuntimeError(
+                raise InvalidStateError(
                     f"the attribute {name!r} of {type(module).__name__} was written to by a forward pass for the first "
                     "time, so the stage cannot be run again exactly in this step; run the step once more, it is now "
-                    "known to change"
+                    "known to change",
+                    kind="attribute_changed",
+                    name=name,
                 )
         yield Change(module, name, value, before.copies.get(name) if wrote else None, contents)
 

@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 
 from rotor_profiling.memory import CpuMeter, CudaMeter, MemoryMeter
 from rotor_profiling.timing import Stopwatch, cpu_stopwatch, cuda_stopwatch
+from rotor_solver.errors import InvalidValueError
 
 _CUDA_BLOCK = 512
 """Bytes: the caching allocator rounds every request up to a multiple of it (`kMinBlockSize` in torch)."""
@@ -147,7 +148,11 @@ def instruments_for(kind: str) -> Instruments:
     """The instruments for a kind of device. ValueError for one whose allocator cannot be read."""
     found = _prediction.get() or _MEASURED.get(kind)
     if found is None:
-        raise ValueError(f"memory can be measured on cpu and cuda devices, not on {kind!r}; move the model to one")
+        raise InvalidValueError(
+            f"memory can be measured on cpu and cuda devices, not on {kind!r}; move the model to one",
+            kind="unknown_device",
+            name=kind,
+        )
     return found
 
 

@@ -15,9 +15,10 @@ from rotor_profiling.isolate import RandomState
 from rotor_profiling.stage.gradients import gradients_at, leaves_of
 from rotor_profiling.storage import wait_for
 from rotor_profiling.timing import seconds_of
+from rotor_solver.errors import DescribedError
 
 
-class UnusableLossError(ValueError):
+class UnusableLossError(DescribedError, ValueError):
     """A loss that cannot be trained with."""
 
 
@@ -83,7 +84,9 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise UnusableLossError(
             f"the loss is called with the model's output and nothing else, which {name} does not take ({error}); "
-            "pass a function of the output, such as lambda output: criterion(output, target)"
+            "pass a function of the output, such as lambda output: criterion(output, target)",
+            kind="loss_signature",
+            name=name,
         ) from None
     except ValueError:  # some functions written in C have no signature
         pass
@@ -93,7 +96,10 @@ def _check(value: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise UnusableLossError(
-            f"the loss has to be a tensor with a single number, not {found}; reduce it with mean() or sum()"
+            f"the loss has to be a tensor with a single number, not {found}; reduce it with mean() or sum()",
+            kind="loss_not_a_number",
         )
     if not value.requires_grad:
-        raise UnusableLossError("the loss does not depend on the model's output, so there is nothing to train")
+        raise UnusableLossError(
+            "the loss does not depend on the model's output, so there is nothing to train", kind="no_gradient"
+        )

@@ -18,6 +18,7 @@ from rotor_profiling.live_bytes import LiveBytes
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.storage import bytes_like, tensors_in
 from rotor_profiling.values import has_values
+from rotor_solver.errors import DescribedError
 
 _SCALARS = 64
 """Bytes of numbers that operators wrap as tensors for themselves, which a dispatch mode does not see. A guess: eight
@@ -46,7 +47,7 @@ def together(costs: Iterable[OptimizerCost]) -> OptimizerCost:
     )
 
 
-class UnknownOptimizerError(ValueError):
+class UnknownOptimizerError(DescribedError, ValueError):
     """An optimizer whose memory cannot be found without training."""
 
 
@@ -72,7 +73,9 @@ def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
         except Exception as error:
             raise UnknownOptimizerError(
                 f"the memory of {type(optimizer).__name__} could not be found ({error}); plan without the optimizer, "
-                "and leave room for its state in the limit"
+                "and leave room for its state in the limit",
+                kind="unknown_optimizer",
+                name=type(optimizer).__name__,
             ) from error
     if kind == "cpu":
         step = max(step, _fused_step(optimizer))

@@ -36,6 +36,7 @@ from rotor_py.batch.real_steps import Trial
 from rotor_py.batch.search import Rate
 from rotor_py.devices.device import Device, Devices
 from rotor_py.devices.table import find_devices
+from rotor_py.errors import InvalidValueError, record_fields
 from rotor_py.predict.elsewhere import Elsewhere
 from rotor_py.report.batch_choice import Aim
 from rotor_solver.progress import Progress
@@ -76,7 +77,11 @@ def choose_batch(
     among: dict[str, Any] = dict(zip(_AMONG, (multiple, effective_batch, most), strict=True))
     if device is None:
         if autocast is not None:
-            raise ValueError("autocast= is for a device that is not here; enter torch.autocast around the call instead")
+            raise InvalidValueError(
+                "autocast= is for a device that is not here; enter torch.autocast around the call instead",
+                kind="device_elsewhere",
+                name="autocast",
+            )
         _refuse_others(step)
         batches = MeasuredBatches(model, sample_of, mem_limit, **step)
         return _chosen(aim, batches, options.get("mem_slots", 500), fresh_grads=fresh_grads, **among)
@@ -162,6 +167,7 @@ def _chosen(
         _log.warning(
             "a step of %d samples has a peak of %d bytes, beyond the limit of %d: looking for smaller batches",
             batch, over.needs, chooser.mem_limit,
+            extra=record_fields("over_limit", batch=batch, peak_bytes=over.needs, mem_limit=chooser.mem_limit),
         )  # fmt: skip
         if batch == among[0]:
             raise chooser.infeasible()
@@ -171,7 +177,11 @@ def _chosen(
 def _refuse_others(options: dict[str, Any]) -> None:
     for name in _ELSEWHERE:
         if options.pop(name, None) not in (None, False):
-            raise ValueError(f"{name}= is not for choosing a batch; choose one without it, then plan for that batch")
+            raise InvalidValueError(
+                f"{name}= is not for choosing a batch; choose one without it, then plan for that batch",
+                kind="excluded",
+                name=name,
+            )
 
 
 def _for_one_aim(

@@ -51,6 +51,7 @@ class Chooser:
             f"limit of {limit_text(least)}.",
             min_bytes=least,
             mem_limit=self.mem_limit,
+            kind="no_batch_fits",
         )
 
     def search(self, rate: Rate) -> Search:

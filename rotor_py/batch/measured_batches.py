@@ -16,7 +16,7 @@ from rotor_py.batch.optimizer_seconds import optimizer_seconds
 from rotor_py.batch.step_costs import StepCosts
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.distributed.processes import processes
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.measure.device import limit_bytes
 from rotor_py.trials.default_loss import default_loss
 from rotor_py.trials.restore import left_alone
@@ -73,7 +73,7 @@ class MeasuredBatches:
         except Exception:  # any: it is the user's model that refuses
             if batch > 1:
                 raise
-            _log.info("the model does not train on one sample", exc_info=True)
+            _log.info("the model does not train on one sample", exc_info=True, extra=record_fields("no_batch_of_one"))
             return False
         return True
 
@@ -157,5 +157,7 @@ class MeasuredBatches:
             if (other < batch) != (size < self._sample_bytes[batch]) and other != batch:
                 raise UnsupportedModelError(
                     f"a sample of {batch} rows has {self._sample_bytes[batch]} bytes, and one of {other} has {size}: "
-                    "`sample_of(batch)` has to give as many rows as it is asked for"
+                    "`sample_of(batch)` has to give as many rows as it is asked for",
+                    kind="sample_ignores_batch",
+                    batch=batch,
                 )

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from rotor_profiling import storage_bytes, storages, tensors_in
 from rotor_profiling.devices import accelerators
 from rotor_py.by_hand.strategy import whole_number
-from rotor_py.errors import CheckpointLimitError, MissingCheckpointError
+from rotor_py.errors import CheckpointLimitError, InvalidStateError, InvalidValueError, MissingCheckpointError
 from rotor_py.execute.program import program
 from rotor_py.execute.store import ActivationStore
 from rotor_py.execute.tape import replay
@@ -55,9 +55,17 @@ class CheckpointConfig:
         whole_number(self.checkpoint_every_n_layers, "checkpoint_every_n_layers")
         whole_number(self.max_checkpoints, "max_checkpoints")
         if not isinstance(self.use_mixed_precision, bool):
-            raise ValueError(f"use_mixed_precision is {self.use_mixed_precision!r}; it has to be True or False")
+            raise InvalidValueError(
+                f"use_mixed_precision is {self.use_mixed_precision!r}; it has to be True or False",
+                kind="not_a_bool",
+                name="use_mixed_precision",
+            )
         if self.storage_dtype not in _HALVES:
-            raise ValueError(f"storage_dtype is {self.storage_dtype!r}; it has to be torch.bfloat16 or torch.float16")
+            raise InvalidValueError(
+                f"storage_dtype is {self.storage_dtype!r}; it has to be torch.bfloat16 or torch.float16",
+                kind="unknown_value",
+                name="storage_dtype",
+            )
 
     @property
     def kept_dtype(self) -> torch.dtype | None:
@@ -173,7 +181,12 @@ class ActivationCheckpointer:
         RuntimeError if what it starts from was overwritten.
         """
         if whole_number(target_layer, "target_layer") >= len(layers):
-            raise ValueError(f"target_layer is {target_layer}; there are {len(layers)} layers, the first is 0")
+            raise InvalidValueError(
+                f"target_layer is {target_layer}; there are {len(layers)} layers, the first is 0",
+                kind="no_such_layer",
+                name="target_layer",
+                got=target_layer,
+            )
         start = max((kept for kept in self._store if kept <= target_layer), default=_INPUT)
         if start == _INPUT:
             if _INPUT not in self._input:
@@ -263,8 +276,11 @@ class _KeptOutputs(ActivationStore):
         """Raises RuntimeError if the output of a layer is no longer what it was when it was kept."""
         if self._versions_now(index) != self._versions[index]:
             what = "the network's input" if index == _INPUT else f"the kept output of layer {index}"
-            raise RuntimeError(
-                f"{what} was overwritten after it was kept; use layer {index + 1} without inplace=True, or give a clone"
+            raise InvalidStateError(
+                f"{what} was overwritten after it was kept; use layer {index + 1} without inplace=True, or give a "
+                "clone",
+                kind="kept_overwritten",
+                layer=index,
             )
 
     def _versions_now(self, index: int) -> list[int]:

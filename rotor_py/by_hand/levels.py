@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rotor_py.errors import InvalidValueError
+
 LEVELS = {
     0: "none",
     1: "single layers: linear plus activation, convolution plus dropout",
@@ -64,7 +66,11 @@ class ActivationCheckpointing(nn.Module):
 def checked_level(value: object, what: str = "level") -> int:
     """`value`, if it is a level; raises ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value not in LEVELS:
-        raise ValueError(f"{what} is {value!r}; it has to be a whole number from 0 (nothing) to 5 (whole encoders)")
+        raise InvalidValueError(
+            f"{what} is {value!r}; it has to be a whole number from 0 (nothing) to 5 (whole encoders)",
+            kind="unknown_level",
+            name=what,
+        )
     return value
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from rotor_profiling import leaves_of, storage_bytes, tensors_in
 from rotor_profiling.devices import accelerators
 from rotor_profiling.isolate import trained_parameters
+from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.execute.program import program
 from rotor_py.execute.tape import replay
 from rotor_py.stage.runner import StageRunner
@@ -33,7 +34,9 @@ class Checkpoint:
 
     def __init__(self, segment: Segment, input: Any) -> None:
         if not callable(segment):
-            raise ValueError(f"the segment is {segment!r}; it has to be a module or a function")
+            raise InvalidValueError(
+                f"the segment is {segment!r}; it has to be a module or a function", kind="not_a_segment", name="segment"
+            )
         self.segment = segment
         self.input = leaves_of(input)
         self._versions = [tensor._version for tensor in tensors_in(self.input)]
@@ -59,9 +62,10 @@ class Checkpoint:
 
     def _refuse_overwritten(self) -> None:
         if [tensor._version for tensor in tensors_in(self.input)] != self._versions:
-            raise RuntimeError(
+            raise InvalidStateError(
                 "the input of the segment was overwritten after the checkpoint was made, so its output cannot be "
-                "computed again; use the first layer of the segment without inplace=True, or give a clone"
+                "computed again; use the first layer of the segment without inplace=True, or give a clone",
+                kind="kept_overwritten",
             )
 
 
@@ -78,10 +82,16 @@ class CheckpointedNetwork(nn.Module):
         super().__init__()
         found = list(segments)  # an iterator can be read only once
         if not found:
-            raise ValueError("a CheckpointedNetwork needs at least one segment, and got none")
+            raise InvalidValueError(
+                "a CheckpointedNetwork needs at least one segment, and got none", kind="no_segments", name="segments"
+            )
         for number, segment in enumerate(found):
             if not callable(segment):
-                raise ValueError(f"segment {number} is {segment!r}; it has to be a module or a function")
+                raise InvalidValueError(
+                    f"segment {number} is {segment!r}; it has to be a module or a function",
+                    kind="not_a_segment",
+                    segment=number,
+                )
         self.segments = nn.ModuleList(each if isinstance(each, nn.Module) else _Function(each) for each in found)
         self._kept = 0
         self._full = 0

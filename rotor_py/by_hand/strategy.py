@@ -9,6 +9,7 @@ from itertools import groupby
 from torch import nn
 
 from rotor_py.by_hand.levels import assign_levels, checked_level
+from rotor_py.errors import InvalidValueError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import JOINT
 from rotor_py.units import format_bytes, limit_text
@@ -33,9 +34,13 @@ class ByHand:
 
     def __post_init__(self) -> None:
         if self.level is not None and self.every_n_layers is not None:
-            raise ValueError(f"{self} are two strategies; give only one of them")
+            raise InvalidValueError(f"{self} are two strategies; give only one of them", kind="excluded_together")
         if self.max_checkpoints is not None and self.every_n_layers is None:
-            raise ValueError(f"{self} limits the checkpoints of every_n_layers, which is not given; give both or none")
+            raise InvalidValueError(
+                f"{self} limits the checkpoints of every_n_layers, which is not given; give both or none",
+                kind="needs_option",
+                name="max_checkpoints",
+            )
         if self.level is not None:
             checked_level(self.level)
         if self.every_n_layers is not None:
@@ -79,6 +84,7 @@ class ByHand:
                 f"{self} out for the best plan, which needs {format_bytes(budget.least_bytes())} at least.",
                 min_bytes=peak,
                 mem_limit=mem_limit,
+                kind="strategy_over_limit",
             )
         return sequence
 
@@ -126,7 +132,7 @@ class ByLevel:
                 sequence, peak = stored, needed
         if peak > mem_limit:
             message = f"level {self.level} needs {peak} bytes; the limit is {mem_limit}"
-            raise InfeasibleError(message, min_bytes=peak, mem_limit=mem_limit)
+            raise InfeasibleError(message, min_bytes=peak, mem_limit=mem_limit, kind="strategy_over_limit")
         return sequence
 
     def groups(self, names: list[str]) -> list[range]:
@@ -183,5 +189,7 @@ def whole_number(value: object, what: str) -> int:
     True and False are whole numbers to Python, and mistakes here.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{what} is {value!r}; it has to be a whole number, zero or more")
+        raise InvalidValueError(
+            f"{what} is {value!r}; it has to be a whole number, zero or more", kind="not_a_count", name=what
+        )
     return value

@@ -30,7 +30,7 @@ from rotor_py.capture.guarded_branches import NOW, Answers, Asking, OtherAnswerE
 from rotor_py.capture.patches import batch_norms_in_graphs, experts_at_once, has_batch_norms, masks_asked_about
 from rotor_py.capture.tracing import OpenNumbers, Tracing, keep_image_sizes, keep_known_sizes
 from rotor_py.distributed.shard_groups import groups_of
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.stage.restored.autocast import Autocast
 
 # Forwards handed to torch.compile, one for all models that are built alike, so that they share what is traced.
@@ -155,7 +155,9 @@ def _refuse_modes() -> None:
         names = " and ".join(type(mode).__name__.lstrip("_") for mode in modes)
         raise UnsupportedModelError(
             f"inside of {names}, TorchDynamo captures nothing, and for this step it would have to capture the model "
-            "anew; leave that out of training steps, or use it around the model itself, the attribute `model`"
+            "anew; leave that out of training steps, or use it around the model itself, the attribute `model`",
+            kind="capture_suspended",
+            name=names,
         )
 
 
@@ -375,7 +377,8 @@ class CapturedForward:
         return UnsupportedModelError(
             f"fully_shard was applied to {type(self.model).__name__}, but TorchDynamo does not capture its forward as "
             f"one graph: {cause}. Remove what breaks the graph, use DistributedDataParallel, or write the model as an "
-            "nn.Sequential of its blocks"
+            "nn.Sequential of its blocks",
+            kind="graph_break",
         )
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -391,7 +394,10 @@ class CapturedForward:
             return kwargs
         if not self._told_of_cache:
             self._told_of_cache = True
-            _log.info("use_cache is off while training: nothing reads the cache there, and it takes memory")
+            _log.info(
+                "use_cache is off while training: nothing reads the cache there, and it takes memory",
+                extra=record_fields("cache_off"),
+            )
         return {**kwargs, "use_cache": False}
 
 

@@ -100,13 +100,17 @@ class CapturedGraph:
         if (writing := written_input(facts)) is not None:
             raise UnsupportedModelError(
                 f"the model writes into its own input at {line_of(writing)}, and running a stage again would write "
-                "again; let it make a new tensor there"
+                "again; let it make a new tensor there",
+                kind="in_place_input",
+                name=line_of(writing),
             )
         if (drawing := next(filter(draws_from_own_state, facts.body), None)) is not None:
             raise UnsupportedModelError(
                 f"there is dropout between recurrent layers at {line_of(drawing)}, which cuDNN draws from a random "
                 "state of its own, so that it cannot be run again with the same numbers; use single-layer modules with "
-                "nn.Dropout between them, or torch.backends.cudnn.enabled = False"
+                "nn.Dropout between them, or torch.backends.cudnn.enabled = False",
+                kind="recurrent_dropout",
+                name=line_of(drawing),
             )
         _ask(facts, dict(zip(self._placeholders, arguments, strict=True)))
         self._facts = facts  # only now, so that a graph that was refused is refused again
@@ -199,7 +203,9 @@ class CapturedGraph:
         if self._marks is not None:
             raise UnsupportedModelError(
                 f"nothing in the graph of {self._marks.model_name} has a gradient, and fully_shard was applied to it; "
-                "train some of its parameters, or call it in eval mode"
+                "train some of its parameters, or call it in eval mode",
+                kind="no_gradient",
+                name=self._marks.model_name,
             )
         return list(run_graph(self.graph_module, arguments))
 
@@ -273,7 +279,9 @@ def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
             group, module = marks.group_at(str(node.args[0]))
             raise UnsupportedModelError(
                 f"no tensor with a gradient was found in what {type(group.modules[module]).__name__} returns, to which "
-                "fully_shard was applied; let it return tensors, in tuples, lists or dicts"
+                "fully_shard was applied; let it return tensors, in tuples, lists or dicts",
+                kind="no_gradient",
+                name=type(group.modules[module]).__name__,
             )
         elif carries_gradient(node):
             attached = dict.fromkeys(attached, True)

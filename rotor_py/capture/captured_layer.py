@@ -28,6 +28,7 @@ from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.capture.tracing import MOST_GRAPHS
+from rotor_py.errors import record_fields
 from rotor_py.stage.keepers.handed_over import HandingOver
 from rotor_py.stage.keepers.saved_in_order import SavedInOrder
 from rotor_py.stage.protocol import Run, StageOffers
@@ -96,7 +97,12 @@ class CapturedLayer(StageOffers):
                 if self._named and (unseen or self._same_bits(value, device)):
                     return True
             except Exception as error:  # of any operator or library: the layer itself has run before, and runs again
-                _log.debug("layer %s is stored whole or not at all, since it is not captured: %s", self._name, error)
+                _log.debug(
+                    "layer %s is stored whole or not at all, since it is not captured: %s",
+                    self._name,
+                    error,
+                    extra=record_fields("not_in_part", name=self._name),
+                )
         self._named = ()
         return False
 
@@ -140,14 +146,26 @@ class CapturedLayer(StageOffers):
         for way in self._named:
             found, after, saved_then = self._step(self.forward_by(way), value, device)
             if len(self._stages) > known:
-                _log.debug("layer %s is stored whole or not at all: every run takes another graph", self._name)
+                _log.debug(
+                    "layer %s is stored whole or not at all: every run takes another graph",
+                    self._name,
+                    extra=record_fields("not_in_part", name=self._name),
+                )
                 return False
             same = state == after and len(found) == len(expected)
             if not same or not (prediction() is not None or all(map(_same, found, expected))):
-                _log.debug("layer %s is stored whole or not at all: captured, it makes other numbers", self._name)
+                _log.debug(
+                    "layer %s is stored whole or not at all: captured, it makes other numbers",
+                    self._name,
+                    extra=record_fields("not_in_part", name=self._name),
+                )
                 return False
             if saved != saved_then:
-                _log.debug("layer %s is stored whole or not at all: captured, it saves something else", self._name)
+                _log.debug(
+                    "layer %s is stored whole or not at all: captured, it saves something else",
+                    self._name,
+                    extra=record_fields("not_in_part", name=self._name),
+                )
                 return False
         return True
 
@@ -232,10 +250,15 @@ class CapturedLayer(StageOffers):
                 "layer %s is stored whole and not in part, as the plan has it: %s. The step may go over the limit; "
                 "call measure() to plan again",
                 self._name, cause,
+                extra=record_fields('stored_whole', name=self._name),
             )  # fmt: skip
 
     def _tell_of_capture(self, seconds: float) -> None:
-        _log.info("TorchDynamo captures layer %s again, for another input", self._name)
+        _log.info(
+            "TorchDynamo captures layer %s again, for another input",
+            self._name,
+            extra=record_fields("captured_again", name=self._name),
+        )
 
 
 def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

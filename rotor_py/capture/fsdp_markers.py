@@ -107,13 +107,17 @@ class FSDPMarks:
         if self.groups and TORCH < _OLDEST:
             raise UnsupportedModelError(
                 f"fully_shard was applied to {type(model).__name__}, which is no nn.Sequential; that takes torch "
-                f"{'.'.join(map(str, _OLDEST))} or newer, and this is {torch.__version__}"
+                f"{'.'.join(map(str, _OLDEST))} or newer, and this is {torch.__version__}",
+                kind="torch_too_old",
+                name=type(model).__name__,
             )
         for group in self.groups:
             if group.unsupported:
                 raise UnsupportedModelError(
                     f"a parameter of {type(group.modules[0]).__name__} {group.unsupported}, and the graph cannot be "
-                    "captured with it; shard the model with fully_shard alone, or write it as an nn.Sequential"
+                    "captured with it; shard the model with fully_shard alone, or write it as an nn.Sequential",
+                    kind="unsupported_sharding",
+                    name=type(group.modules[0]).__name__,
                 )
 
     @classmethod

@@ -178,7 +178,9 @@ def measure_graphs(
         if not found.graphs:
             raise UnsupportedModelError(
                 f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
-                "TORCH_LOGS=graph_breaks says why"
+                "TORCH_LOGS=graph_breaks says why",
+                kind="no_graph",
+                name=type(model).__name__,
             )
         found.count_returned([*model.parameters(), *model.buffers(), *tensors_in([args, kwargs])])
         if loss is not None:
@@ -205,7 +207,8 @@ def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weigh
     except ValueError as error:
         raise UnsupportedModelError(
             f"the processes that train the model together have captured different graphs: of operators, {error}. Give "
-            "all of them the same model, and call measure() in all of them with inputs of the same shape"
+            "all of them the same model, and call measure() in all of them with inputs of the same shape",
+            kind="different_graphs",
         ) from None
 
 
@@ -239,10 +242,16 @@ def _refuse_much_outside(model: nn.Module, outside: SavedOutside, captured_bytes
             raise UnsupportedModelError(
                 f"{outside.packed_line} of {type(model).__name__} runs a recurrent layer on a packed sequence, whose "
                 "memory depends on the lengths in each batch, so it cannot be planned beforehand; give the layer the "
-                "padded tensor, and leave the padding out of the loss"
+                "padded tensor, and leave the padding out of the loss",
+                kind="packed_sequence",
+                name=outside.packed_line,
             )
         raise UnsupportedModelError(
             f"{outside.line} of {type(model).__name__} runs outside the graphs that TorchDynamo captures, and "
             f"keeps {format_bytes(outside.total_bytes)} for the backward, which cannot be planned "
-            f"({format_bytes(captured_bytes)} can); TORCH_LOGS=graph_breaks says why the graph breaks there"
+            f"({format_bytes(captured_bytes)} can); TORCH_LOGS=graph_breaks says why the graph breaks there",
+            kind="outside_graphs",
+            name=outside.line,
+            outside_bytes=outside.total_bytes,
+            captured_bytes=captured_bytes,
         )

@@ -23,7 +23,7 @@ from rotor_py.capture.measure_graphs import measure_graphs
 from rotor_py.capture.measured_graphs import MeasuredGraphs, whole_step
 from rotor_py.capture.tracing import MOST_GRAPHS
 from rotor_py.compiled.compiled_stage import CompiledStage
-from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError
+from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError, record_fields
 from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.stages import MeasuredCut
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
@@ -79,7 +79,9 @@ class CaptureSession:
             raise UnsupportedModelError(
                 "TorchDynamo did not hand over the model's graph this time, so the step would not have followed the "
                 f"plan; it makes {MOST_GRAPHS} graphs at most, and TORCH_LOGS=recompiles,graph_breaks says for what"
-                f"{broken}"
+                f"{broken}",
+                kind="no_graph",
+                name=self._forward.breaks_at,
             )
         return output
 
@@ -131,7 +133,9 @@ class CaptureSession:
         # Not in the `except`: there, the error's traceback would keep tensors.
         self._forward = CapturedForward(self.model, self._granularity, open_sizes=False)
         found = measure_graphs(self._forward, *args, **options)
-        _log.info("every shape of the input takes a graph of its own: %s", cause)
+        _log.info(
+            "every shape of the input takes a graph of its own: %s", cause, extra=record_fields("graph_per_shape")
+        )
         return found
 
     def _run_graph(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:

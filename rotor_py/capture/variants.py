@@ -16,6 +16,7 @@ from rotor_py.compiled.budgets import Foreseen
 from rotor_py.compiled.compiled_stage import CompiledStage
 from rotor_py.compiled.stage_code import StageCode
 from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.errors import record_fields
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Way
 from rotor_py.measure.walks.stage_ways import worth_choosing
@@ -153,7 +154,12 @@ def _stage_by_stage(
     can = [not plain_somewhere for plain_somewhere in agree([not stage.compiled for stage in wrapped])]
     if not any(can):
         return []
-    _log.info("compiled %d kinds of stages in %.1f s", compiler.kinds - kinds, compiler.seconds - seconds)
+    _log.info(
+        "compiled %d kinds of stages in %.1f s",
+        compiler.kinds - kinds,
+        compiler.seconds - seconds,
+        extra=record_fields("compiled", kinds=compiler.kinds - kinds),
+    )
     compiled = _chosen(wrapped, can)
     if surveyed := may_have_ways(compiled, compiler):
         for stage in compiled:

@@ -21,7 +21,7 @@ from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.compiled.compiled_stage import CompiledStage
 from rotor_py.compiled.stage_code import owned_tensors
 from rotor_py.compiled.stage_compiler import StageCompiler
-from rotor_py.errors import InfeasibleError
+from rotor_py.errors import InfeasibleError, record_fields
 from rotor_py.measure.cut import joined
 from rotor_py.measure.measurement import Measurement
 from rotor_solver.progress import Progress
@@ -173,7 +173,7 @@ def compiled_whole(
             other = compiled(rival)
             if other is not None and room.peak(other.measurement) <= room.limit and slower(best[0], other, _BY_CHANCE):
                 best = other, rival
-    _log.info("compiled the graph as a whole in %.1f s", compiler.seconds - began)
+    _log.info("compiled the graph as a whole in %.1f s", compiler.seconds - began, extra=record_fields("compiled"))
     if room.peak(plain.measurement) > room.limit:  # plain, it would have to run again what it cannot store
         return best[0]
     # Not beside the stages' times: one by one they find their memory in caches, and together they do not.

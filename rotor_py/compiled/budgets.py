@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from rotor_py.errors import InvalidValueError
+
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -27,7 +29,7 @@ def budget_of(way: str) -> float:
     for budget in BUDGETS:
         if way == way_of(budget):
             return budget
-    raise ValueError(f"a compiled stage has no way {way!r}")
+    raise InvalidValueError(f"a compiled stage has no way {way!r}", kind="unknown_way", name=way)
 
 
 def is_budget(way: str) -> bool:

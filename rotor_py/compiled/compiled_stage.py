@@ -17,6 +17,7 @@ from rotor_py.compiled.budgets import Foreseen
 from rotor_py.compiled.same_bits import same_bits
 from rotor_py.compiled.stage_code import StageCode
 from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.errors import record_fields
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
 from rotor_py.stage.protocol import Run, StageOffers, offers_of
 from rotor_py.stage.surroundings import recall_moving, remember_moving
@@ -164,7 +165,12 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
             if same_bits(self.plain, value, self._needs_gradient, usual, code):
                 found.append(way)
             else:
-                _log.info("%s is not stored %s: its last digits would be others", self._name, way)
+                _log.info(
+                    "%s is not stored %s: its last digits would be others",
+                    self._name,
+                    way,
+                    extra=record_fields("other_bits", name=self._name),
+                )
         return tuple(found)
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
@@ -200,6 +206,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
                     "%s has been compiled for %d shapes, and runs as it is for another one",
                     self._name,
                     MOST_SHAPES,
+                    extra=record_fields("too_many_shapes", name=self._name, shapes=MOST_SHAPES),
                 )
             full = len(self._codes) >= MOST_SHAPES
             self._codes[shapes] = dict.fromkeys((None, *self._ways)) if full else {}

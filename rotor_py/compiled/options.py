@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rotor_py.compiled.stage_code import Config
+from rotor_py.errors import InvalidTypeError, InvalidValueError
 
 Compile = bool | str | Mapping[str, Any]
 """True, a mode of `torch.compile`, or options of Inductor by name."""
@@ -21,8 +22,10 @@ def config_of(given: Compile) -> Config | None:
     if given is False:
         return None
     if not (given is True or isinstance(given, str | Mapping)):
-        raise TypeError(
-            f"compile is {given!r}; it can be True, a mode of torch.compile, or a dict of Inductor's options"
+        raise InvalidTypeError(
+            f"compile is {given!r}; it can be True, a mode of torch.compile, or a dict of Inductor's options",
+            kind="unknown_value",
+            name="compile",
         )
     mode = given if isinstance(given, str) else None
     options = dict(given) if isinstance(given, Mapping) else None
@@ -30,7 +33,7 @@ def config_of(given: Compile) -> Config | None:
         # What torch.compile itself makes of a mode and of options, with its checks.
         found: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, options, dynamic=False).config
     except RuntimeError as error:
-        raise ValueError(f"compile={given!r}: {error}") from error
+        raise InvalidValueError(f"compile={given!r}: {error}", kind="unknown_value", name="compile") from error
     return without_cuda_graphs(found, f"compile={given!r}")
 
 
@@ -41,8 +44,10 @@ def without_cuda_graphs(options: Mapping[str, Any], what: str) -> Config:
     if "triton.cudagraphs" not in options and config.triton.cudagraphs:
         what = "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)"
     if options.get("triton.cudagraphs", config.triton.cudagraphs):
-        raise ValueError(
+        raise InvalidValueError(
             f"{what} records CUDA graphs, which keep their memory for good, while a plan frees it and uses it again; "
-            'take the mode "max-autotune-no-cudagraphs", or the default'
+            'take the mode "max-autotune-no-cudagraphs", or the default',
+            kind="cuda_graphs",
+            name=what,
         )
     return tuple(sorted(options.items()))

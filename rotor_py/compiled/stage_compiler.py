@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from rotor_profiling.stage.kind import stage_kind
 from rotor_py.compiled.budgets import Foreseen, OnlySurveyedError, Partitions, budget_of
 from rotor_py.compiled.stage_code import Config, StageCode, compile_code, owned_slots
-from rotor_py.errors import InfeasibleError
+from rotor_py.errors import InfeasibleError, record_fields
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.restored.autocast import autocast_now
 
@@ -118,7 +118,12 @@ class StageCompiler:
         except Exception as error:
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
             self._has_tools = not _misses_tools(error)
-            _log.warning("%s is not compiled: %s", name if self._has_tools else "the model", cause)
+            _log.warning(
+                "%s is not compiled: %s",
+                name if self._has_tools else "the model",
+                cause,
+                extra=record_fields("not_compiled", name=name if self._has_tools else "the model"),
+            )
             return None
         finally:
             self.seconds += time.perf_counter() - began

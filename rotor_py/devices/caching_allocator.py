@@ -35,6 +35,7 @@ from rotor_py.devices.blocks import (
     Pool,
 )
 from rotor_py.devices.requests import Allocate, DeviceFullError, Event, Reserved
+from rotor_py.errors import InvalidValueError
 
 _ENDLESS = LARGE_SEGMENT * 2**26
 """Addresses of an expandable segment. PyTorch takes an eighth more than the device has; nobody reaches either end."""
@@ -76,7 +77,11 @@ class CachingAllocator:
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
         """Rules 1 to 4. Nothing is allocated for zero bytes."""
         if key in self._held:
-            raise ValueError(f"{key!r} is allocated already; free it first, or call this one something else")
+            raise InvalidValueError(
+                f"{key!r} is allocated already; free it first, or call this one something else",
+                kind="allocated_twice",
+                name=str(key),
+            )
         if size <= 0:
             self._held[key] = None
             return
@@ -99,7 +104,7 @@ class CachingAllocator:
     def free(self, key: Hashable) -> None:
         """Rule 5."""
         if key not in self._held:
-            raise ValueError(f"{key!r} is not allocated")
+            raise InvalidValueError(f"{key!r} is not allocated", kind="not_allocated", name=str(key))
         block = self._held.pop(key)
         if block is None:
             return

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rotor_py.errors import InvalidValueError
 from rotor_py.units import format_bytes
 
 CONTEXT_BYTES = 520 * 2**20
@@ -91,10 +92,13 @@ class Device:
     def __post_init__(self) -> None:
         """ValueError where nothing is left beside the context."""
         if self.usable_bytes <= 0:
-            raise ValueError(
+            raise InvalidValueError(
                 f"a device of {format_bytes(self.memory_bytes)} ({self.memory_bytes} bytes) has no room for tensors: "
                 f"{format_bytes(self.context_bytes)} ({self.context_bytes} bytes) of it are the driver's context; give "
-                "all memory of the device, such as 24GB"
+                "all memory of the device, such as 24GB",
+                kind="no_room",
+                memory_bytes=self.memory_bytes,
+                context_bytes=self.context_bytes,
             )
 
     @property

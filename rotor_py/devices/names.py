@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rotor_py.errors import InvalidValueError
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -31,7 +33,9 @@ def counted(text: str) -> tuple[str, int]:
     """A name, whoever knows it, and the number behind it: of "h100:8" "h100" and 8. ValueError if that is no number."""
     name, colon, number = text.partition(":")
     if colon and not (number.isdecimal() and int(number) > 0):
-        raise ValueError(f"{text!r} is not a number of devices; write {name}:8 for eight of them")
+        raise InvalidValueError(
+            f"{text!r} is not a number of devices; write {name}:8 for eight of them", kind="not_a_count", name=text
+        )
     return name, int(number) if colon else 1
 
 
@@ -45,8 +49,10 @@ def name_in_table(name: str) -> str:
     near = difflib.get_close_matches(wanted, known, cutoff=0.4) or list(known)
     # A family stands for several: a100 for a100-80 and a100-40.
     near = [each for each in known if each.startswith(f"{wanted}-")] or near
-    raise ValueError(
-        f"no device is called {name!r}; did you mean {_either(near)}? A file of your own has the form of {TABLE.name}"
+    raise InvalidValueError(
+        f"no device is called {name!r}; did you mean {_either(near)}? A file of your own has the form of {TABLE.name}",
+        kind="unknown_device",
+        name=name,
     )
 
 
@@ -61,7 +67,7 @@ def tables_in(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML file: {error}") from None
+        raise InvalidValueError(f"{path} is no TOML file: {error}", kind="not_toml", name=str(path)) from None
 
 
 def _either(names: list[str]) -> str:

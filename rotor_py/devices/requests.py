@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from rotor_py.devices.blocks import MIN_BLOCK
+from rotor_py.errors import DescribedError
 from rotor_py.units import format_bytes
 
 
@@ -54,12 +55,17 @@ class Reserved:
     reserved_bytes: int
 
 
-class DeviceFullError(ValueError):
+class DeviceFullError(DescribedError, ValueError):
     """The driver has no memory for a segment, nor once everything has been given back that is not in use."""
 
     def __init__(self, size: int, allocated: int, reserved: int, limit: int) -> None:
         super().__init__(
             f"{format_bytes(size)} more do not fit: of {format_bytes(limit)}, {format_bytes(reserved)} are reserved, "
-            f"of which {format_bytes(allocated)} are allocated; try expandable segments, or a smaller batch"
+            f"of which {format_bytes(allocated)} are allocated; try expandable segments, or a smaller batch",
+            kind="device_full",
+            size=size,
+            allocated=allocated,
+            reserved=reserved,
+            limit=limit,
         )
         self.size, self.allocated, self.reserved, self.limit = size, allocated, reserved, limit

@@ -8,6 +8,7 @@ from typing import Any
 
 from rotor_py.devices.device import CONTEXT_BYTES, LAUNCH_SECONDS, UNANCHORED, Device, Devices, Efficiencies, Rates
 from rotor_py.devices.names import SOURCES, TABLE, counted, name_and_count, name_in_table, tables_in
+from rotor_py.errors import InvalidValueError, kind_of
 from rotor_py.units import parse_bytes
 
 _RATES = ("bf16", "fp16", "tf32", "fp32")
@@ -42,8 +43,9 @@ def device_from_file(path: str | Path, name: str | None = None) -> Device:
         return next(iter(devices.values()))
     if name is None or name.lower() not in devices:
         names = ", ".join(devices) or "none"
-        raise ValueError(f"{path} has the devices {names}; say which one" if name is None else
-                         f"{path} has no device {name!r}, only {names}")  # fmt: skip
+        if name is None:
+            raise InvalidValueError(f"{path} has the devices {names}; say which one", kind="which_device")
+        raise InvalidValueError(f"{path} has no device {name!r}, only {names}", kind="unknown_device", name=name)
     return devices[name.lower()]
 
 
@@ -64,21 +66,33 @@ def _read(path: Path) -> dict[str, Device]:
     devices = {}
     for key, cells in content.items():
         if not isinstance(cells, dict):
-            raise ValueError(f"{path}: {key!r} stands outside a device; begin one with a line such as [my-gpu]")
+            raise InvalidValueError(
+                f"{path}: {key!r} stands outside a device; begin one with a line such as [my-gpu]",
+                kind="outside_device",
+                name=key,
+            )
         try:
             devices[key.lower()] = _device(key, cells, sources)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, device {key!r}: {error}") from None
+            raise InvalidValueError(
+                f"{path}, device {key!r}: {error}", kind=kind_of(error), name=getattr(error, "name", None), device=key
+            ) from None
     if not devices:
-        raise ValueError(f"{path} has no device; begin one with a line such as [my-gpu]")
+        raise InvalidValueError(
+            f"{path} has no device; begin one with a line such as [my-gpu]", kind="no_device", name=str(path)
+        )
     return devices
 
 
 def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
     if missing := [each for each in _REQUIRED if each not in cells]:
-        raise ValueError(f"{', '.join(missing)} is missing")
+        raise InvalidValueError(f"{', '.join(missing)} is missing", kind="missing_fields", name=", ".join(missing))
     if unknown := cells.keys() - {*_REQUIRED, *_OPTIONAL}:
-        raise ValueError(f"{', '.join(sorted(unknown))} is no cell; known are {', '.join((*_REQUIRED, *_OPTIONAL))}")
+        raise InvalidValueError(
+            f"{', '.join(sorted(unknown))} is no cell; known are {', '.join((*_REQUIRED, *_OPTIONAL))}",
+            kind="unknown_fields",
+            name=", ".join(sorted(unknown)),
+        )
     values, said = {}, []
     for cell in cells.keys() - {"efficiencies"}:
         values[cell], source = _value_and_source(cells[cell])
@@ -115,17 +129,27 @@ def _efficiencies(cells: dict[str, Any] | None) -> Efficiencies:
     if cells is None:
         return UNANCHORED
     if unknown := cells.keys() - {*_EFFICIENCIES, *_ORIGINS}:
-        raise ValueError(f"{', '.join(sorted(unknown))} is no efficiency; known are {', '.join(_EFFICIENCIES)}")
+        raise InvalidValueError(
+            f"{', '.join(sorted(unknown))} is no efficiency; known are {', '.join(_EFFICIENCIES)}",
+            kind="unknown_fields",
+            name=", ".join(sorted(unknown)),
+        )
     if missing := [each for each in _EFFICIENCIES if each not in cells]:
-        raise ValueError(f"efficiencies lack {', '.join(missing)}")
+        raise InvalidValueError(
+            f"efficiencies lack {', '.join(missing)}", kind="missing_fields", name=", ".join(missing)
+        )
     found = {each: _above_zero(each, cells[each]) for each in _EFFICIENCIES}
     origins = {each: str(cells[each]) for each in _ORIGINS if each in cells}
     if len(origins) > 1:
-        raise ValueError("efficiencies have an anchor of their own, or are taken_from another device; leave one out")
+        raise InvalidValueError(
+            "efficiencies have an anchor of their own, or are taken_from another device; leave one out",
+            kind="excluded_together",
+            name="taken_from",
+        )
     return Efficiencies(**found, anchor=origins.get("anchor"), taken_from=origins.get("taken_from"))
 
 
 def _above_zero(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ValueError(f"{name} has to be a number above zero, not {value!r}")
+        raise InvalidValueError(f"{name} has to be a number above zero, not {value!r}", kind="not_positive", name=name)
     return float(value)

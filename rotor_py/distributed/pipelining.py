@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from rotor_profiling import bytes_like, tensors_in
+from rotor_py.errors import InvalidValueError
 
 
 def microbatches_in_flight(schedule: Any) -> dict[int, int]:
@@ -53,8 +54,10 @@ def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
     """Index of the stage and kind of everything that this rank computes, in order: F, B, or I and W."""
     order = getattr(schedule, "pipeline_order", None)
     if not order:
-        raise ValueError(
-            f"{type(schedule).__name__} has no pipeline_order, which would tell what it runs in which order"
+        raise InvalidValueError(
+            f"{type(schedule).__name__} has no pipeline_order, which would tell what it runs in which order",
+            kind="unknown_schedule",
+            name=type(schedule).__name__,
         )
     pending = [action for action in reversed(order[schedule.rank]) if action is not None]
     while pending:

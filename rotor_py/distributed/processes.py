@@ -15,6 +15,7 @@ from rotor_profiling.torch_classes import is_dtensor
 from rotor_py.distributed.joined_groups import joined
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.distributed.sharded_bytes import gathered_bytes
+from rotor_py.errors import InvalidValueError
 
 
 def around(model: nn.Module) -> DistributedDataParallel | None:
@@ -82,7 +83,9 @@ def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, de
     dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
     most, least = int(counts[0]), -int(counts[1])
     if most != least:
-        raise ValueError(f"one process has {least}, and another {most}")
+        raise InvalidValueError(
+            f"one process has {least}, and another {most}", kind="processes_differ", least=least, most=most
+        )
     found = torch.tensor(numbers, dtype=torch.int64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return [int(number) for number in found.tolist()]

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 from torch.autograd.graph import Node
 
+from rotor_py.errors import InvalidStateError
 from rotor_py.execute.graph_task import current_task, goes_through, retains_graph
 from rotor_py.execute.program import Program
 from rotor_py.execute.store import ActivationStore
@@ -92,9 +93,10 @@ class Passes:
         """
         current = self._find()
         if current is None or stage in current.used:
-            raise RuntimeError(
+            raise InvalidStateError(
                 "this forward was already used by a backward, which freed what it had kept; call backward with "
-                "retain_graph=True the first time, or run the forward again"
+                "retain_graph=True the first time, or run the forward again",
+                kind="second_backward",
             )
         try:
             yield current

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from rotor_py.errors import InvalidStateError
 from rotor_py.execute.graph_task import goes_through, retains_graph
 from rotor_py.execute.unclaimed import Unclaimed
 from rotor_py.stage.runner import StageRunner
@@ -83,9 +84,12 @@ class StageNode(torch.autograd.Function):
         # The engine has gradients on here only for create_graph=True. The graph of a stage that is run again is not
         # part of the caller's, so second derivatives would be wrong without a word.
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise InvalidStateError(
                 f"create_graph=True cannot go through stage {ctx.owner.runners[ctx.stage].name!r}, "
-                f"{ctx.owner.hidden_because}, or train this loss without Checkpointable"
+                f"{ctx.owner.hidden_because}, or train this loss without Checkpointable",
+                kind="create_graph",
+                stage=ctx.stage,
+                name=ctx.owner.runners[ctx.stage].name,
             )
         return None, None, None, *_gradients(ctx, gradients)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 
+from rotor_py.errors import InvalidValueError
 from rotor_solver import (
     Backward,
     Chain,
@@ -96,7 +97,11 @@ def program(stages: int, sequence: Sequence) -> Program:
     forwards = Counter(each.stage for each in operations if not isinstance(each, Loss | Backward))
     runs_again = frozenset(stage for stage, runs in forwards.items() if runs > 1)
     if moves is not None and (moves.stages & runs_again or not moves.stages <= in_graph):
-        raise ValueError(f"the sequence moves what stages {sorted(moves.stages)} save, some of which are run again")
+        raise InvalidValueError(
+            f"the sequence moves what stages {sorted(moves.stages)} save, some of which are run again",
+            kind="moved_stage_runs_again",
+            stage=min(moves.stages),
+        )
     alone = runs_again | awaited if moves is None else in_graph
     return Program(
         forward=tuple(steps[:loss]),

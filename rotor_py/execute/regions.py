@@ -19,6 +19,7 @@ import torch
 
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.distributed.gathering import gathered_again
+from rotor_py.errors import InvalidValueError
 from rotor_py.execute.rerun import saved_again
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
@@ -41,7 +42,9 @@ def regions(sequence: Sequence) -> tuple[int | Region, ...]:
     """
     items, rest = _items(list(sequence))
     if rest:
-        raise ValueError(f"the sequence is not a nesting of regions: {rest[0]} comes where no region is open")
+        raise InvalidValueError(
+            f"the sequence is not a nesting of regions: {rest[0]} comes where no region is open", kind="not_nested"
+        )
     return items
 
 
@@ -58,7 +61,9 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
             case ForwardNograd(stage) if found and not found[-1][2] and found[-1][1] == stage:
                 found[-1] = (found[-1][0], stage + 1, False)
             case other:
-                raise ValueError(f"the sequence is not a nesting of regions: {other} follows no ForwardCheck")
+                raise InvalidValueError(
+                    f"the sequence is not a nesting of regions: {other} follows no ForwardCheck", kind="not_nested"
+                )
         at += 1
     rest = operations[at + 1 :] if operations[at : at + 1] == [Loss()] else operations[at:]
     items: list[int | Region] = []
@@ -66,14 +71,20 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
     for first, stop, attached in reversed(found):
         if attached:
             if not rest or rest[0] != Backward(first):
-                raise ValueError(f"the sequence is not a nesting of regions: no {Backward(first)} where it has to be")
+                raise InvalidValueError(
+                    f"the sequence is not a nesting of regions: no {Backward(first)} where it has to be",
+                    kind="not_nested",
+                    stage=first,
+                )
             items.append(first)
             rest = rest[1:]
         else:
             inside, rest = _items(rest)
             if _stages(inside) != list(range(first, stop)):
-                raise ValueError(
-                    f"the sequence is not a nesting of regions: stages {first} to {stop - 1} do not come back"
+                raise InvalidValueError(
+                    f"the sequence is not a nesting of regions: stages {first} to {stop - 1} do not come back",
+                    kind="not_nested",
+                    stage=first,
                 )
             items.append(Region(inside))
     return tuple(reversed(items)), rest

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.stage.entry import enter_graph
 from rotor_profiling.storage import tensors_in
+from rotor_py.errors import InvalidStateError
 from rotor_py.stage.keepers.handed_over import HandingOver, NobodyWaits, handing_over_now, tensor_of
 from rotor_py.stage.keepers.readers import last_node, node_behind
 from rotor_py.stage.keepers.saved import Saved, SavedAsItIs
@@ -96,16 +97,19 @@ class _Stages:
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
         """Fill a place, if the graph still has it. RuntimeError if it is another tensor's."""
         if number >= len(self._places):
-            raise RuntimeError(
+            raise InvalidStateError(
                 f"a stage saved {len(self._places)} tensors for its backward in the forward, and more when it was run "
-                "again; a stage has to do the same thing every time"
+                "again; a stage has to do the same thing every time",
+                kind="rerun_differs",
+                saved=len(self._places),
             )
         place, shape, dtype = self._places[number]
         if tensor.shape != shape or tensor.dtype != dtype:
-            raise RuntimeError(
+            raise InvalidStateError(
                 f"a stage saved a tensor of shape {tuple(shape)} ({dtype}) in the forward, and one of shape "
                 f"{tuple(tensor.shape)} ({tensor.dtype}) when it was run again; a stage has to do the same thing "
-                "every time"
+                "every time",
+                kind="rerun_differs",
             )
         if (found := place()) is not None:
             found.saved = saved
@@ -126,9 +130,10 @@ class _Place:
             self._stages.run_again()
         saved, self.saved = self.saved, None
         if saved is None:
-            raise RuntimeError(
+            raise InvalidStateError(
                 "a stage saved fewer tensors for its backward when it was run again than in the forward; a stage has "
-                "to do the same thing every time"
+                "to do the same thing every time",
+                kind="rerun_differs",
             )
         return saved.tensor()
 

@@ -47,6 +47,7 @@ import torch
 from torch.autograd.graph import Node
 
 from rotor_profiling.storage import tensors_in, wait_for
+from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.execute.in_flight import Held, Pass, Passes
 from rotor_py.execute.moving import Moving
 from rotor_py.execute.node import Frame, StageNode
@@ -112,8 +113,10 @@ class Tape:
         self._moving: Moving | None = None
         if instructions.moves is not None:
             if tier is None:
-                raise ValueError(
-                    "the sequence moves what stages save, and there is no tier to move it to; give offload="
+                raise InvalidValueError(
+                    "the sequence moves what stages save, and there is no tier to move it to; give offload=",
+                    kind="no_tier",
+                    name="offload",
                 )
             self._moving = Moving(instructions.moves, tier)
 
@@ -277,9 +280,12 @@ class Tape:
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None:
         """RuntimeError if the run of a stage wrote into its own input, which a later run would read."""
         if self._versions(stage, value) != before:
-            raise RuntimeError(
+            raise InvalidStateError(
                 f"stage {self.runners[stage].name!r} overwrites its own input, which is needed again; use the layer "
-                "without inplace=True, or make it one stage with the layer before it"
+                "without inplace=True, or make it one stage with the layer before it",
+                kind="in_place_input",
+                stage=stage,
+                name=self.runners[stage].name,
             )
 
 

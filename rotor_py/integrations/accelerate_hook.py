@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from rotor_py.checkpointable import Checkpointable
+from rotor_py.errors import record_fields
 from rotor_py.integrations.in_place import InPlace
 
 try:
@@ -55,6 +56,7 @@ class MemoryLimit:
                 "memory is not part of the limit; for a plan, wrap it: Checkpointable(model, mem_limit=...)",
                 type(self.planned.model).__name__,
                 type(model).__name__,
+                extra=record_fields("second_model"),
             )
 
     def _end(self) -> None:

@@ -158,7 +158,9 @@ class FirstTrainingStep:
         if any(is_planned(each) for each in module.modules()):
             raise UnsupportedModelError(
                 f"{type(module).__name__}, or a part of it, is planned already; its own report is "
-                "print(model.report()), after a step"
+                "print(model.report()), after a step",
+                kind="planned_already",
+                name=type(module).__name__,
             )
         optimizer = optimizer_of(module)
         try:
@@ -217,11 +219,16 @@ class FirstTrainingStep:
             raise self._refused
         elif self._planned is not None:
             name = type(self._planned.model).__name__
-            raise NoTrainingStepError(f"it called {name}, and ended without a call of backward() that reached it")
+            raise NoTrainingStepError(
+                f"it called {name}, and ended without a call of backward() that reached it",
+                kind="no_backward",
+                name=name,
+            )
         else:
             raise NoTrainingStepError(
                 "it ended without a call of backward(): no model with parameters to train was called in training mode "
-                "with gradients on"
+                "with gradients on",
+                kind="no_training_call",
             )
 
     def _show(self, optimizer: torch.optim.Optimizer | None = None) -> None:

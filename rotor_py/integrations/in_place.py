@@ -17,6 +17,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from rotor_py.checkpointable import Checkpointable
+from rotor_py.errors import record_fields
 
 _log = logging.getLogger("rotor_py")
 _FORWARD = "forward"
@@ -108,7 +109,11 @@ class InPlace:
             if forward.planned.model is model:
                 return forward.planned
         if any(is_planned(each) for each in model.modules()):
-            _log.info("%s, or a part of it, is planned already: it keeps its own limit", type(model).__name__)
+            _log.info(
+                "%s, or a part of it, is planned already: it keeps its own limit",
+                type(model).__name__,
+                extra=record_fields("planned_already", name=type(model).__name__),
+            )
             return None
         planned = Checkpointable(model, mem_limit=self._mem_limit, **self._settings)
         self._put.append(PlannedForward(planned))

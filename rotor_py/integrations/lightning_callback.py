@@ -54,7 +54,9 @@ class MemoryLimit(Callback):
             raise UnsupportedModelError(
                 f"training_step of {type(pl_module).__name__} does not call its {self._planned_name or 'forward'}, "
                 "which is what should follow the plan; name what it calls, as in MemoryLimit(..., network='model'), or "
-                "network='' where it calls self(...)"
+                "network='' where it calls self(...)",
+                kind="network_not_called",
+                name=self._planned_name or "forward",
             )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,6 +77,8 @@ def largest_child(module: nn.Module) -> str:
         found = ", ".join(f"{name} ({size:,})" for name, size in sizes.items() if size) or "none"
         raise UnsupportedModelError(
             f"no child of {type(module).__name__} has more than half of its parameters ({found}); name the one that "
-            "training_step calls, as in MemoryLimit(..., network='model'), or network='' where it calls self(...)"
+            "training_step calls, as in MemoryLimit(..., network='model'), or network='' where it calls self(...)",
+            kind="which_network",
+            name="network",
         )
     return largest

@@ -42,7 +42,9 @@ class MemoryLimit(TrainerCallback):
         if args.n_gpu > 1:
             raise UnsupportedModelError(
                 f"one process trains the model on {args.n_gpu} devices (nn.DataParallel), and a plan is for one; start "
-                "a process for each device (torchrun), or show it one of them (CUDA_VISIBLE_DEVICES=0)"
+                "a process for each device (torchrun), or show it one of them (CUDA_VISIBLE_DEVICES=0)",
+                kind="several_devices",
+                devices=args.n_gpu,
             )
         self.planned = self._models.plan(kwargs["model"])
 

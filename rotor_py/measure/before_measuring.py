@@ -55,7 +55,7 @@ def refusal_before_measuring(
         f"{known.in_words()}{beside}; the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so whatever is "
         f"recomputed, it would run out of memory.{needs} Try {_remedies(known, least - mem_limit)}."
     )
-    return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit)
+    return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, kind="limit_below_held")
 
 
 def _remedies(known: FixedMemory, missing: int) -> str:

@@ -64,7 +64,9 @@ def layers(model: nn.Module) -> list[Layer]:
     if not is_chain(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not an nn.Sequential, so it cannot be cut into stages; write it as an "
-            "nn.Sequential of its layers (rotor_py.models has examples)"
+            "nn.Sequential of its layers (rotor_py.models has examples)",
+            kind="not_sequential",
+            name=type(model).__name__,
         )
     return _children("", model)
 
@@ -112,7 +114,8 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
     if leading == len(found):
         raise UnsupportedModelError(
             "no parameter of the model and no input needs a gradient, so there is nothing to train; set "
-            "requires_grad on what should be trained"
+            "requires_grad on what should be trained",
+            kind="no_gradient",
         )
     refuse_random_state_of_its_own(found[leading:], device)
     # A copy, since the first layer may write into it.
@@ -128,7 +131,9 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
         if position == leading and wrote:
             raise UnsupportedModelError(
                 f"layer {name!r} overwrites the input of the chain, and no stage before it could be joined to it; use "
-                "the layer without inplace=True"
+                "the layer without inplace=True",
+                kind="in_place_input",
+                name=name,
             )
         if position < leading:
             continue
@@ -159,7 +164,9 @@ def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> 
                 raise UnsupportedModelError(
                     f"layer {name!r} has dropout between the layers of its {type(layer).__name__}, which cuDNN draws "
                     "from a random state of its own, so that it cannot be run again with the same numbers; use "
-                    "single-layer modules with nn.Dropout between them, or torch.backends.cudnn.enabled = False"
+                    "single-layer modules with nn.Dropout between them, or torch.backends.cudnn.enabled = False",
+                    kind="recurrent_dropout",
+                    name=name,
                 )
 
 
@@ -179,7 +186,9 @@ def _run(
         wait_for(output)
     outputs = tensors_in(output)
     if not outputs:
-        raise UnsupportedModelError(f"layer {name!r} returned no tensor, so nothing after it can be trained")
+        raise UnsupportedModelError(
+            f"layer {name!r} returned no tensor, so nothing after it can be trained", kind="no_tensor", name=name
+        )
     # By version, not by value: a ReLU in place may happen to change nothing on this input.
     written = [tensor for tensor, version in zip(inputs, before, strict=True) if tensor._version != version]
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()

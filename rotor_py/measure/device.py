@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from rotor_profiling.instruments import prediction
+from rotor_py.errors import record_fields
 from rotor_py.host_memory import available_host_bytes, host_memory_bytes
 from rotor_py.units import format_bytes, parse_bytes
 
@@ -39,6 +40,7 @@ def _tell_of_a_limit_above(limit: int, total: int, device: str) -> None:
     _log.warning(
         "the limit of %s is above all memory of %s, %s: a plan inside it may not fit there",
         format_bytes(limit), device, format_bytes(total),
+        extra=record_fields("limit_above_device", mem_limit=limit, device_bytes=total),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from rotor_py.errors import InvalidValueError
 from rotor_py.models.network import Network
 
 if TYPE_CHECKING:
@@ -71,9 +72,11 @@ class DenseNet(Network):
     ) -> None:
         super().__init__()
         if memory_efficient:
-            raise ValueError(
+            raise InvalidValueError(
                 "memory_efficient=True would recompute in every dense layer whatever the limit is; leave it out and "
-                "give Checkpointable a mem_limit, which recomputes only what does not fit"
+                "give Checkpointable a mem_limit, which recomputes only what does not fit",
+                kind="excluded",
+                name="memory_efficient",
             )
         channels = num_init_features
         self.features = nn.Sequential(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rotor_py.errors import InvalidValueError
 from rotor_py.models.network import Network
 
 if TYPE_CHECKING:
@@ -198,9 +199,11 @@ class Inception3(Network):
     ) -> None:
         super().__init__()
         if aux_logits:
-            raise ValueError(
+            raise InvalidValueError(
                 "the auxiliary classifier hangs off the middle of the network and cannot be a stage of a chain; use "
-                "aux_logits=False, with which checkpoints that contain AuxLogits load as well"
+                "aux_logits=False, with which checkpoints that contain AuxLogits load as well",
+                kind="excluded",
+                name="aux_logits",
             )
         if transform_input:
             self.transform = FromImageNet()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from torch import Tensor, nn
 
+from rotor_py.errors import InvalidValueError
 from rotor_py.models.network import Network
 
 if TYPE_CHECKING:
@@ -92,9 +93,10 @@ class BasicBlock(ResidualBlock):
     ) -> None:
         super().__init__()
         if (groups, base_width, dilation) != (1, 64, 1):
-            raise ValueError(
+            raise InvalidValueError(
                 f"a basic block has groups=1, width_per_group=64 and no dilation, but got groups={groups}, "
-                f"width_per_group={base_width} and dilation={dilation}; use a network of bottlenecks, such as resnet50"
+                f"width_per_group={base_width} and dilation={dilation}; use a network of bottlenecks, such as resnet50",
+                kind="not_a_basic_block",
             )
         norm = norm_layer or nn.BatchNorm2d
         self.conv1 = nn.Conv2d(inplanes, planes, 3, stride=stride, padding=1, bias=False)
@@ -178,11 +180,19 @@ class ResNet(Network):
         super().__init__()
         dilate = (False, False, False) if replace_stride_with_dilation is None else replace_stride_with_dilation
         if len(dilate) != 3:
-            raise ValueError(
-                f"replace_stride_with_dilation has {len(dilate)} elements; give 3, one for each group after the first"
+            raise InvalidValueError(
+                f"replace_stride_with_dilation has {len(dilate)} elements; give 3, one for each group after the first",
+                kind="wrong_length",
+                name="replace_stride_with_dilation",
+                got=len(dilate),
             )
         if len(layers) != 4:
-            raise ValueError(f"layers has {len(layers)} elements; give 4, the numbers of blocks in the four groups")
+            raise InvalidValueError(
+                f"layers has {len(layers)} elements; give 4, the numbers of blocks in the four groups",
+                kind="wrong_length",
+                name="layers",
+                got=len(layers),
+            )
         norm = norm_layer or nn.BatchNorm2d
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = norm(64)
@@ -291,7 +301,12 @@ class PreActResNet(Network):
     def __init__(self, layers: Sequence[int], num_classes: int = 10) -> None:
         super().__init__()
         if len(layers) != 3:
-            raise ValueError(f"layers has {len(layers)} elements; give 3, the numbers of blocks in the three groups")
+            raise InvalidValueError(
+                f"layers has {len(layers)} elements; give 3, the numbers of blocks in the three groups",
+                kind="wrong_length",
+                name="layers",
+                got=len(layers),
+            )
         channels = 16
         self.conv1 = nn.Conv2d(3, channels, 3, padding=1, bias=False)
         for group, count in enumerate(layers):

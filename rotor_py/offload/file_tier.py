@@ -5,6 +5,7 @@ The file has no name in the user's folder: nobody can remove it, and nothing is 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import os
@@ -67,13 +68,16 @@ class FileTier:
     def move_out(self, storage: torch.UntypedStorage) -> MovedToFile:
         if storage.device.type != "cpu":
             raise OffloadError(
-                f"only memory of the CPU goes to a file, and this is on {storage.device}; use offload='host' there"
+                f"only memory of the CPU goes to a file, and this is on {storage.device}; use offload='host' there",
+                kind="other_device",
+                name=str(storage.device),
             )
         self._file.refuse_stopped()
         if os.getpid() != self._process:  # two processes would write to the same ranges
             raise OffloadError(
                 "this process was forked from the one that opened the file of moved activations; wrap the model in "
-                "Checkpointable in the process that trains it"
+                "Checkpointable in the process that trains it",
+                kind="forked",
             )
         extent = self._take(storage.nbytes())
         self.moved_bytes += storage.nbytes()
@@ -199,9 +203,11 @@ class Copy:
         self._keeps = None
         # A new error each time: one that is kept would keep the frames that it went through, and those this copy.
         if isinstance(self._error, OffloadError):
-            raise OffloadError(str(self._error)) from self._error.__cause__
+            raise copy.copy(self._error) from self._error.__cause__
         if self._error is not None:
-            raise OffloadError(f"an activation could not be copied: {self._error!r}; run the step again")
+            raise OffloadError(
+                f"an activation could not be copied: {self._error!r}; run the step again", kind="copy_failed"
+            )
 
     def abandon(self) -> None:
         """Nobody waits any more: the memory is let go of as soon as the copy is over."""
@@ -328,7 +334,9 @@ class NamelessFile:
                 self.descriptor = os.dup(file.fileno())
         except OSError as error:
             raise OffloadError(
-                f"no file can be made in {folder}: {error.strerror}; name a folder that takes files"
+                f"no file can be made in {folder}: {error.strerror}; name a folder that takes files",
+                kind="no_file",
+                name=str(folder),
             ) from None
 
     def __del__(self) -> None:
@@ -371,7 +379,9 @@ class NamelessFile:
                 raise OffloadError(
                     f"the file of moved activations in {self.folder} was cut short: it ends at byte {start + done}, "
                     f"and {len(data)} bytes were written from byte {start} on; run the step again, and keep other "
-                    "programs from the files of this process"
+                    "programs from the files of this process",
+                    kind="file_cut_short",
+                    name=str(self.folder),
                 )
             done += found
 
@@ -380,7 +390,9 @@ class NamelessFile:
         if self.stopped:
             raise OffloadError(
                 f"the file of moved activations in {self.folder} was closed, and what was in it is lost; run the "
-                "forward again"
+                "forward again",
+                kind="file_closed",
+                name=str(self.folder),
             )
 
     def _failed(self, what: str, error: OSError) -> OffloadError:
@@ -389,5 +401,8 @@ class NamelessFile:
         free = space.f_bavail * space.f_frsize
         return OffloadError(
             f"{what} in {self.folder}, where {format_bytes(free)} ({free} bytes) are free: {error.strerror}; free room "
-            "there, name another folder in offload=, or leave offload= out"
+            "there, name another folder in offload=, or leave offload= out",
+            kind="no_space" if error.errno == errno.ENOSPC else "file_failed",
+            name=str(self.folder),
+            free=free,
         )

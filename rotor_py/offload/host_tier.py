@@ -42,7 +42,9 @@ class HostTier:
         if not torch.cuda.is_available():
             raise OffloadError(
                 "offload='host' moves activations from a CUDA device to the host, and there is no such device here; "
-                "use offload='file:/path' for a model on the CPU"
+                "use offload='file:/path' for a model on the CPU",
+                kind="no_cuda",
+                name="host",
             )
         self.moved_bytes = 0
         self.buffers = PinnedBuffers()
@@ -59,12 +61,19 @@ class HostTier:
             raise OffloadError(
                 f"a step moves {format_bytes(nbytes)} ({nbytes} bytes) to the host, where {format_bytes(available)} "
                 f"({available} bytes) are available; free memory there, raise the limit of the device so that "
-                "less moves, or leave offload= out"
+                "less moves, or leave offload= out",
+                kind="host_full",
+                nbytes=nbytes,
+                available=available,
             )
 
     def move_out(self, storage: torch.UntypedStorage) -> MovedToHost:
         if storage.device.type != "cuda":
-            raise OffloadError(f"only memory of CUDA devices goes to the host, and this is on {storage.device}")
+            raise OffloadError(
+                f"only memory of CUDA devices goes to the host, and this is on {storage.device}",
+                kind="other_device",
+                name=str(storage.device),
+            )
         self.moved_bytes += storage.nbytes()
         return MovedToHost(self, storage)
 
@@ -232,7 +241,9 @@ class PinnedBuffers:
             raise OffloadError(
                 f"the host cannot pin {format_bytes(size)} ({size} bytes) beside the {format_bytes(self.taken_bytes)} "
                 f"({self.taken_bytes} bytes) that moved activations take already; raise the memory limit, or use "
-                "offload='file:/path' for a model on the CPU"
+                "offload='file:/path' for a model on the CPU",
+                kind="cannot_pin",
+                nbytes=size,
             ) from error
 
 

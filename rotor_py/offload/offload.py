@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rotor_profiling.instruments import prediction
-from rotor_py.errors import OffloadError
+from rotor_py.errors import InvalidValueError, OffloadError, kind_of
 from rotor_py.offload import FILE, refuse_other_names
 from rotor_py.offload.file_tier import FileTier
 from rotor_py.offload.host_tier import HostTier
@@ -111,7 +111,7 @@ def checked_name(name: str) -> str:
     try:
         _opened(name).close()
     except OffloadError as error:
-        raise ValueError(f"offload={name!r}: {error}") from None
+        raise InvalidValueError(f"offload={name!r}: {error}", kind=kind_of(error), name="offload") from None
     return name
 
 
@@ -119,7 +119,9 @@ def _opened(name: str) -> Tier:
     if (found := prediction()) is not None:
         if name != "host":
             raise OffloadError(
-                f"how fast a file is, is measured beside the device, and {found.name} is not here; use offload='host'"
+                f"how fast a file is, is measured beside the device, and {found.name} is not here; use offload='host'",
+                kind="device_elsewhere",
+                name=found.name,
             )
         return PredictedTier()
     return HostTier() if name == "host" else FileTier(name.removeprefix(FILE))

@@ -11,6 +11,7 @@ from weakref import ReferenceType, ref
 
 import torch
 
+from rotor_py.errors import InvalidStateError
 from rotor_py.offload.tier import Moved, Tier
 
 LEAST_BYTES = 64 * 2**10
@@ -104,9 +105,11 @@ class Piece:
         """
         self._note_writes()
         if self._overwritten:
-            raise RuntimeError(
+            raise InvalidStateError(
                 f"memory of {self.nbytes} bytes that is needed for the backward has been modified by an in-place "
-                "operation since the forward; change it after the backward"
+                "operation since the forward; change it after the backward",
+                kind="saved_tensor_changed",
+                nbytes=self.nbytes,
             )
         if self._memory is None:
             assert self._moved is not None

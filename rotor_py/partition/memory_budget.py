@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rotor_py.errors import DescribedWarning, InvalidValueError
 from rotor_py.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -65,8 +66,12 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         _current.reset(self._tokens.pop())
         if kind is None and not self.compiled:
             warnings.warn(
-                f"torch.compile was not called inside memory_budget({self.limit!r}), so the budget applies to nothing; "
-                "call torch.compile(model) inside the block. What was compiled before keeps its own budget.",
+                DescribedWarning(
+                    f"torch.compile was not called inside memory_budget({self.limit!r}), so the budget applies to "
+                    "nothing; call torch.compile(model) inside the block. What was compiled before keeps its own "
+                    "budget.",
+                    kind="budget_unused",
+                ),
                 stacklevel=2,
             )
 
@@ -91,8 +96,10 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         options = dict(options or {})
         partitioner = self._partitioner()
         if options.get("custom_partitioner_fn", partitioner) != partitioner:
-            raise ValueError(
-                "options have a custom_partitioner_fn, and memory_budget brings its own; leave one of the two out"
+            raise InvalidValueError(
+                "options have a custom_partitioner_fn, and memory_budget brings its own; leave one of the two out",
+                kind="excluded_together",
+                name="custom_partitioner_fn",
             )
         from rotor_py.compiled.saved_inputs import saving_inputs
         from rotor_py.partition.watched_inductor import WatchedInductor
@@ -119,9 +126,11 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         found = lookup_backend(backend) if isinstance(backend, str) else backend
         if isinstance(found, AotAutograd):
             return AotAutograd(**{**found.kwargs, "partition_fn": partition})
-        raise ValueError(
+        raise InvalidValueError(
             f"backend {backend!r} does not partition graphs by AOTAutograd, so a memory budget cannot be kept; use "
-            "inductor, aot_eager or a backend made by torch._dynamo.backends.common.aot_autograd, or leave the block"
+            "inductor, aot_eager or a backend made by torch._dynamo.backends.common.aot_autograd, or leave the block",
+            kind="unsupported_backend",
+            name=str(backend),
         )
 
 

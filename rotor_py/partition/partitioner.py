@@ -18,7 +18,7 @@ from torch._guards import CompileContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from rotor_profiling.storage import tensors_in
-from rotor_py.errors import InfeasibleError
+from rotor_py.errors import InfeasibleError, record_fields
 from rotor_py.measure.device import limit_bytes
 from rotor_py.partition.choice import Candidate, candidates, fastest_within, rival_within, undominated, usual
 from rotor_py.partition.costs.graph_costs import GraphCosts
@@ -137,6 +137,7 @@ class BudgetPartitioner(CustomPartitionerFn):
             format_bytes(limit),
             format_bytes(weight.saved),
             100 * weight.replayed_seconds / max(weight.seconds, 1e-12),
+            extra=record_fields("partitioned", peak_bytes=weight.peak, mem_limit=limit),
         )
         compiling = CompileContext.current_compile_id()
         frame = None if compiling is None else compiling.frame_id
@@ -149,6 +150,9 @@ class BudgetPartitioner(CustomPartitionerFn):
                 len(self.chosen),
                 format_bytes(limit),
                 format_bytes(together),
+                extra=record_fields(
+                    "graphs_over_budget", graphs=len(self.chosen), peak_bytes=together, mem_limit=limit
+                ),
             )
 
     def uuid(self) -> Any:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
 
 from rotor_profiling.storage import tensors_in
+from rotor_py.errors import record_fields
 from rotor_py.partition.joint_graph import UNKNOWN_SIZE, known
 
 _log = logging.getLogger("rotor_py")
@@ -32,6 +33,7 @@ def guard_sizes(inputs: list[fx.Node]) -> None:
                     "a graph's sizes depend on data (%s); its memory budget is kept for a size of %d",
                     size.node.expr,
                     UNKNOWN_SIZE,
+                    extra=record_fields("size_depends_on_data", name=str(size.node.expr), assumed=UNKNOWN_SIZE),
                 )
             elif isinstance(size.node.expr, sympy.Symbol):
                 bool(size <= known(size))  # a guard: Dynamo checks it before it uses what is compiled here

@@ -21,6 +21,7 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 
 from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.devices import accelerators
+from rotor_py.errors import record_fields
 from rotor_py.measure.device import limit_bytes
 from rotor_py.partition.graph_watch import GraphWatch
 from rotor_py.partition.partitioner import BudgetPartitioner
@@ -122,12 +123,14 @@ class WatchedGraph:
                 "bytes); it was compiled %d times, and nothing took less: take a budget of %s or more, or a smaller "
                 "batch",
                 format_bytes(least), least, format_bytes(limit), limit, count, limit_text(least),
+                extra=record_fields("graph_over_budget", peak_bytes=least, mem_limit=limit),
             )  # fmt: skip
             return
         _log.info(
             "Inductor's code of a graph takes %s (%d bytes) in a training step, and its memory budget is %s (%d "
             "bytes): it is compiled again to take less",
             format_bytes(peak), peak, format_bytes(limit), limit,
+            extra=record_fields("compiled_again", peak_bytes=peak, mem_limit=limit),
         )  # fmt: skip
         before = self._partitioner
         if narrow_already:

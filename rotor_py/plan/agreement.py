@@ -87,6 +87,7 @@ def agreed_sequence(
             f"same shape, or rank {rank} a larger limit.",
             min_bytes=peak,
             mem_limit=limit,
+            kind="limit_too_small_on_rank",
         )
     return sequence
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rotor_profiling.instruments import prediction
+from rotor_py.errors import InvalidValueError
 from rotor_py.plan.out_of_memory.guarded_budget import unguarded
 from rotor_py.plan.saved.compiled_stages import CompiledStages
 from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
@@ -120,7 +121,8 @@ def _refuse_another_step(plan: StepPlan, model: TrainedModel) -> None:
     The file takes its fingerprint from the model as it is now, so it would name a step that it was not made for.
     """
     if plan.spec is not None and not ModelState.of(model.core).looks_like(plan.spec.model):
-        raise ValueError(
+        raise InvalidValueError(
             "the plan in use is for a step in which other parameters were trained, or modes or dtypes were others; "
-            "save it before the model is changed for the next kind of step"
+            "save it before the model is changed for the next kind of step",
+            kind="plan_for_other_step",
         )

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from rotor_profiling.instruments import prediction
-from rotor_py.errors import OffloadError, UnsupportedModelError
+from rotor_py.errors import InvalidValueError, OffloadError, UnsupportedModelError, record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.offload.offload import Offload, link_of
 from rotor_py.plan.agreement import gather_objects
@@ -25,7 +25,9 @@ def link_to(offload: Offload, device: torch.device) -> Link:
         other = "file:/path" if kind == "cuda" else "host"
         raise UnsupportedModelError(
             f"offload={offload.name!r} moves memory of {kind} devices, and the model is on {device}; use "
-            f"offload={other!r}"
+            f"offload={other!r}",
+            kind="other_device",
+            name="offload",
         )
     return link_of(offload.name, device)
 
@@ -47,7 +49,7 @@ def reserve_in_all(
         refused = str(error)
     for rank, each in enumerate(gather_objects(refused, group, device)):
         if each:
-            raise OffloadError(f"rank {rank}: {each}")
+            raise OffloadError(f"rank {rank}: {each}", kind="cannot_offload_on_rank", rank=rank)
 
 
 def prepare_for_file(offload: Offload | None, budget: Budget, sequence: Sequence) -> None:
@@ -57,12 +59,18 @@ def prepare_for_file(offload: Offload | None, budget: Budget, sequence: Sequence
     """
     if sequence.moves is None:
         if offload is not None:
-            _log.warning("the plan from the file moves nothing, so offload=%r has nothing to do", offload.name)
+            _log.warning(
+                "the plan from the file moves nothing, so offload=%r has nothing to do",
+                offload.name,
+                extra=record_fields("moves_nothing", name=offload.name),
+            )
         return
     if offload is None:
-        raise ValueError(
+        raise InvalidValueError(
             f"the plan moves activations (it was made with offload={budget.link_name!r}); give offload= here as well, "
-            "for where they go"
+            "for where they go",
+            kind="no_tier",
+            name="offload",
         )
     reserve(offload, budget, sequence)
 
@@ -74,4 +82,5 @@ def tell_of_several_forwards(budget: Budget) -> None:
             "%d forwards are in flight at once, and plans for several forwards move nothing to another tier: what has "
             "no room is computed again. Go backward after each forward to have offload= count.",
             budget.forwards,
+            extra=record_fields("moves_nothing", forwards=budget.forwards),
         )

@@ -14,7 +14,7 @@ from rotor_profiling.instruments import prediction
 from rotor_profiling.step.watch import give_way
 from rotor_profiling.step.workspaces import allocate_workspaces
 from rotor_py.distributed.processes import alone_in_a_prediction
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import InvalidValueError, UnsupportedModelError, fields_of, record_fields
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import old_objects_aside, planning
 from rotor_py.plan.conflicts.several_processes import refuse_several_processes
@@ -80,7 +80,9 @@ class PlanMaker:
     def in_use(self) -> StepPlan:
         """The step plan in use. ValueError if nothing has been measured."""
         if self.plans.in_use is None:
-            raise ValueError("nothing has been measured yet; call measure(input), or train one step")
+            raise InvalidValueError(
+                "nothing has been measured yet; call measure(input), or train one step", kind="not_measured"
+            )
         return self.plans.in_use
 
     def covers(self, value: Any) -> Callable[[StepPlan], bool]:
@@ -135,7 +137,7 @@ class PlanMaker:
             return
         if self.model.alone or alone_in_a_prediction():
             raise error
-        _log.warning("%s", error)
+        _log.warning("%s", error, extra=fields_of(error))
 
     def _rooms(self, device: torch.device) -> Rooms | None:
         """What steps leave for a graph that is compiled whole. None for a strategy by hand, which is about stages."""
@@ -208,18 +210,26 @@ class PlanMaker:
         if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
             raise UnsupportedModelError(
                 f"the model has been planned {_MOST_PLANS} times, and its input has changed again; call measure() once "
-                "with the largest input there will be"
+                "with the largest input there will be",
+                kind="too_many_plans",
+                plans=_MOST_PLANS,
             )
         if plan is not None:
             if not self.model.alone and not self.blank.covers(plan.input_spec, value):
                 raise UnsupportedModelError(
                     f"the input is {describe(spec.input)}, for which there is no plan, and processes that train "
-                    "together cannot each make one; call measure() in all of them with the largest input there will be"
+                    "together cannot each make one; call measure() in all of them with the largest input there will be",
+                    kind="no_plan_for_input",
+                    name="input",
                 )
-            why = "planning again" if plan.is_for(spec) else "planning for another kind of step"
+            why, cause = (
+                ("planning again", "input") if plan.is_for(spec) else ("planning for another kind of step", "step")
+            )
             if plan.spec is not None and spec.answers not in (None, plan.spec.answers):
-                why = "planning for batches that are masked otherwise (with or without padding)"
-            _log.warning("%s: the input is %s", why, describe(spec.input))
+                why, cause = "planning for batches that are masked otherwise (with or without padding)", "mask"
+            _log.warning(
+                "%s: the input is %s", why, describe(spec.input), extra=record_fields("planning_again", cause=cause)
+            )
         self.refuse_what_cannot_fit(spec, value)
         self.measure(spec, value)
 
@@ -245,5 +255,6 @@ def _tell_of_a_profiler() -> None:
     if prediction() is None and torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # private
         _log.warning(
             "a profiler is on while the model is measured, which takes PyTorch's profiler for itself: what it has seen "
-            "so far, and the rest of this step, is lost. Call measure(), or take a step, before it starts."
+            "so far, and the rest of this step, is lost. Call measure(), or take a step, before it starts.",
+            extra=record_fields("profiler_lost"),
         )

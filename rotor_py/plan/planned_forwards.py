@@ -54,7 +54,8 @@ class PlannedForwards:
         if torch._C._functorch.maybe_current_level() is not None:
             raise UnsupportedModelError(
                 "no plan can be followed inside of a function that torch.func transforms (grad, vmap, jvp, ...), since "
-                "its tensors have no memory of their own; call the model itself there, the attribute `model`"
+                "its tensors have no memory of their own; call the model itself there, the attribute `model`",
+                kind="function_transform",
             )
         if not anything_around():  # as in most steps
             return self._run(args, kwargs, self._run_planned)
@@ -105,7 +106,9 @@ class PlannedForwards:
         if not self._model.alone:
             raise UnsupportedModelError(
                 "the plan was made before this process was one of several, and for batches that are masked otherwise; "
-                "call measure() again in all of them"
+                "call measure() again in all of them",
+                kind="no_plan_for_input",
+                name="mask",
             )
         spec = replace(self._model.step_on(value), answers=answers)
         self._maker.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
@@ -126,7 +129,9 @@ class PlannedForwards:
             raise UnsupportedModelError(
                 f"for {describe(spec.input)} the model does something else than for {describe(known)}, for which there "
                 "is a plan, and processes that train together cannot each make one; call measure() in all of them with "
-                "both inputs"
+                "both inputs",
+                kind="no_plan_for_input",
+                name="graph",
             )
         self._maker.plan_for(spec, value)
         return by_plan(value)

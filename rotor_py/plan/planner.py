@@ -67,6 +67,7 @@ from torch import nn
 
 from rotor_profiling import UnknownOptimizerError
 from rotor_py.compiled.options import Compile, config_of
+from rotor_py.errors import fields_of, record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.conflicts.offload import refuse_compiled
@@ -198,7 +199,7 @@ class Planner:
             try:
                 count_optimizer_beside_file(self.in_use, self.model, self.model.optimizer_cost(self.settings.optimizer))
             except UnknownOptimizerError as error:
-                _log.warning("%s", error)
+                _log.warning("%s", error, extra=fields_of(error))
 
     def compile_with(self, compile: Compile) -> None:
         """Event 12: plan anew with compiled stages.
@@ -208,7 +209,10 @@ class Planner:
         """
         refuse_compiled(self.model.offload)
         if self.plans.in_use is not None and self.plans.in_use.file is not None:
-            _log.warning("compile() compiles nothing, since the plan is from a file; the step is planned")
+            _log.warning(
+                "compile() compiles nothing, since the plan is from a file; the step is planned",
+                extra=record_fields("compile_ignored", name="plan"),
+            )
             return
         self.settings.inductor = config_of(compile)
         self._maker.begin_anew()
@@ -219,7 +223,8 @@ class Planner:
             self._warned_of_torch_compile = True
             _log.warning(
                 "torch.compile around a Checkpointable compiles nothing: the step is planned; to compile what is "
-                "planned, write Checkpointable(model, compile=True)"
+                "planned, write Checkpointable(model, compile=True)",
+                extra=record_fields("compile_ignored", name="torch.compile"),
             )
 
     def copied(self) -> Planner:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compiled.options import Compile, config_of
 from rotor_py.compiled.stage_code import Config
-from rotor_py.errors import what_it_is
+from rotor_py.errors import InvalidTypeError, InvalidValueError, what_it_is
 from rotor_py.plan.conflicts.offload import refuse_beside_offload
 from rotor_py.plan.conflicts.step_in_backward import refuse_beside_step_in_backward
 from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
@@ -64,13 +64,23 @@ class Settings:
         """
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
-            raise ValueError(f"forwards_in_flight is {forwards!r}; it has to be a whole number, one at least")
+            raise InvalidValueError(
+                f"forwards_in_flight is {forwards!r}; it has to be a whole number, one at least",
+                kind="not_a_count",
+                name="forwards_in_flight",
+            )
         if self.backward_order not in (None, *ORDERS):
-            raise ValueError(f"backward_order is {self.backward_order!r}; it can be {' or '.join(map(repr, ORDERS))}")
+            raise InvalidValueError(
+                f"backward_order is {self.backward_order!r}; it can be {' or '.join(map(repr, ORDERS))}",
+                kind="unknown_value",
+                name="backward_order",
+            )
         for name, given in (("optimizer", self.optimizer), ("step_in_backward", self.step_in_backward)):
             if given is not None and (isinstance(given, type) or not hasattr(given, "param_groups")):
-                raise TypeError(
-                    f"{name} is {what_it_is(given)}; pass the optimizer that will step, made of the model's parameters"
+                raise InvalidTypeError(
+                    f"{name} is {what_it_is(given)}; pass the optimizer that will step, made of the model's parameters",
+                    kind="not_an_optimizer",
+                    name=name,
                 )
         self._refuse_on_oom()
         self._refuse_keep()
@@ -82,26 +92,40 @@ class Settings:
 
     def _refuse_on_oom(self) -> None:
         if self.on_oom not in ("raise", "replan"):
-            raise ValueError(f"on_oom is {self.on_oom!r}; it can be 'raise' or 'replan'")
+            raise InvalidValueError(
+                f"on_oom is {self.on_oom!r}; it can be 'raise' or 'replan'", kind="unknown_value", name="on_oom"
+            )
         if not self.replans:
             return
         if self.by_hand is not None:
-            raise ValueError(f"on_oom='replan' looks for a plan that needs less, and {self.by_hand} leaves no choice")
+            raise InvalidValueError(
+                f"on_oom='replan' looks for a plan that needs less, and {self.by_hand} leaves no choice",
+                kind="excluded_together",
+                name="on_oom",
+            )
         if not self.preserve_rng_state:
-            raise ValueError(
+            raise InvalidValueError(
                 "on_oom='replan' runs stages again with the same random numbers, and preserve_rng_state=False gives "
-                "that up; leave one of them out"
+                "that up; leave one of them out",
+                kind="excluded_together",
+                name="preserve_rng_state",
             )
 
     def _refuse_keep(self) -> None:
         if self.keep is None:
             return
         if self.keep not in FEWER_BITS:
-            raise ValueError(f"keep is {self.keep!r}; it can be {', '.join(map(repr, FEWER_BITS))}, or None for exact")
+            raise InvalidValueError(
+                f"keep is {self.keep!r}; it can be {', '.join(map(repr, FEWER_BITS))}, or None for exact",
+                kind="unknown_value",
+                name="keep",
+            )
         if self.by_hand is not None:
-            raise ValueError(
+            raise InvalidValueError(
                 f"keep={self.keep!r} lets the plan choose what is kept in fewer bits, and {self.by_hand} leaves no "
-                "choice; leave one of them out"
+                "choice; leave one of them out",
+                kind="excluded_together",
+                name="keep",
             )
 
     @property

@@ -7,6 +7,7 @@ from functools import partial
 
 from rotor_profiling import OptimizerCost
 from rotor_py.distributed.processes import size_of
+from rotor_py.errors import record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
@@ -71,7 +72,7 @@ def solve(
     settings.mem_limit = given  # only now: one that does not work is not to count
     plan.solved_with = settings.solved_with
     if settings.verbosity:
-        _log.warning("%s", summary_of(plan, model))
+        _log.warning("%s", summary_of(plan, model), extra=record_fields("summary"))
     return sequence
 
 
@@ -188,6 +189,7 @@ def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel, cost: Optim
             "the plan was made for another optimizer, or for none: with this one a step needs %s (%d bytes), and the "
             "limit is %s (%d bytes); training goes on, beyond the limit. Plan again with the optimizer given.",
             format_bytes(peak), peak, format_bytes(limit), limit,
+            extra=record_fields("late_optimizer", peak_bytes=peak, mem_limit=limit),
         )  # fmt: skip
 
 
@@ -196,4 +198,5 @@ def _warn_beyond_the_limit(error: InfeasibleError) -> None:
         "the optimizer was not known when the model was planned; training goes on, beyond the limit: %s Given as "
         "optimizer=, it counts from the start.",
         error,
+        extra=record_fields("late_optimizer", min_bytes=error.min_bytes, mem_limit=error.mem_limit),
     )

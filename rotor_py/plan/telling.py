@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+from rotor_py.errors import record_fields
 from rotor_py.plan.settings import Settings
 from rotor_py.report.progress import progress_bar
 from rotor_py.units import format_seconds
@@ -27,7 +28,7 @@ def telling(settings: Settings, model: str) -> Iterator[Progress]:
     given = settings.progress
     around = progress_bar() if given is None or given is True else nullcontext(given or None)
     level = logging.WARNING if settings.verbosity or given is True else logging.INFO
-    _log.log(level, "planning for a step of %s", model)
+    _log.log(level, "planning for a step of %s", model, extra=record_fields("planning", name=model))
     with around as shown:
         lines = _Lines(level, shown)
         yield lines
@@ -49,7 +50,10 @@ class _Lines:
             self._began = now
         if done == 1 and not self._stages:  # by now, every stage has run
             self._stages = total
-            _log.log(self._level, "measuring %d stages, about %s", total, format_seconds(_LONGER * (now - self._began)))
+            _log.log(
+                self._level, "measuring %d stages, about %s", total, format_seconds(_LONGER * (now - self._began)),
+                extra=record_fields("measuring", stages=total),
+            )  # fmt: skip
         if self._shown is not None:
             self._shown(done, total, name)
 
@@ -58,4 +62,7 @@ class _Lines:
         if self._began is not None:
             now = time.monotonic()
             took, whole = format_seconds(now - self._began), format_seconds(now - self._created)
-            _log.log(self._level, "measured %d stages in %s, %s in all", self._stages, took, whole)
+            _log.log(
+                self._level, "measured %d stages in %s, %s in all", self._stages, took, whole,
+                extra=record_fields("measured", stages=self._stages, seconds=now - self._began),
+            )  # fmt: skip

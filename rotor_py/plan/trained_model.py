@@ -80,7 +80,8 @@ class TrainedModel:
         found = accelerators(devices)
         if len(found) > 1:
             raise UnsupportedModelError(
-                f"the model is spread over {', '.join(map(str, found))}; a plan is for one device"
+                f"the model is spread over {', '.join(map(str, found))}; a plan is for one device",
+                kind="several_devices",
             )
         return found[0] if found else torch.device("cpu")
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotor_profiling.instruments import using
 from rotor_py.devices.device import Devices
 from rotor_py.devices.reservation import Reservation
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import InvalidValueError, UnsupportedModelError
 from rotor_py.predict.communication import Communication
 from rotor_py.predict.operators.autocast import cuda_autocast
 from rotor_py.predict.operators.layouts import TensorsWithoutMemory
@@ -99,21 +99,31 @@ class Elsewhere:
             where = "; ".join(getattr(error, "__notes__", ()))
             raise UnsupportedModelError(
                 f"{error.func} depends on values{f' ({where})' if where else ''}, and where nothing is computed there "
-                "are none; plan the model on a device that is here, or give it sizes that do not depend on its data"
+                "are none; plan the model on a device that is here, or give it sizes that do not depend on its data",
+                kind="depends_on_values",
+                name=str(error.func),
             ) from error
 
 
 def _refuse_what_says_nothing(devices: Devices, shard: Shard | None, precision: torch.dtype | None) -> None:
     if devices.count == 1 and shard is not None:
-        raise ValueError("shard divides parameters among several devices, and device names one; write device='h100:8'")
+        raise InvalidValueError(
+            "shard divides parameters among several devices, and device names one; write device='h100:8'",
+            kind="one_device",
+            name="shard",
+        )
     if devices.count == 1 and precision is not None:
-        raise ValueError(
+        raise InvalidValueError(
             "precision is for parameters that several devices share, and device names one; write device='h100:8', or "
-            "convert the model"
+            "convert the model",
+            kind="one_device",
+            name="precision",
         )
     if precision is not None and callable(shard):
-        raise ValueError(
-            "precision is for shard 'blocks' and 'whole'; a function gives fully_shard an mp_policy itself"
+        raise InvalidValueError(
+            "precision is for shard 'blocks' and 'whole'; a function gives fully_shard an mp_policy itself",
+            kind="excluded_together",
+            name="precision",
         )
 
 
@@ -121,4 +131,8 @@ def _sharding(name: str) -> Callable[..., None]:
     for each, function in SHARDINGS.items():
         if each == name:
             return function
-    raise ValueError(f"shard is {name!r}; give {' or '.join(map(repr, SHARDINGS))}, or a function of model and mesh")
+    raise InvalidValueError(
+        f"shard is {name!r}; give {' or '.join(map(repr, SHARDINGS))}, or a function of model and mesh",
+        kind="unknown_value",
+        name="shard",
+    )

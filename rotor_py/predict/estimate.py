@@ -77,7 +77,11 @@ def estimate(
         with elsewhere.making():
             model = model()
         if not isinstance(model, nn.Module):
-            raise UnsupportedModelError(f"the function that makes the model gives {what_it_is(model)}, and no module")
+            raise UnsupportedModelError(
+                f"the function that makes the model gives {what_it_is(model)}, and no module",
+                kind="not_a_module",
+                name="model",
+            )
     arguments, keywords = arguments_of(sample, model)  # of a DataLoader, the first batch
     with elsewhere.together():
         fake = elsewhere.model(model).train()

@@ -24,12 +24,14 @@ def world_of(size: int) -> Iterator[DeviceMesh]:
     """
     if not dist.is_available():
         raise UnsupportedModelError(
-            "a step of several devices cannot be predicted: this PyTorch was built without torch.distributed"
+            "a step of several devices cannot be predicted: this PyTorch was built without torch.distributed",
+            kind="no_distributed",
         )
     if dist.is_initialized():
         raise UnsupportedModelError(
             "a step of several devices cannot be predicted in a process that has a process group already; predict it "
-            "before init_process_group, or in a process of its own"
+            "before init_process_group, or in a process of its own",
+            kind="has_process_group",
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore  # has the backend registered
 

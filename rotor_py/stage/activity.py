@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rotor_profiling.storage import tensors_in
+from rotor_py.errors import record_fields
 
 BACKWARD = "backward"
 
@@ -95,4 +96,4 @@ def add_note(error: BaseException, text: str) -> None:
             error.add_note(text)
             return
         error.__notes__ = [*getattr(error, "__notes__", ()), text]
-    _log.error("%s: %s", type(error).__name__, text)
+    _log.error("%s: %s", type(error).__name__, text, extra=record_fields("note"))

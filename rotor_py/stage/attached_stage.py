@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotor_profiling.storage import tensors_in
+from rotor_py.errors import InvalidStateError
 from rotor_py.stage.activity import During
 
 Edges = list[GradientEdge | None]
@@ -40,9 +41,13 @@ class AttachedStage:
         of tensors than in its first run.
         """
         if len(gradients) != len(self.outputs):
-            raise RuntimeError(
+            raise InvalidStateError(
                 f"stage {self.name!r} returned {len(gradients)} tensors in the forward and {len(self.outputs)} when it "
-                "was run again; a stage has to do the same thing every time"
+                "was run again; a stage has to do the same thing every time",
+                kind="rerun_differs",
+                name=self.name,
+                forward=len(gradients),
+                again=len(self.outputs),
             )
         sources = [*self.inputs, *self.parameters]
         given = [(y, g) for y, g in zip(self.outputs, gradients, strict=True) if y is not None and g is not None]
@@ -62,9 +67,11 @@ class AttachedStage:
         known = {id(tensor) for tensor in (origin, *self.parameters)}
         for leaf in leaves_behind(self.outputs):
             if id(leaf) not in known:
-                raise RuntimeError(
+                raise InvalidStateError(
                     f"stage {self.name!r} uses a parameter of shape {tuple(leaf.shape)} that it does not own, whose "
-                    "gradient would be lost; pass the torch.nn.Module that owns it as the stage"
+                    "gradient would be lost; pass the torch.nn.Module that owns it as the stage",
+                    kind="foreign_parameter",
+                    name=self.name,
                 )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from rotor_py.errors import InvalidStateError
+
 
 class EarlierRuns:
     """Modes and parameters of the stage `function` in its earlier runs; it is called `name` in errors."""
@@ -37,15 +39,19 @@ class EarlierRuns:
     def refuse_changes(self) -> None:
         """RuntimeError if a module was switched between training and evaluation, or if a parameter was written to."""
         if self.switched:
-            raise RuntimeError(
+            raise InvalidStateError(
                 f"stage {self._name!r} was switched between training and evaluation after its forward, and has to be "
-                "run again for the backward; call train() and eval() before the forward or after the backward"
+                "run again for the backward; call train() and eval() before the forward or after the backward",
+                kind="mode_switched",
+                name=self._name,
             )
         if self._written and self._written != self._written_now():
-            raise RuntimeError(
+            raise InvalidStateError(
                 f"a parameter of stage {self._name!r} was changed between its forward and its backward, for which the "
                 "stage has to be run again; call optimizer.step() after the backward, and with step_in_backward use no "
-                "parameter detached in one stage that is trained in a later one"
+                "parameter detached in one stage that is trained in a later one",
+                kind="parameter_changed",
+                name=self._name,
             )
 
     def _modes_now(self) -> list[bool]:

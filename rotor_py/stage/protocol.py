@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from rotor_py.errors import InvalidValueError
+
 Run = Callable[[Any], Any]
 """A way to run a stage: from its input to its output."""
 
@@ -106,7 +108,7 @@ class StageOffers:
 
         With `skip_output`, the output has no values, as in `forward_skipping_output`.
         """
-        raise ValueError(f"the stage has no way {way!r}")
+        raise InvalidValueError(f"the stage has no way {way!r}", kind="unknown_way", name=way)
 
 
 class _Joined(StageOffers):

@@ -19,6 +19,7 @@ from rotor_profiling.devices import accelerators
 from rotor_profiling.isolate import alias, parameter_slots, substituted, trained_parameters
 from rotor_profiling.stage.entry import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
+from rotor_py.errors import InvalidValueError
 from rotor_py.stage.activity import During, tell_of_backward
 from rotor_py.stage.attached_stage import AttachedStage, edges_of, owners_of
 from rotor_py.stage.earlier_runs import EarlierRuns
@@ -88,8 +89,11 @@ class StageRunner:
         way = None if option == 0 else ways[option - 1] if option <= len(ways) else ""
         if way is not None and way not in offered:
             named = f" ({way})" if way else ""
-            raise ValueError(
-                f"the plan runs stage {self.name!r} by option {option}{named}, which it does not have here; plan again"
+            raise InvalidValueError(
+                f"the plan runs stage {self.name!r} by option {option}{named}, which it does not have here; plan again",
+                kind="unknown_way",
+                name=self.name,
+                option=option,
             )
         return way
 

@@ -20,6 +20,7 @@ from torch import nn
 from rotor_profiling.attributes import Attributes, Change
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
 from rotor_profiling.values import equal
+from rotor_py.errors import InvalidStateError
 from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
 from rotor_py.stage.restored.decisions import Decisions, decisions_recorded, decisions_repeated
 from rotor_py.stage.restored.other_streams import Drawn, other_draws
@@ -155,9 +156,12 @@ def _find_moving(
     _moving[function] = _moving.get(function, frozenset()) | frozenset(changed)
     changed = sorted({*changed, *_moved_elsewhere.get(function, ())})
     if surprise := [slots[i][1] for i in changed if i not in copies]:
-        raise RuntimeError(
+        raise InvalidStateError(
             f"buffer {surprise[0]!r} of stage {name!r} was changed by a forward pass for the first time, so the "
-            "stage cannot be run again exactly in this step; run the step once more, it is now known to change"
+            "stage cannot be run again exactly in this step; run the step once more, it is now known to change",
+            kind="buffer_changed",
+            name=name,
+            buffer=surprise[0],
         )
     return changed
 

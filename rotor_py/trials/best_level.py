@@ -109,6 +109,7 @@ def best_level(
         f"{format_bytes(planned.budget.least_bytes())} at least: leave the level out.",
         min_bytes=least,
         mem_limit=limit,
+        kind="no_level_fits",
     )
 
 

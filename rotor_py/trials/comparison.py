@@ -10,6 +10,7 @@ from torch import nn
 
 from rotor_py.by_hand.levels import LEVELS
 from rotor_py.by_hand.strategy import ByLevel
+from rotor_py.errors import InvalidValueError
 from rotor_py.measure.budget import Budget
 from rotor_py.report.facts import ReportFacts
 from rotor_py.trials.measured import measured
@@ -84,7 +85,9 @@ def compare_at_limit(
     """
     limit = facts.mem_limit
     if limit is None:
-        raise ValueError("the plan has no limit at which strategies could be compared; plan with mem_limit=")
+        raise InvalidValueError(
+            "the plan has no limit at which strategies could be compared; plan with mem_limit=", kind="no_limit"
+        )
     others = []
     known = strategies(model, facts.measurement.names, slots)
     known |= one_way_each(facts.measurement, slots, facts.budget.link)

@@ -22,6 +22,7 @@ def default_loss(output: Any) -> torch.Tensor:
     parts = [tensor.square().mean() for tensor in tensors_in(output) if tensor.requires_grad]
     if not parts:
         raise UnsupportedModelError(
-            "the model's output does not depend on anything that needs a gradient, so there is nothing to train"
+            "the model's output does not depend on anything that needs a gradient, so there is nothing to train",
+            kind="no_gradient",
         )
     return sum(parts[1:], parts[0])

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from rotor_py.checkpointable import Checkpointable
+from rotor_py.errors import InvalidValueError
 
 
 def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely: bool = False) -> Checkpointable:
@@ -19,10 +20,15 @@ def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely:
     """
     if isinstance(model, Checkpointable):
         if sample is not None or options:
-            raise ValueError("a Checkpointable has been given its sample and options already; pass it alone")
+            raise InvalidValueError(
+                "a Checkpointable has been given its sample and options already; pass it alone",
+                kind="sample_given_twice",
+            )
         return model
     if sample is None:
-        raise ValueError("a model has to be measured on a sample: pass one as the second argument")
+        raise InvalidValueError(
+            "a model has to be measured on a sample: pass one as the second argument", kind="no_sample"
+        )
     if not closely:
         return Checkpointable(model, sample, **options)
     network = Checkpointable(model, **options)

@@ -13,6 +13,7 @@ HAL hal-02352969):
 
 from rotor_solver.chain import Chain, Option, Stage
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
+from rotor_solver.errors import DescribedError, InvalidStateError, InvalidTypeError, InvalidValueError
 from rotor_solver.floating import Floating
 from rotor_solver.frontier import Frontier, frontier, limit_for
 from rotor_solver.in_flight import (
@@ -40,6 +41,7 @@ __all__ = [
     "Algorithm",
     "Backward",
     "Chain",
+    "DescribedError",
     "Floating",
     "ForwardCheck",
     "ForwardEnable",
@@ -48,6 +50,9 @@ __all__ = [
     "Frontier",
     "GriewankHeterogeneous",
     "InfeasibleError",
+    "InvalidStateError",
+    "InvalidTypeError",
+    "InvalidValueError",
     "JointPlan",
     "Loss",
     "Moment",

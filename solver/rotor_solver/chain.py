@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+from rotor_solver.errors import InvalidValueError
+
 LARGEST_SIZE = 2**50
 """Bytes; larger sizes are refused, so that sums of them are exact everywhere."""
 
@@ -95,15 +97,19 @@ def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
     Raises ValueError, naming the field and `where` it is, for a size or a time that cannot be, and for no options.
     """
     if not stage.options:
-        raise ValueError(f"{where} has no options; a stage needs at least one way to run")
+        raise InvalidValueError(
+            f"{where} has no options; a stage needs at least one way to run", kind="no_options", name=where
+        )
     options = tuple(_checked_option(option, where, incoming) for option in stage.options)
     nograd_time = None if stage.nograd_time is None else checked_seconds(stage.nograd_time, f"nograd_time of {where}")
     skipped_output_time = checked_seconds(stage.skipped_output_time, f"skipped_output_time of {where}")
     for forward in (*(option.forward_time for option in options), *([] if nograd_time is None else [nograd_time])):
         if skipped_output_time > forward:
-            raise ValueError(
+            raise InvalidValueError(
                 f"skipped_output_time of {where} is {skipped_output_time} seconds; it is a part of the forward, which "
-                f"takes {forward}"
+                f"takes {forward}",
+                kind="longer_than_forward",
+                name=where,
             )
     return replace(
         stage,
@@ -141,7 +147,9 @@ def checked_seconds(value: Any, what: str) -> float:
     """`value` as a float. Raises ValueError, naming `what` it is, unless it is a finite number, zero or more."""
     number = _number(value)
     if number is None or not math.isfinite(number) or number < 0:
-        raise ValueError(f"{what} is {value!r}; it has to be a finite number of seconds, zero or more")
+        raise InvalidValueError(
+            f"{what} is {value!r}; it has to be a finite number of seconds, zero or more", kind="not_seconds", name=what
+        )
     return float(number)
 
 
@@ -149,9 +157,18 @@ def checked_size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE
     """`value` as an int. Raises ValueError, naming `what` it is, unless it is a whole number from `least` to `most`."""
     number = _number(value)
     if number is None or not math.isfinite(number) or number != int(number):
-        raise ValueError(f"{what} is {value!r}; it has to be a whole number of bytes")
+        raise InvalidValueError(
+            f"{what} is {value!r}; it has to be a whole number of bytes", kind="not_bytes", name=what
+        )
     if not least <= number <= most:
-        raise ValueError(f"{what} is {value!r}; it has to be between {least} and {most} bytes")
+        raise InvalidValueError(
+            f"{what} is {value!r}; it has to be between {least} and {most} bytes",
+            kind="out_of_range",
+            name=what,
+            got=value,
+            least=least,
+            most=most,
+        )
     return int(number)
 
 
@@ -193,9 +210,11 @@ class Chain:
         for index in range(len(stages) - 1, -1, -1):
             left += stages[index].gradient
             if left < 0:
-                raise ValueError(
+                raise InvalidValueError(
                     f"gradient of stage {index} is {stages[index].gradient}; it frees {-left} bytes more than the "
-                    "backwards of later stages left"
+                    "backwards of later stages left",
+                    kind="gradient_frees_too_much",
+                    stage=index,
                 )
         set_field(self, "stages", tuple(stages))
 
@@ -341,8 +360,12 @@ class Chain:
 def _listed(values: Iterable[Any], name: str, length: int, extra: int) -> list[Any]:
     listed = list(values)
     if len(listed) != length + extra:
-        raise ValueError(
+        raise InvalidValueError(
             f"{name} has {len(listed)} entries; a chain of {length} stages (the length of forward_time) needs "
-            f"{length + extra}"
+            f"{length + extra}",
+            kind="wrong_length",
+            name=name,
+            got=len(listed),
+            needs=length + extra,
         )
     return listed

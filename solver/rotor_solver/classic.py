@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rotor_solver.chain import Chain
+from rotor_solver.errors import InvalidValueError
 from rotor_solver.least_memory import Costs, Floats, Ints, costs_of, operations_of
 from rotor_solver.limits import InfeasibleError, check_slots
 from rotor_solver.segments import even_segments, fastest_forwards, recompute_segments, segments_from
@@ -198,7 +199,9 @@ class GriewankHeterogeneous:
     def __post_init__(self) -> None:
         check_slots(self.slots)
         if not isinstance(self.attached, bool):
-            raise ValueError(f"attached is {self.attached!r}; it has to be True or False")
+            raise InvalidValueError(
+                f"attached is {self.attached!r}; it has to be True or False", kind="not_a_bool", name="attached"
+            )
 
     @property
     def name(self) -> str:
@@ -459,4 +462,8 @@ def _checked(chain: Chain, mem_limit: int, sequence: Sequence) -> Sequence:
 def _check_count(value: object, what: str, thing: str) -> None:
     """Raise ValueError unless `value` is None or a whole number, one or more."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{what} is {value!r}; it has to be a whole number of {thing}, one or more, or None")
+        raise InvalidValueError(
+            f"{what} is {value!r}; it has to be a whole number of {thing}, one or more, or None",
+            kind="not_a_count",
+            name=what,
+        )

@@ -45,6 +45,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rotor_solver.chain import Chain
+from rotor_solver.errors import InvalidValueError
 from rotor_solver.least_memory import Costs, Floats, costs_of
 from rotor_solver.limits import InfeasibleError, check_slots
 from rotor_solver.persistent.program import Persistent
@@ -306,7 +307,9 @@ def _table_bytes(length: int, width: int) -> int:
 def _check_size(length: int, width: int) -> None:
     nbytes = _table_bytes(length, width)
     if nbytes > _LARGEST_TABLE:
-        raise ValueError(
+        raise InvalidValueError(
             f"{length} stages with memory in {width} slots need a table of {nbytes / 2**30:.1f} GiB, and at most "
-            f'{_LARGEST_TABLE / 2**30:.1f} GiB are allowed; use algorithm="persistent", or fewer slots'
+            f'{_LARGEST_TABLE / 2**30:.1f} GiB are allowed; use algorithm="persistent", or fewer slots',
+            kind="table_too_large",
+            nbytes=nbytes,
         )

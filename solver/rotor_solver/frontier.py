@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rotor_solver.chain import Chain
+from rotor_solver.errors import InvalidValueError
 from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
 from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.program import (
@@ -79,11 +80,20 @@ class Frontier:
         Raises ValueError if no limit has such a makespan, or if `overhead` is not zero or more.
         """
         if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not overhead >= 0:
-            raise ValueError(f"overhead is {overhead!r}; it has to be zero or more: 0.1 for a tenth more time")
+            raise InvalidValueError(
+                f"overhead is {overhead!r}; it has to be zero or more: 0.1 for a tenth more time",
+                kind="not_an_overhead",
+                name="overhead",
+            )
         for limit, made in self:
             if made <= self.stored * (1 + overhead):
                 return limit
-        raise ValueError(f"none of the {len(self)} limits keeps the overhead at {overhead}")
+        raise InvalidValueError(
+            f"none of the {len(self)} limits keeps the overhead at {overhead}",
+            kind="overhead_too_low",
+            name="overhead",
+            got=overhead,
+        )
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw into a file (.svg, .png, .pdf) how much longer than storing everything a step takes at every limit.

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
+from rotor_solver.errors import InvalidValueError
 from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import min_bytes, recompute_all, store_all
@@ -133,7 +134,11 @@ def simulate_forwards(
         simulate(chain, each)  # for its errors, which name the operation
     order = nested(len(sequences)) if order is None else list(order)
     if sorted(order) != sorted(3 * list(range(len(sequences)))):
-        raise ValueError(f"the order {order} does not name each of {len(sequences)} forwards three times")
+        raise InvalidValueError(
+            f"the order {order} does not name each of {len(sequences)} forwards three times",
+            kind="wrong_order",
+            name="order",
+        )
     running: dict[int, _Forward] = {}
     peak = 0
     for number in order:
@@ -264,9 +269,13 @@ def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
     Raises ValueError if `forwards` is not one at least, or the order not one of `ORDERS`.
     """
     if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
-        raise ValueError(f"forwards is {forwards!r}; it has to be a whole number, one at least")
+        raise InvalidValueError(
+            f"forwards is {forwards!r}; it has to be a whole number, one at least", kind="not_a_count", name="forwards"
+        )
     if order not in ORDERS:
-        raise ValueError(f"the order is {order!r}; it has to be {' or '.join(ORDERS)}")
+        raise InvalidValueError(
+            f"the order is {order!r}; it has to be {' or '.join(ORDERS)}", kind="unknown_value", name="order"
+        )
     least = _least_for_any_order(chain, forwards)[0]
     if order == "reverse":
         least = min(least, peak_in_reverse([each for each, _ in least_in_reverse(chain, forwards)]))

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import overload
 
+from rotor_solver.errors import InvalidValueError
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardEnable:
@@ -134,7 +136,11 @@ class Sequence(collections.abc.Sequence[Operation]):
         object.__setattr__(self, "lower_bound", lower_bound)
         for position, operation in enumerate(self.operations):
             if not isinstance(operation, Operation):
-                raise ValueError(f"operation {position} of the sequence is {operation!r}, which is not an operation")
+                raise InvalidValueError(
+                    f"operation {position} of the sequence is {operation!r}, which is not an operation",
+                    kind="not_an_operation",
+                    position=position,
+                )
 
     @classmethod
     def parse(cls, text: str) -> Sequence:
@@ -180,4 +186,8 @@ def _operation(position: int, token: str) -> Operation:
                 return ForwardNograd(stage)
             case "B", None:
                 return Backward(stage)
-    raise ValueError(f"operation {position} is {token!r}; an operation reads Fe_3, Fe_3^1, CF_3, Fn_3, L or B_3")
+    raise InvalidValueError(
+        f"operation {position} is {token!r}; an operation reads Fe_3, Fe_3^1, CF_3, Fn_3, L or B_3",
+        kind="not_an_operation",
+        position=position,
+    )

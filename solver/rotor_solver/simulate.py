@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rotor_solver.chain import Chain, Option
+from rotor_solver.errors import DescribedError, InvalidValueError
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 
 
@@ -37,12 +38,18 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
             if position in reads:
                 machine.release_input(reads[position])
         except _MissingError as missing:
-            raise ValueError(f"operation {position}, {operation}, {missing}") from None
+            raise InvalidValueError(
+                f"operation {position}, {operation}, {missing}",
+                kind=missing.kind,
+                stage=missing.stage,
+                position=position,
+            ) from None
         during.append(most)
         after.append(machine.held)
     if 0 not in machine.deltas:
-        raise ValueError(
-            f"the sequence of {len(sequence)} operations ends before the gradient of the input, δ_0, is known"
+        raise InvalidValueError(
+            f"the sequence of {len(sequence)} operations ends before the gradient of the input, δ_0, is known",
+            kind="incomplete_sequence",
         )
     return Simulation(machine.seconds, max([chain.input_bytes, *during]), tuple(during), tuple(after))
 
@@ -67,7 +74,7 @@ def skipped_outputs(sequence: Sequence) -> frozenset[int]:
     )
 
 
-class _MissingError(Exception):
+class _MissingError(DescribedError):
     """Something that an operation needs is missing; the message is the end of a sentence."""
 
 
@@ -125,20 +132,31 @@ class Machine:
 
     def _stage(self, stage: int) -> int:
         if not 0 <= stage < len(self.chain):
-            raise _MissingError(f"is about a stage that is not there: the chain has {len(self.chain)}")
+            raise _MissingError(
+                f"is about a stage that is not there: the chain has {len(self.chain)}",
+                kind="no_such_stage",
+                stage=stage,
+            )
         return stage
 
     def _need_input(self, stage: int) -> None:
         if stage not in self.plain and stage not in self.attached:
-            raise _MissingError(f"needs a_{stage}, which is not in memory")
+            raise _MissingError(f"needs a_{stage}, which is not in memory", kind="no_input", stage=stage)
 
     def _enable(self, stage: int, option: int, skip_output: bool) -> int:
         self._need_input(stage)
         if stage + 1 in self.attached:
-            raise _MissingError(f"would make ā_{stage + 1}, which is in memory already")
+            raise _MissingError(
+                f"would make ā_{stage + 1}, which is in memory already", kind="saved_twice", stage=stage
+            )
         options = self.chain.stages[stage].options
         if option >= len(options):
-            raise _MissingError(f"uses option {option} of a stage that has {len(options)}")
+            raise _MissingError(
+                f"uses option {option} of a stage that has {len(options)}",
+                kind="no_such_option",
+                stage=stage,
+                option=option,
+            )
         most = self.held + options[option].kept + options[option].forward_temp
         self.attached[stage + 1] = _Attached(options[option], self.lost)
         self.held += options[option].kept
@@ -161,7 +179,7 @@ class Machine:
         last = len(self.chain)
         self._need_input(last)
         if self.lost:
-            raise _MissingError("is a second loss")
+            raise _MissingError("is a second loss", kind="second_loss")
         most = self.held + self.activation[last] + self.chain.loss_temp
         self.lost = True
         self._add_delta(last)  # before a_L is dropped: the loss makes one from the other
@@ -171,11 +189,15 @@ class Machine:
 
     def _backward(self, stage: int) -> int:
         if stage + 1 not in self.deltas:
-            raise _MissingError(f"needs δ_{stage + 1}, which is not in memory")
+            raise _MissingError(f"needs δ_{stage + 1}, which is not in memory", kind="no_gradient", stage=stage)
         if stage + 1 not in self.attached:
-            raise _MissingError(f"needs ā_{stage + 1}, which is not in memory")
+            raise _MissingError(f"needs ā_{stage + 1}, which is not in memory", kind="nothing_saved", stage=stage)
         if self.attached[stage + 1].away:
-            raise _MissingError(f"needs the part of ā_{stage + 1} that was moved out, which is not back")
+            raise _MissingError(
+                f"needs the part of ā_{stage + 1} that was moved out, which is not back",
+                kind="not_moved_back",
+                stage=stage,
+            )
         self._need_input(stage)
         before = self.held
         kept = self.attached.pop(stage + 1)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from rotor_solver.chain import Chain
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt
+from rotor_solver.errors import InvalidValueError
 from rotor_solver.floating import Floating
 from rotor_solver.limits import bytes_of_limit, check_slots
 from rotor_solver.persistent import Persistent
@@ -54,6 +55,10 @@ def solve(chain: Chain, mem_limit: float, algorithm: str | Algorithm = "persiste
     check_slots(slots)
     if isinstance(algorithm, str):
         if algorithm not in ALGORITHMS:
-            raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
+            raise InvalidValueError(
+                f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}",
+                kind="unknown_value",
+                name="algorithm",
+            )
         algorithm = ALGORITHMS[algorithm](slots)
     return algorithm.solve(chain, limit)

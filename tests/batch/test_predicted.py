@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rotor_py import InfeasibleError, best_batch, estimate, largest_batch
+from tests.fields import raises
 
 LIMIT = "24MB"
 
@@ -70,5 +71,5 @@ def test_without_a_limit_the_allocator_has_room_for_what_it_reserves() -> None:
 
 
 def test_autocast_without_a_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="enter torch"):
+    with raises(ValueError, "device_elsewhere", name="autocast"):
         largest_batch(model(), sample_of, LIMIT, autocast=torch.bfloat16)

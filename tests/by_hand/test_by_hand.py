@@ -20,6 +20,7 @@ from rotor_solver import ForwardCheck, ForwardEnable, ForwardNograd, Loss
 from rotor_solver.memory_timeline import plan_memory
 from tests.by_hand.networks import assert_peak_as_predicted, assert_plain_training, checkpointed, rows, staged
 from tests.execute.sequences import any_sequence, persistent_sequence
+from tests.fields import raises
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 BY_HAND = [
@@ -105,9 +106,8 @@ def test_a_limit_below_what_the_strategy_needs_is_refused_with_both_numbers(opti
     planned = checkpointed(staged(), rows(), **options)
     needed = planned.budget.peak_bytes(planned.sequence)
     assert planned.compute_sequence(needed) == planned.sequence
-    with pytest.raises(InfeasibleError, match=rf"with {next(iter(options))}=. needs .*\({needed} bytes\)") as caught:
+    with raises(InfeasibleError, "strategy_over_limit", min_bytes=needed) as caught:
         planned.compute_sequence(needed - 1)
-    assert f"({needed - 1} bytes)" in str(caught.value)
     assert (caught.value.min_bytes, caught.value.mem_limit) == (needed, needed - 1)
     with pytest.raises(InfeasibleError):
         checkpointed(staged(), rows(), mem_limit=needed - 1, **options)
@@ -133,26 +133,26 @@ def test_plans_by_hand_are_saved_like_others(tmp_path: Any) -> None:
     again = Checkpointable(network, plan=tmp_path / "plan.json")
     assert again.sequence == planned.sequence
     assert_plain_training(again, rows())
-    with pytest.raises(ValueError, match="a plan is given, and level=2; give one of them"):
+    with raises(ValueError, "excluded_together", name="plan"):
         Checkpointable(network, plan=tmp_path / "plan.json", level=2)
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "kind", "name"),
     [
-        ({"level": 6}, "level is 6; it has to be a whole number from 0"),
-        ({"level": True}, "level is True"),
-        ({"level": -1}, "level is -1"),
-        ({"every_n_layers": -1}, "every_n_layers is -1; it has to be a whole number, zero or more"),
-        ({"every_n_layers": 2.0}, "every_n_layers is 2.0"),
-        ({"every_n_layers": 2, "max_checkpoints": True}, "max_checkpoints is True"),
-        ({"max_checkpoints": 2}, "max_checkpoints=2 limits the checkpoints of every_n_layers, which is not given"),
-        ({"level": 2, "every_n_layers": 2}, "level=2, every_n_layers=2 are two strategies"),
+        ({"level": 6}, "unknown_level", "level"),
+        ({"level": True}, "unknown_level", "level"),
+        ({"level": -1}, "unknown_level", "level"),
+        ({"every_n_layers": -1}, "not_a_count", "every_n_layers"),
+        ({"every_n_layers": 2.0}, "not_a_count", "every_n_layers"),
+        ({"every_n_layers": 2, "max_checkpoints": True}, "not_a_count", "max_checkpoints"),
+        ({"max_checkpoints": 2}, "needs_option", "max_checkpoints"),
+        ({"level": 2, "every_n_layers": 2}, "excluded_together", None),
     ],
     ids=str,
 )
-def test_bad_strategies_are_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_bad_strategies_are_refused_in_a_sentence(options: dict[str, Any], kind: str, name: str | None) -> None:
+    with raises(ValueError, kind, name=name):
         Checkpointable(staged(), **options)
 
 
@@ -197,7 +197,7 @@ def test_memory_agrees_with_the_simulator_for_any_sequence(kind: Any, released: 
 
 
 def test_memory_before_measuring_says_so() -> None:
-    with pytest.raises(ValueError, match=r"nothing has been measured yet; call measure\(input\)"):
+    with raises(ValueError, "not_measured"):
         Checkpointable(staged(), level=2).memory()
 
 

@@ -17,6 +17,7 @@ from rotor_py import Checkpointable
 from rotor_py.capture import captured_layer
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, Option, Sequence, simulate, solve, store_all
 from tests.capture.steps import adamw, compare
+from tests.fields import logged
 
 WIDTH = 32
 ROWS = 1024
@@ -195,7 +196,7 @@ def test_a_hook_that_comes_later_is_called_and_the_user_is_told(caplog: pytest.L
     with caplog.at_level(logging.WARNING, logger="rotor_py"):
         planned(batch).sum().backward()
     assert len(calls) == 1
-    assert "layer 0 is stored whole and not in part" in caplog.text
+    assert logged(caplog, "stored_whole", name="0")
 
 
 def test_autocast_is_that_of_the_forward() -> None:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from rotor_cli.main import main
+from tests.fields import invoke
 
 SMALL = """
 import torch
@@ -62,6 +62,6 @@ def plan() -> Callable[..., Result]:
     """Run the command in this process."""
 
     def run(*arguments: object) -> Result:
-        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+        return invoke(*arguments)
 
     return run

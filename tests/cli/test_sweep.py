@@ -21,6 +21,7 @@ from rotor_py.report.sweep import Point, Sweep
 from rotor_py.report.sweeping import sweep_of
 from rotor_py.report.wording import saving
 from rotor_solver import Persistent, Sequence, recompute_all, store_all
+from tests.fields import ends
 
 NONE = Sequence([])
 POINTS = (
@@ -198,24 +199,23 @@ def test_the_curve_is_as_wide_as_the_console(width):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "kind", "name"),
     [
-        (["--max-overhead", "much"], "'much' is not a share of the time; write for example 10%"),
-        (["--max-overhead", "0.1"], "'0.1' is not a share"),
-        (["--max-overhead", "-5%"], "'-5%' is not a share"),
-        (["--max-overhead", "nan%"], "'nan%' is not a share"),
-        (["--max-overhead", "inf%"], "'inf%' is not a share"),
-        (["--max-overhead", "10%", "--mem-limit", "1GB"], "give one of them"),
-        (["--plot", "curve.svg"], "add --sweep"),
-        (["--sweep", "--plot", "curve.txt"], "write a file ending in .svg or .png"),
-        (["--sweep", "--plot", "no/such/folder/x.svg"], "cannot be written"),
-        (["--sweep", "--mem-limit", "4XB"], "4XB"),
+        (["--max-overhead", "much"], "bad_value", "--max-overhead"),
+        (["--max-overhead", "0.1"], "bad_value", "--max-overhead"),
+        (["--max-overhead", "-5%"], "bad_value", "--max-overhead"),
+        (["--max-overhead", "nan%"], "bad_value", "--max-overhead"),
+        (["--max-overhead", "inf%"], "bad_value", "--max-overhead"),
+        (["--max-overhead", "10%", "--mem-limit", "1GB"], "excluded_together", "--max-overhead"),
+        (["--plot", "curve.svg"], "needs_option", "--plot"),
+        (["--sweep", "--plot", "curve.txt"], "not_an_image", "--plot"),
+        (["--sweep", "--plot", "no/such/folder/x.svg"], "not_writable", "no/such/folder/x.svg"),
+        (["--sweep", "--mem-limit", "4XB"], "unknown_unit", "--mem-limit"),
     ],
 )
-def test_wrong_use_ends_with_2_and_one_saving(plan, model_file, arguments, words):
+def test_wrong_use_ends_with_2_and_one_saving(plan, model_file, arguments, kind, name):
     result = plan(model_file("raise RuntimeError('loaded')"), *arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
+    ends(result, 2, kind, name=name)
     assert len(result.stderr.splitlines()) == 1
 
 

@@ -12,6 +12,7 @@ from rotor_py.devices import table
 from rotor_py.devices.device import UNANCHORED
 from rotor_py.devices.names import device_names
 from rotor_py.devices.table import device_from_file, find_device
+from tests.fields import raises
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,7 +70,7 @@ def test_names_are_found_however_people_write_them_and_families_are_asked_back()
     assert find_device("RTX 4090") is find_device("rtx4090")
     with pytest.raises(ValueError, match="did you mean a100-80 or a100-40"):
         find_device("a100")
-    with pytest.raises(ValueError, match=r"did you mean .*mi300x"):
+    with raises(ValueError, "unknown_device", name="mi300"):
         find_device("mi300")
 
 
@@ -89,32 +90,35 @@ def test_a_file_of_ones_own_needs_numbers_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "kind", "name"),
     [
-        (("bandwidth = 9e11", ""), "device 'mine': bandwidth is missing"),
-        (("bf16 = 1e14", "bf16 = -1"), "bf16 has to be a number above zero, not -1"),
-        (("pcie = 3e10", "pcie = 3e10\nbf61 = 2"), "bf61 is no cell"),
-        (("[mine]", "[mine"), "is no TOML file"),
-        (("[mine]", ""), "stands outside a device"),
-        (("memory = \"24GB\"", "memory = \"24 parsecs\""), "'parsecs'"),
-        (("memory = \"24GB\"", "memory = \"545259520\""), "has no room for tensors"),
-        (("pcie = 3e10", "pcie = 3e10\n[mine.efficiencies]\nmatmul = 0.5"), "efficiencies lack convolution"),
+        (("bandwidth = 9e11", ""), "missing_fields", "bandwidth"),
+        (("bf16 = 1e14", "bf16 = -1"), "not_positive", "bf16"),
+        (("pcie = 3e10", "pcie = 3e10\nbf61 = 2"), "unknown_fields", "bf61"),
+        (("[mine]", "[mine"), "not_toml", None),
+        (("[mine]", ""), "outside_device", None),
+        (("memory = \"24GB\"", "memory = \"24 parsecs\""), "unknown_unit", "parsecs"),
+        (("memory = \"24GB\"", "memory = \"545259520\""), "no_room", None),
+        (("pcie = 3e10", "pcie = 3e10\n[mine.efficiencies]\nmatmul = 0.5"), "missing_fields", None),
     ],
 )  # fmt: skip
-def test_a_file_that_is_wrong_is_refused_in_one_sentence(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+def test_a_file_that_is_wrong_is_refused_in_one_sentence(
+    tmp_path: Path, change: tuple[str, str], kind: str, name: str | None
+) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(OWN.replace(*change))
-    with pytest.raises(ValueError, match=r"mine\.toml") as error:
+    with raises(ValueError, kind) as error:
         device_from_file(path)
-    assert says in str(error.value)
+    assert name in (None, error.value.name)
+    assert "mine.toml" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_of_several_devices_in_a_file_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "two.toml"
     path.write_text(OWN + OWN.replace("[mine]", "[other]"))
-    with pytest.raises(ValueError, match="mine, other; say which"):
+    with raises(ValueError, "which_device"):
         device_from_file(path)
     assert device_from_file(path, "other").name == "other"
-    with pytest.raises(ValueError, match="no device 'third'"):
+    with raises(ValueError, "unknown_device", name="third"):
         device_from_file(path, "third")

@@ -16,6 +16,7 @@ from rotor_py.stage.runner import StageRunner
 from rotor_solver import Backward, Loss, Sequence
 from tests.execute.sequences import any_sequence, persistent_sequence
 from tests.execute.training import cut_of, steps
+from tests.fields import raises
 
 
 def test_checkpoints_become_regions() -> None:
@@ -24,7 +25,7 @@ def test_checkpoints_become_regions() -> None:
 
 
 def test_a_sequence_that_drops_checkpoints_early_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a nesting of regions"):
+    with raises(ValueError, "not_nested"):
         regions(Sequence.parse("CF_0, CF_1, Fn_2, L, Fn_1, Fe_2, B_2, CF_0, Fe_1, B_1, Fe_0, B_0"))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from rotor_py import Checkpointable
 from rotor_py.plan.stepping.spent_gradient import SpentGradientError
+from tests.fields import raises
 from tests.integrations.runs import assert_same_weights
 from tests.training.stepping import chain, square
 
@@ -51,9 +52,9 @@ def test_lightning_trains_as_ever_and_is_told_where_it_clips_or_accumulates() ->
     planned = Checkpointable(model, mem_limit="1GB", step_in_backward=optimizer)
     fit(planned, optimizer)
     assert_same_weights(planned, plain)
-    with pytest.raises(SpentGradientError, match="clip_grad_norm_"):
+    with raises(SpentGradientError, "gradient_spent"):
         fit(planned, optimizer, gradient_clip_val=1.0)
     optimizer.zero_grad()
     planned = Checkpointable(model, mem_limit="1GB", step_in_backward=optimizer)
-    with pytest.raises(RuntimeError, match="a second backward comes before"):
+    with raises(RuntimeError, "second_backward"):
         fit(planned, optimizer, accumulate_grad_batches=2)

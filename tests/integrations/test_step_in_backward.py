@@ -10,6 +10,7 @@ import torch
 
 from rotor_py import Checkpointable
 from rotor_py.plan.stepping.spent_gradient import SpentGradientError
+from tests.fields import raises
 from tests.integrations.runs import assert_same_weights
 from tests.integrations.test_trainer import examples, llama, trainer
 
@@ -37,5 +38,5 @@ def test_the_trainer_trains_as_ever_without_norms_and_is_told_that_it_clips(
     planned = Checkpointable(model, mem_limit="1GB", step_in_backward=optimizer)
     run(planned, optimizer, 0.0)
     assert_same_weights(planned, plain)
-    with pytest.raises(SpentGradientError, match="max_grad_norm"):
+    with raises(SpentGradientError, "gradient_spent"):
         run(planned, optimizer, 1.0)

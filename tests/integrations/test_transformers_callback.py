@@ -14,6 +14,7 @@ import torch
 
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.step_memory import recomputes
+from tests.fields import raises
 from tests.integrations.runs import assert_same_weights, halfway, run_peak
 from tests.integrations.test_trainer import batch, bert, examples, history, llama, trainer
 
@@ -103,12 +104,12 @@ def test_an_error_leaves_a_model_that_goes_on_by_its_plan_until_end_is_called(tm
 
 def test_one_process_with_several_devices_is_refused() -> None:
     arguments: Any = SimpleNamespace(n_gpu=2)
-    with pytest.raises(UnsupportedModelError, match="on 2 devices"):
+    with raises(UnsupportedModelError, "several_devices", devices=2):
         MemoryLimit("1GB").on_train_begin(arguments, None, None, model=torch.nn.Linear(1, 1))  # type: ignore[arg-type]  # not looked at
 
 
 def test_a_limit_that_is_none_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="'four' is not a size"):
+    with raises(ValueError, "not_a_size"):
         MemoryLimit("four")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, UnsupportedModelError
+from tests.fields import raises
 
 ROWS = torch.randn(512, 8)
 
@@ -52,7 +53,7 @@ def least(model: nn.Module) -> Checkpointable:
 
 def test_it_is_refused_and_measuring_leaves_no_gradient() -> None:
     model = chain(InAList)
-    with pytest.raises(UnsupportedModelError, match=r"stage '2' \(InAList\) uses a parameter of shape \(8, 8\)"):
+    with raises(UnsupportedModelError, "foreign_parameter", name="2"):
         least(model)
     assert all(each.grad is None for each in model.parameters())
 
@@ -77,6 +78,6 @@ def test_a_tensor_of_the_users_that_needs_a_gradient_is_no_other() -> None:
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             return value * scale
 
-    with pytest.raises(UnsupportedModelError, match=r"\(Scaled\) uses a parameter of shape \(8,\)"):
+    with raises(UnsupportedModelError, "foreign_parameter"):
         least(nn.Sequential(nn.Linear(8, 8), Scaled(), nn.Linear(8, 8)))
     assert scale.grad is None

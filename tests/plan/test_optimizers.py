@@ -14,6 +14,7 @@ from rotor_py import Checkpointable
 from rotor_py.measure.step_memory import recomputes
 from tests.checkpointable.steps import between, square, step_peak
 from tests.execute.training import assert_same
+from tests.fields import logged
 
 
 def network() -> nn.Sequential:
@@ -92,11 +93,9 @@ def test_where_no_plan_has_room_training_goes_on_and_a_warning_says_what_would_d
     sequence = planned.compute_sequence(between(planned, 0.0))
     with caplog.at_level(logging.WARNING, "rotor_py"):
         found = train(planned, adamw(planned), 2)
-    (message,) = [record.getMessage() for record in caplog.records]
+    (record,) = caplog.records
     least = planned.budget.least_bytes()
-    assert "the optimizer was not known" in message
-    assert f"{least} bytes" in message
-    assert f"({planned.mem_limit} bytes)" in message
+    assert logged(caplog, "late_optimizer", min_bytes=least, mem_limit=planned.mem_limit) == [record]
     assert least > planned.mem_limit
     assert planned.sequence is sequence
     assert_same(found, train(plain, adamw(plain), 2))
@@ -186,4 +185,4 @@ def test_an_optimizer_whose_memory_cannot_be_found_is_named_in_a_warning(caplog:
     planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
     with caplog.at_level(logging.WARNING, "rotor_py"):
         train(planned, Unknowable(planned.parameters()), 2)
-    assert caplog.text.count("the memory of Unknowable could not be found") == 1
+    assert len(logged(caplog, "unknown_optimizer", name="Unknowable")) == 1

@@ -18,6 +18,7 @@ from rotor_py.stage.out_of_memory import asked_bytes, is_out_of_memory
 from tests.checkpointable.steps import Residual, between, blocks, images, square, step_peak
 from tests.execute.starved import AtOperators, Capacity, out_of_cpu_memory, out_of_memory
 from tests.execute.undone import Gated, notes, planned, state, step
+from tests.fields import logged, raises
 from tests.training.loop import differences, rows
 from tests.training.tripping import chain as dropping
 
@@ -44,8 +45,8 @@ def test_a_device_that_is_too_small_trains_inside_it(caplog: pytest.LogCaptureFi
             step(network, batch=batch)
         assert device.errors == tries
         assert not differences(state(network), state(plain))
-        lines = [line for line in caplog.messages if line.startswith("out of memory in the ")]
-        assert [line[-20:].partition("; ")[2] for line in lines] == [f"try {i + 1} of 3" for i in range(tries)]
+        records = logged(caplog, "out_of_memory")
+        assert [record.__dict__["numbers"]["tries"] for record in records] == [i + 1 for i in range(tries)]
         with Capacity(share * roomy.peak) as device:
             step(network, batch=batch)  # the next step follows the smaller plan from the start
         assert device.errors == 0
@@ -173,8 +174,8 @@ def test_the_rest_of_a_backward_stays_inside_the_smaller_limit(later: int, caplo
     with Capacity() as device:
         once.fault = Fault("backward", device)
         step(network, batch=batch)
-    (line,) = [line for line in caplog.messages if line.startswith("out of memory in the backward")]
-    limit = int(line.partition(" bytes), where")[0].rpartition("(")[2])
+    (record,) = logged(caplog, "out_of_memory", name="backward")
+    limit = record.__dict__["numbers"]["limit"]
     assert device.peak + network.budget.fixed.total + batch.nbytes <= limit
 
 
@@ -325,9 +326,8 @@ def test_the_limit_is_smaller_by_what_was_asked_for_or_a_share(make: Any, caplog
             step(network)
         least = before - (int(share * before) if share else int(0.95 * asked))
         assert network.budget.peak_bytes(network.sequence) <= least
-        (line,) = caplog.messages
-        assert line.startswith("out of memory in the forward of Sequential")
-        assert f"where it needed {before / 1000:.0f} kB ({before} bytes); try 1 of 3" in line
+        assert len(caplog.records) == 1
+        assert logged(caplog, "out_of_memory", name="forward", needed=before, tries=1)
 
 
 def test_on_cuda_the_limit_is_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,23 +426,23 @@ class TestSettings:
         assert "on_oom" not in notes(caught.value)
 
     @pytest.mark.parametrize(
-        ("given", "words"),
+        ("given", "kind", "name"),
         [
-            ({"on_oom": "retry"}, "it can be 'raise' or 'replan'"),
-            ({"on_oom": "replan", "preserve_rng_state": False}, "same random numbers"),
-            ({"on_oom": "replan", "level": 1}, "level=1 leaves no choice"),
-            ({"on_oom": "replan", "every_n_layers": 2}, "every_n_layers=2 leaves no choice"),
+            ({"on_oom": "retry"}, "unknown_value", "on_oom"),
+            ({"on_oom": "replan", "preserve_rng_state": False}, "excluded_together", "preserve_rng_state"),
+            ({"on_oom": "replan", "level": 1}, "excluded_together", "on_oom"),
+            ({"on_oom": "replan", "every_n_layers": 2}, "excluded_together", "on_oom"),
         ],
     )
-    def test_what_excludes_each_other_is_refused(self, given: Any, words: str) -> None:
-        with pytest.raises(ValueError, match=words):
+    def test_what_excludes_each_other_is_refused(self, given: Any, kind: str, name: str) -> None:
+        with raises(ValueError, kind, name=name):
             Checkpointable(dropping(), **given)
         Checkpointable(dropping(), **{**given, "on_oom": "raise"})
 
     def test_several_processes_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         network = planned(dropping())
         monkeypatch.setattr("rotor_py.plan.trained_model.size_of", lambda group: 2)
-        with pytest.raises(UnsupportedModelError, match="on_oom='replan' is for one process"):
+        with raises(UnsupportedModelError, "one_process_only", name="on_oom='replan'"):
             step(network)
         monkeypatch.undo()
         step(network)

@@ -17,6 +17,7 @@ from torch import nn
 from rotor_py import Checkpointable, Plan, PlanMismatchError
 from tests.checkpointable.steps import between, blocks, images, square, step_peak
 from tests.execute.training import assert_same, steps
+from tests.fields import raises
 
 
 @pytest.fixture(scope="module")
@@ -94,43 +95,43 @@ def half() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "field"),
     [
-        (wider, r"parameters 0\.weight.*\[16, 3, 3, 3\].*\[17, 3, 3, 3\]"),
-        (trained, r"parameters 0\.weight.*frozen"),
-        (other_layer, r"layers 5.*AdaptiveAvgPool2d.*AdaptiveMaxPool2d"),
-        (longer, r"layers 8.*absent.*Identity"),
-        (half, r"parameters 0\.weight.*float32.*bfloat16"),
+        (wider, "parameters 0.weight"),
+        (trained, "parameters 0.weight"),
+        (other_layer, "layers 5"),
+        (longer, "layers 8"),
+        (half, "parameters 0.weight"),
     ],
 )
-def test_another_model_is_refused_naming_what_differs(file: Path, make: Callable[[], nn.Sequential], words: str):
-    with pytest.raises(PlanMismatchError, match=words):
+def test_another_model_is_refused_naming_what_differs(file: Path, make: Callable[[], nn.Sequential], field: str):
+    with raises(PlanMismatchError, "plan_for_other_model", name=field):
         Checkpointable(make(), plan=file)
 
 
 @pytest.mark.parametrize(
-    ("batch", "words"),
+    ("batch", "field"),
     [
-        (lambda: images(5), r"tensors 0 shape 0.*4.*5"),
-        (lambda: images(4, 20), r"tensors 0 shape 2.*24.*20"),
-        (lambda: images().double(), r"dtype.*float32.*float64"),
-        (lambda: images().requires_grad_(), r"requires_grad.*False.*True"),
-        (lambda: (images(),), r"tensors"),
+        (lambda: images(5), "tensors 0 shape 0"),
+        (lambda: images(4, 20), "tensors 0 shape 2"),
+        (lambda: images().double(), "tensors 0 dtype"),
+        (lambda: images().requires_grad_(), "tensors 0 requires_grad"),
+        (lambda: (images(),), ""),
     ],
 )
-def test_another_input_is_refused_naming_what_differs(file: Path, batch: Callable[[], Any], words: str) -> None:
+def test_another_input_is_refused_naming_what_differs(file: Path, batch: Callable[[], Any], field: str) -> None:
     loaded = Checkpointable(network(), plan=file)
     value = batch()
     if isinstance(value, tuple):
         loaded(*value)  # one positional argument is the same call
         return
-    with pytest.raises(PlanMismatchError, match=words):
+    with raises(PlanMismatchError, "plan_for_other_model", name=field):
         loaded(value)
 
 
 def test_autocast_is_part_of_what_a_plan_is_made_for(file: Path) -> None:
     loaded = Checkpointable(network(), plan=file)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanMismatchError, match=r"autocast.*off.*bfloat16"):
+    with torch.autocast("cpu", torch.bfloat16), raises(PlanMismatchError, "plan_for_other_model", name="autocast"):
         loaded(images())
 
 
@@ -138,7 +139,7 @@ def test_a_model_that_changes_after_loading_is_refused(file: Path) -> None:
     loaded = Checkpointable(network(), plan=file)
     loaded(images())
     loaded[1].requires_grad_(False)
-    with pytest.raises(PlanMismatchError, match=r"1\.0\.weight.*frozen"):
+    with raises(PlanMismatchError, "plan_for_other_model", name="parameters 1.0.weight"):
         loaded(images())
 
 
@@ -149,7 +150,7 @@ def test_a_model_that_changes_after_loading_is_refused(file: Path) -> None:
 def test_files_that_are_no_plan_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ValueError, match=r"plan\.json is not a"):
+    with raises(ValueError, "not_a_plan", name=str(path)):
         Checkpointable(network(), plan=path)
 
 
@@ -162,7 +163,7 @@ def test_a_truncated_plan_is_refused(file: Path) -> None:
     text = file.read_text()
     for length in range(0, len(text) - 2, 97):
         file.write_text(text[:length])
-        with pytest.raises(ValueError, match="save it again"):
+        with raises(ValueError, "not_a_plan"):
             Plan.load(file)
 
 
@@ -199,5 +200,5 @@ def test_a_sequence_for_another_number_of_stages_is_refused(file: Path) -> None:
     content = json.loads(file.read_text())
     content["sequence"] = "Fe_0, L, B_0"
     file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="sequence"):
+    with raises(ValueError, "damaged_plan", name=str(file)):
         Checkpointable(network(), plan=file)

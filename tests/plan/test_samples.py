@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rotor_py import Checkpointable, UnsupportedModelError
+from tests.fields import raises
 
 CHAIN = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
 DATA = torch.randn(12, 8)
@@ -43,14 +44,14 @@ def test_the_first_batch_of_a_loader_is_taken_and_no_random_number_is_drawn(mode
 
 @pytest.mark.parametrize("sample", [(DATA[:4], DATA[:4]), loader(DATA, DATA)], ids=["pair", "loader"])
 def test_targets_beside_the_input_are_refused_in_one_sentence(sample: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match="has 2 items and the forward of Sequential takes 1: drop the targ"):
+    with raises(UnsupportedModelError, "too_many_arguments", got=2):
         Checkpointable(CHAIN, sample, mem_limit="1GB")
     Checkpointable(Product(), sample, mem_limit="1GB")  # takes two
 
 
 @pytest.mark.parametrize("limit", ["1GB", 1e9, 10**9])
 def test_a_limit_in_the_place_of_the_sample_is_told(limit: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"a limit is written mem_limit={limit!r}"):
+    with raises(UnsupportedModelError, "not_a_sample"):
         Checkpointable(CHAIN, limit)
 
 
@@ -61,5 +62,5 @@ def test_a_limit_may_be_a_float() -> None:
 
 
 def test_a_loader_without_a_batch_is_told() -> None:
-    with pytest.raises(UnsupportedModelError, match="its dataset is empty"):
+    with raises(UnsupportedModelError, "empty_loader"):
         Checkpointable(CHAIN, DataLoader(TensorDataset(DATA[:0])), mem_limit="1GB")

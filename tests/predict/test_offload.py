@@ -20,6 +20,7 @@ from rotor_py.predict.training_step import TrainingStep
 from rotor_py.report import Report
 from rotor_py.stage.keepers.packed import Packed
 from rotor_py.stage.ways.elsewhere import ELSEWHERE
+from tests.fields import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
 WIDTH = 256
@@ -133,7 +134,7 @@ def test_the_link_is_that_of_the_table() -> None:
 
 
 def test_what_moves_there_is_refused_in_a_sentence_where_it_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"is not here; use offload='host'"):
+    with raises(ValueError, "device_elsewhere"):
         estimate(chain(), torch.empty(64, WIDTH), "h100", offload="file:/tmp")  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModelError, match="leave offload= out"):
+    with raises(UnsupportedModelError, "excluded_together", name="offload"):
         estimate(chain(), torch.empty(64, WIDTH), "h100:2", offload="host")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from rotor_profiling import isolated
 from rotor_profiling.attributes import Attributes, attributes_kept, kept_bytes
+from tests.fields import raises
 
 CPU = torch.device("cpu")
 
@@ -170,7 +170,7 @@ def test_a_tensor_that_is_written_to_for_the_first_time_is_refused_once() -> Non
     attributes.changes()
     attributes = Attributes(layer)
     layer(torch.ones(1))
-    with pytest.raises(RuntimeError, match="attribute 'total' of _Late was written to"):
+    with raises(RuntimeError, "attribute_changed", name="total"):
         attributes.changes()
     attributes = Attributes(layer)
     layer(torch.ones(1))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rotor_profiling import UnusableLossError, measure_loss
+from tests.fields import raises
 from tests.profiling.costs import CPU, UNIT, unit
 
 
@@ -31,16 +32,16 @@ def test_the_random_state_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"),
+    ("loss", "kind"),
     [
-        (lambda y: y, r"single number, not a tensor of shape \(64, 128\)"),
-        (lambda y: 3.0, "not float"),
-        (lambda y: None, "not NoneType"),
-        (lambda y: y.detach().sum(), "does not depend on the model's output"),
+        (lambda y: y, "loss_not_a_number"),
+        (lambda y: 3.0, "loss_not_a_number"),
+        (lambda y: None, "loss_not_a_number"),
+        (lambda y: y.detach().sum(), "no_gradient"),
     ],
 )
-def test_losses_that_cannot_be_trained_with_are_refused(loss, message: str) -> None:
-    with pytest.raises(UnusableLossError, match=message):
+def test_losses_that_cannot_be_trained_with_are_refused(loss, kind: str) -> None:
+    with raises(UnusableLossError, kind):
         loss_cost(loss)
 
 
@@ -48,5 +49,5 @@ def test_losses_that_cannot_be_trained_with_are_refused(loss, message: str) -> N
     "loss", [torch.nn.CrossEntropyLoss(), lambda output, target: output], ids=["module", "function"]
 )
 def test_a_loss_that_wants_a_target_is_refused_with_the_remedy(loss) -> None:
-    with pytest.raises(UnusableLossError, match=r"nothing else.*'target'.*lambda output: criterion"):
+    with raises(UnusableLossError, "loss_signature"):
         loss_cost(loss)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import UnknownOptimizerError, memory_meter, optimizer_cost, storage_bytes, tensors_in
+from tests.fields import raises
 from tests.profiling.costs import CPU
 
 OPTIMIZERS = {
@@ -93,5 +94,5 @@ def test_one_that_cannot_be_tried_is_refused_in_words() -> None:
         def step(self, closure=None):
             raise KeyError("mine")
 
-    with pytest.raises(UnknownOptimizerError, match="memory of Broken could not be found"):
+    with raises(UnknownOptimizerError, "unknown_optimizer", name="Broken"):
         optimizer_cost(Broken(network().parameters(), lr=0.1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from rotor_solver import Algorithm, Chain, InfeasibleError, simulate, store_all
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
+from tests.fields import raises
 from tests.solver.classical import forwards, least_limit, limits, makespan, stores_only_inputs
 from tests.solver.naive import Columns, naive_optimum
 from tests.solver.strategies import plain_chains, rich_chains, unit_chain
@@ -92,9 +92,9 @@ def test_more_snapshots_may_need_less_memory_where_stages_differ() -> None:
 
 @pytest.mark.parametrize("bad", [0, -1, True, 2.0, "3"])
 def test_bad_numbers_of_snapshots_are_refused(bad: object) -> None:
-    with pytest.raises(ValueError, match=f"snapshots is {bad!r}; it has to be a whole number of stored inputs"):
+    with raises(ValueError, "not_a_count", name="snapshots"):
         Revolve(bad)
-    with pytest.raises(ValueError, match="snapshots is"):
+    with raises(ValueError, "not_a_count", name="snapshots"):
         forward_steps(3, bad)
 
 
@@ -168,9 +168,9 @@ def test_without_a_distance_it_is_the_fastest_of_all_that_fit(
 
 @pytest.mark.parametrize("bad", [0, -3, False, 1.5, "2"])
 def test_bad_distances_are_refused(bad: object) -> None:
-    with pytest.raises(ValueError, match=f"every is {bad!r}; it has to be a whole number of stages, one or more"):
+    with raises(ValueError, "not_a_count", name="every"):
         Periodic(every=bad)
-    with pytest.raises(ValueError, match=f"max_checkpoints is {bad!r}; it has to be a whole number of checkpoints"):
+    with raises(ValueError, "not_a_count", name="max_checkpoints"):
         Periodic(max_checkpoints=bad)
 
 
@@ -310,14 +310,14 @@ def test_names_of_the_best_schedules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "kind", "name"),
     [
-        ({"slots": 0}, "slots is 0; memory has to be divided into at least one slot"),
-        ({"slots": 2.5}, "slots is 2.5"),
-        ({"slots": True}, "slots is True"),
-        ({"attached": 1}, "attached is 1; it has to be True or False"),
+        ({"slots": 0}, "not_a_count", "slots"),
+        ({"slots": 2.5}, "not_a_count", "slots"),
+        ({"slots": True}, "not_a_count", "slots"),
+        ({"attached": 1}, "not_a_bool", "attached"),
     ],
 )
-def test_bad_fields_of_the_best_schedule_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_bad_fields_of_the_best_schedule_are_refused(fields: dict[str, object], kind: str, name: str) -> None:
+    with raises(ValueError, kind, name=name):
         GriewankHeterogeneous(**fields)

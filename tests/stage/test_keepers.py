@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from rotor_py.stage.keepers.keeper import Keeping
 from rotor_py.stage.ways.partial_saving import PartialSaving
 from rotor_py.stage.ways.recipe import Call, Recipe, Value
+from tests.fields import raises
 
 WIDTH = 8
 
@@ -170,7 +171,7 @@ def test_what_is_written_to_after_it_was_saved_is_refused_or_kept_as_it_was(late
     x = torch.randn(4, WIDTH, requires_grad=True)
     output = kept_by(Copies(), Overwritten(late), x)
     if not late:
-        with pytest.raises(RuntimeError, match=r"shape \(4, 8\) .* modified by an in-place operation"):
+        with raises(RuntimeError, "saved_tensor_changed"):
             output.backward()
         return
     output.backward()
@@ -203,7 +204,7 @@ def test_a_tensor_that_is_saved_as_it_is_must_not_be_overwritten() -> None:
     output = kept_by(Copies(), Exponential(), x)
     with torch.no_grad():
         output.mul_(2)
-    with pytest.raises(RuntimeError, match=r"shape \(4, 8\) .* modified by an in-place operation"):
+    with raises(RuntimeError, "saved_tensor_changed"):
         output.sum().backward()
 
 

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from rotor_py import Checkpointable, PlanMismatchError
 from rotor_py.stage.keepers.fewer_bits import FEWER_BITS, word_of
-from rotor_solver import ForwardEnable, Sequence
+from rotor_solver import ForwardEnable, InvalidValueError, Sequence
 from tests.capture.steps import adamw, compare, limits
 from tests.capture.test_partial_saving import Attention, Gated, NewGelu, Stack
+from tests.fields import raises
 
 WIDTH = 32
 
@@ -188,7 +189,7 @@ def test_nothing_is_rounded_unless_it_is_asked_for(tmp_path: Path) -> None:
         return Checkpointable(model, plan=tmp_path / "plan.json", **given, **options)
 
     for other in (None, "int8"):
-        with pytest.raises(PlanMismatchError, match=r"keep="):
+        with raises(PlanMismatchError, "plan_for_other_model", name="keep="):
             loaded(keep=other)
     again = loaded(keep="bf16")
     assert torch.equal(gradients(again, batch)[1], gradients(planned, batch)[1])
@@ -196,6 +197,7 @@ def test_nothing_is_rounded_unless_it_is_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"keep": "fp4"}, {"keep": torch.bfloat16}, {"keep": "bf16", "every_n_layers": 2}])
 def test_what_cannot_be_kept_is_refused_in_a_sentence(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="keep"):
+    with pytest.raises(InvalidValueError) as caught:
         Checkpointable(nn.Sequential(nn.Linear(2, 2)), **options)
+    assert caught.value.name == "keep"
     assert set(FEWER_BITS) == {"bf16", "fp8", "int8"}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from rotor_py.measure.cut import joined
 from rotor_py.stage.protocol import Run, StageOffers, offers_of
 from rotor_py.stage.runner import StageRunner
+from tests.fields import raises
 
 
 class Offering(nn.Module, StageOffers):
@@ -58,7 +58,7 @@ def test_layers_and_functions_offer_nothing_whatever_their_attributes_are_called
         assert dict(offers.carried) == {}
         assert offers.forward_skipping_output() is None
         assert offers.ways() == StageRunner(function, "stage").offered == ()
-        with pytest.raises(ValueError, match="no way 'in part'"):
+        with raises(ValueError, "unknown_way", name="in part"):
             offers.forward_by("in part")
 
 

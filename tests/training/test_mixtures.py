@@ -14,6 +14,7 @@ from rotor_py.execute import regions
 from rotor_py.stage.restored.decisions import decided_bytes
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
+from tests.fields import raises
 from tests.training.mixtures import CHOSEN, EXPERTS, WIDTH, Mixture, Residual, start_again
 
 WAYS = ["topk", "sort", "argmax", "max", "sampled", "threshold", "rounded", "counted", "written", "shifted"]
@@ -87,5 +88,5 @@ def test_a_stage_that_comes_to_another_decision_is_refused() -> None:
 
     runner, value = StageRunner(Turning(EXPERTS, EXPERTS), "layer"), torch.randn(3, EXPERTS)
     _, surroundings = runner.first(value)
-    with pytest.raises(RuntimeError, match="decides something that the stage did not decide in the forward"):
+    with raises(RuntimeError, "rerun_differs"):
         runner.again(value, surroundings)

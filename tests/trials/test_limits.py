@@ -14,6 +14,7 @@ from rotor_py import Checkpointable, InfeasibleError, Sweep, compare, least_limi
 from rotor_py.offload.offload import Bandwidth
 from rotor_py.report.sweeping import sweep_of
 from rotor_solver import Persistent
+from tests.fields import raises
 
 BATCH = torch.randn(64, 16)
 
@@ -98,9 +99,9 @@ def test_the_model_stays_as_it_was() -> None:
 
 
 def test_what_is_missing_or_too_much_is_said() -> None:
-    with pytest.raises(ValueError, match="has to be measured on a sample"):
+    with raises(ValueError, "no_sample"):
         least_limit(layers())
-    with pytest.raises(ValueError, match="its sample and options already"):
+    with raises(ValueError, "sample_given_twice"):
         sweep(Checkpointable(layers(), BATCH), BATCH)
 
 
@@ -120,9 +121,9 @@ def test_all_questions_take_a_model_and_a_sample_or_what_has_been_measured() -> 
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     for ask in (sweep, least_limit, compare):
-        with pytest.raises(ValueError, match="pass one as the second argument"):
+        with raises(ValueError, "no_sample"):
             ask(model)
-        with pytest.raises(ValueError, match="pass it alone"):
+        with raises(ValueError, "sample_given_twice"):
             ask(planned, BATCH)
-    with pytest.raises(ValueError, match="pass it alone"):
+    with raises(ValueError, "sample_given_twice"):
         verify(planned, BATCH, mem_limit="1GB")

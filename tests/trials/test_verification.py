@@ -16,6 +16,7 @@ from rotor_py import Checkpointable, UnsupportedModelError, recompute_all, verif
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.trials.default_loss import default_loss
 from tests.checkpointable.steps import between, square
+from tests.fields import raises
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,7 +115,7 @@ def test_without_a_loss_the_models_own_is_taken_or_else_the_mean_of_squares() ->
     assert default_loss((value, value + 1)) == value.square().mean() + (value + 1).square().mean()
     batch = torch.randn(16, 32)
     network = Checkpointable(nn.Sequential(nn.Linear(32, 32), nn.Tanh()), batch, mem_limit="1GB")
-    with pytest.raises(UnsupportedModelError, match="nothing to train"):
+    with raises(UnsupportedModelError, "no_gradient"):
         default_loss(value.detach())
     (found,) = verify(network, batch)
     assert found.max_grad_difference == 0

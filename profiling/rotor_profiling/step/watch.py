@@ -38,6 +38,7 @@ import torch
 
 from rotor_profiling.memory import Phase
 from rotor_profiling.timing import several_processes
+from rotor_solver.errors import InvalidStateError
 
 _MARK = "rotor_profiling.watch:"
 
@@ -99,10 +100,11 @@ class _CpuWatch:
         """Stop, for another profiler is about to start. RuntimeError if that cannot be done now."""
         self.stop()
         if self._listens and _is_on() and _in_engine():
-            raise RuntimeError(
+            raise InvalidStateError(
                 "a profiler cannot start inside of this backward, since the training step is watched, as the first one "
                 "of a plan is; start it before the step, or pass watch=False to Checkpointable. If it is a model that "
-                "is to be planned here, in a reentrant region of torch.utils.checkpoint, call its measure() before."
+                "is to be planned here, in a reentrant region of torch.utils.checkpoint, call its measure() before.",
+                kind="profiler_in_backward",
             )
 
 

@@ -23,6 +23,7 @@ from rotor_py.errors import UnsupportedModelError
 # garbage: after the backward, and where there is no graph at all. Here autograd owns it, and lets go of it in the
 # backward.
 
+
 def with_saving_functions(graph_module: fx.GraphModule) -> None:
     """Have a graph, in place, call functions of the model so that what they save ends with autograd's graph."""
     for node in graph_module.graph.nodes:
@@ -127,7 +128,9 @@ def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
         if not set(inputs).isdisjoint(written_by(node)):
             raise UnsupportedModelError(
                 f"{line_of(node)} writes into a tensor inside of a function that torch.func transforms, and running a "
-                "stage again would write again; let it make a new tensor there"
+                "stage again would write again; let it make a new tensor there",
+                kind="in_place_input",
+                name=line_of(node),
             )
     with graph.inserting_before(region[0]):
         whole = graph.call_function(_function_of(region, inputs, outputs), tuple(inputs))

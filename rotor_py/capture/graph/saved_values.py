@@ -29,6 +29,7 @@ from rotor_profiling.storage import layout_of, local
 from rotor_py.capture.fsdp_markers import is_mark, passed_through
 from rotor_py.capture.graph.graph_nodes import GATHERED, Sizes, example_of, is_random, overwrites, owned_by, tensors_of
 from rotor_py.capture.graph.stage_graph import StageGraph
+from rotor_py.errors import InvalidTypeError
 from rotor_py.stage.ways.recipe import Call, Recipe, Value
 
 # What it takes to make the values of a captured stage again, and which may be made again at all.
@@ -192,7 +193,11 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[An
             after = [tensor for tensors in read.values() for tensor in tensors]
             written = [each for each, version in zip(after, before, strict=True) if each._version != version]
             if not written and node.op.startswith("call") and overwrites(node):
-                raise TypeError(f"{node.target} changes a tensor, but not what is in its memory")
+                raise InvalidTypeError(
+                    f"{node.target} changes a tensor, but not what is in its memory",
+                    kind="metadata_changed",
+                    name=str(node.target),
+                )
             memories.read(node, read)
             memories.write(node, written)
             memories.make(node, list(_tensors(values[node])))
@@ -324,7 +329,9 @@ def _refuse_special(tensor: torch.Tensor) -> None:
     """TypeError for a tensor whose memory is not simply strided, so that bytes and views of it mean something else."""
     tensor = local(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
-        raise TypeError(f"{type(tensor).__name__} of layout {tensor.layout}")
+        raise InvalidTypeError(
+            f"{type(tensor).__name__} of layout {tensor.layout}", kind="unknown_layout", name=type(tensor).__name__
+        )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -336,6 +343,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 # What a stage stored in part keeps, what it drops, and the recipe by which that is made again.
+
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:

@@ -17,6 +17,7 @@ from torch import fx
 
 from rotor_py.capture.graph.graph_nodes import Sizes, tensors_of
 from rotor_py.capture.graph.saved_values import SavedPart, SavedValues, find_saved_values, is_cheap, kind_of, price_of
+from rotor_py.errors import record_fields
 from rotor_solver.max_flow import Network
 
 # Parts on the lower convex hull of what they keep and what they cost, and the few of them that are worth offering.
@@ -24,6 +25,7 @@ from rotor_solver.max_flow import Network
 # Of two parts, a line joins their bytes and prices; a part below it saves more for its price than a mixture of both.
 # The least cut by the line's own slope finds it if there is one, and so on between the new part and each of the two:
 # all parts on the lower convex hull, by Eisner and Severance (1976).
+
 
 class Point(Protocol):
     """A part: the bytes that it keeps, and the price of what it makes again."""
@@ -88,6 +90,7 @@ def _below_line(part: Point, before: Point, after: Point) -> int:
 # price of all that lies behind it and has to be made again. The cut of least capacity is the least memory from which
 # all that autograd saves can be made. PyTorch's compiler decides in the same way what a backward recomputes
 # (torch._functorch.partitioners).
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -239,7 +242,11 @@ def _saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[Any] |
     try:
         found = find_saved_values(body, sizes, arguments)
     except refusals as error:
-        _log.debug("a stage is stored whole or not at all, since nobody can say what its graph saves: %s", error)
+        _log.debug(
+            "a stage is stored whole or not at all, since nobody can say what its graph saves: %s",
+            error,
+            extra=record_fields("not_in_part"),
+        )
         return None
     # A node may return several tensors, of which one is saved and another one written over. What is kept of a node, and
     # what can be made from it, would be told apart by tensor then.

@@ -12,6 +12,7 @@ from typing import Any
 
 from rotor_profiling import StageBytes
 from rotor_profiling.stage.seconds import StageRun
+from rotor_py.errors import InvalidValueError
 from rotor_py.measure.cache.measurement_cache import MeasurementCache
 from rotor_py.measure.walks.found import Runs, Weighed
 
@@ -62,7 +63,9 @@ def _weighed(data: dict[str, Any]) -> Weighed:
     )
     ways = tuple(map(str, data["ways"]))
     if len(found) != 1 + len(ways) or all(run["node"] is None for run in data["runs"]):
-        raise ValueError("a stage is stored whole, and in each of its ways, and was run")
+        raise InvalidValueError(
+            "a stage is stored whole, and in each of its ways, and was run", kind="bad_field", name="kinds"
+        )
     return Weighed(
         found, int(data["decided_bytes"]), frozenset(map(int, data["moving"])), ways, bool(data.get("undecided"))
     )

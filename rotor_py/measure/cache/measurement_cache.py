@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from rotor_profiling.timing import several_processes
+from rotor_py.errors import record_fields
 from rotor_py.measure.cache.stable_key import UnstableKeyError, digest_of, environment
 
 _log = logging.getLogger("rotor_py")
@@ -64,9 +65,9 @@ class MeasurementCache:
                 json.dump(data, made)
             os.replace(made.name, file)
         except UnstableKeyError as error:
-            _log.debug("a measurement is not kept: its stage has %s", error)
+            _log.debug("a measurement is not kept: its stage has %s", error, extra=record_fields("not_cached"))
         except OSError as error:
-            _log.debug("a measurement is not kept: %s", error)
+            _log.debug("a measurement is not kept: %s", error, extra=record_fields("not_cached"))
 
     def make_room(self) -> None:
         """Remove the older half of the files if there are very many."""

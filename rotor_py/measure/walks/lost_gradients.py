@@ -11,7 +11,7 @@ from torch import nn
 
 from rotor_profiling import tensors_in
 from rotor_profiling.attributes import Attributes, with_gradients
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.stage.attached_stage import edges_of, leaves_behind
 
 _log = logging.getLogger("rotor_py")
@@ -39,7 +39,9 @@ class LostGradients:
             raise UnsupportedModelError(
                 f"stage {self._name!r} ({type(self._function).__name__}) uses a parameter of shape "
                 f"{tuple(lost[0].shape)} that is not its own, and would get no gradient there when the stage is run "
-                "again; make the module that has it a submodule of the stage (an attribute, or in an nn.ModuleList)"
+                "again; make the module that has it a submodule of the stage (an attribute, or in an nn.ModuleList)",
+                kind="foreign_parameter",
+                name=self._name,
             )
 
     def _warn(self, attribute: str) -> None:
@@ -49,4 +51,5 @@ class LostGradients:
             "one that is there after the forward has none: a loss that reads it trains nothing through it. Return it "
             "from the stage, or give a model that is no nn.Sequential, whose graph is captured.",
             self._name, type(self._function).__name__, attribute,
+            extra=record_fields("kept_in_attribute", name=self._name, attribute=attribute),
         )  # fmt: skip

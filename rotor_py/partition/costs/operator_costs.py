@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rotor_profiling.instruments import memory_meter
 from rotor_profiling.storage import tensors_in
+from rotor_py.errors import record_fields
 from rotor_py.partition.costs.convolution_layouts import Layout, copied_bytes, layouts_of
 from rotor_py.partition.joint_graph import JointGraph, is_number, known
 
@@ -167,7 +168,7 @@ def _seconds(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torc
             run()
             found[kind] = min(_once(run, device) for _ in range(_RUNS))
         except Exception as error:  # an operator may refuse numbers that nobody would pass, or find no memory left
-            _log.debug("%s cannot be timed by itself: %s", kind, error)
+            _log.debug("%s cannot be timed by itself: %s", kind, error, extra=record_fields("not_measured"))
     return found
 
 
@@ -198,11 +199,11 @@ def _scratch(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torc
                     result = run()
                     meter.mark("")
                 except Exception as error:
-                    _log.debug("%s cannot be measured by itself: %s", kind, error)
+                    _log.debug("%s cannot be measured by itself: %s", kind, error, extra=record_fields("not_measured"))
                     continue
                 numbers[str(number)] = kind
                 del run, result
     except RuntimeError as error:  # another profiler runs
-        _log.debug("scratch memory cannot be measured: %s", error)
+        _log.debug("scratch memory cannot be measured: %s", error, extra=record_fields("not_measured"))
     phases = meter.phases
     return {kind: max(0, phases[name].rise - phases[name].kept) for name, kind in numbers.items() if name in phases}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from rotor_py.errors import InvalidValueError
 from rotor_py.offload.offload import Offload, checked_name
 
 
@@ -34,13 +35,19 @@ def refuse_beside_offload(asked: Asked) -> None:
     }
     for reason, given in others.items():
         if given:
-            raise ValueError(f"offload= has a plan move what stages save, and {reason}; leave one of them out")
+            raise InvalidValueError(
+                f"offload= has a plan move what stages save, and {reason}; leave one of them out",
+                kind="excluded_together",
+                name="offload",
+            )
 
 
 def refuse_compiled(offload: Offload | None) -> None:
     """ValueError where stages are to be compiled, and plans may move what they save."""
     if offload is not None:
-        raise ValueError(
+        raise InvalidValueError(
             "offload= has a plan move what stages save, and compile() has Inductor decide what that is; leave "
-            "one of them out"
+            "one of them out",
+            kind="excluded_together",
+            name="compile",
         )

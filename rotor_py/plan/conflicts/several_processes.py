@@ -22,11 +22,15 @@ def refuse_several_processes(model: TrainedModel) -> None:
     if model.settings.offload is not None and sharded:
         raise UnsupportedModelError(
             f"offload= moves what stages of plain training save, and {name} is sharded: its stages run in regions, "
-            "which save their inputs alone; leave offload= out"
+            "which save their inputs alone; leave offload= out",
+            kind="excluded_together",
+            name="offload",
         )
     if option is not None and (not model.alone or sharded):
         raise UnsupportedModelError(
-            f"{option} is for one process, and {name} is trained by several or sharded: {_REASONS[option]}"
+            f"{option} is for one process, and {name} is trained by several or sharded: {_REASONS[option]}",
+            kind="one_process_only",
+            name=option,
         )
 
 

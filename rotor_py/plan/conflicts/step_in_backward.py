@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from rotor_profiling.step.alone import steps_alone
+from rotor_py.errors import InvalidValueError
 
 
 class Asked(Protocol):
@@ -25,16 +26,24 @@ def refuse_beside_step_in_backward(asked: Asked) -> None:
     if optimizer is None:
         return
     if asked.optimizer is not None and asked.optimizer is not optimizer:
-        raise ValueError("optimizer and step_in_backward are different optimizers; leave optimizer out")
+        raise InvalidValueError(
+            "optimizer and step_in_backward are different optimizers; leave optimizer out",
+            kind="excluded_together",
+            name="optimizer",
+        )
     if asked.forwards_in_flight > 1:
-        raise ValueError(
+        raise InvalidValueError(
             f"step_in_backward steps parameters in the first backward, and with "
-            f"forwards_in_flight={asked.forwards_in_flight} others still need them as they were; leave one of them out"
+            f"forwards_in_flight={asked.forwards_in_flight} others still need them as they were; leave one of them out",
+            kind="excluded_together",
+            name="forwards_in_flight",
         )
     if asked.on_oom == "replan":
-        raise ValueError(
+        raise InvalidValueError(
             "on_oom='replan' runs a backward again, and step_in_backward has stepped parameters in it by then; leave "
-            "one of them out"
+            "one of them out",
+            kind="excluded_together",
+            name="on_oom",
         )
     refuse_optimizer(optimizer)
 
@@ -42,9 +51,15 @@ def refuse_beside_step_in_backward(asked: Asked) -> None:
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """ValueError for an optimizer that is not known to step each parameter by itself."""
     if not steps_alone(optimizer):
-        raise ValueError(
+        raise InvalidValueError(
             f"{type(optimizer).__name__} is not known to step each parameter by itself, as step_in_backward has to; "
-            "use SGD, Adam, AdamW or another such optimizer of torch.optim, or leave step_in_backward out"
+            "use SGD, Adam, AdamW or another such optimizer of torch.optim, or leave step_in_backward out",
+            kind="unsupported_optimizer",
+            name=type(optimizer).__name__,
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError("step_in_backward takes no gradients of steps; leave differentiable=True out")
+        raise InvalidValueError(
+            "step_in_backward takes no gradients of steps; leave differentiable=True out",
+            kind="excluded_together",
+            name="differentiable",
+        )

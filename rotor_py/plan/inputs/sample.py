@@ -33,7 +33,9 @@ def arguments_of(sample: Any, model: nn.Module) -> Call:
     if isinstance(sample, str | int | float):
         raise UnsupportedModelError(
             f"the sample is {sample!r}, and has to be an input to measure with: a tensor, a tuple or a dict; a limit "
-            f"is written mem_limit={sample!r}"
+            f"is written mem_limit={sample!r}",
+            kind="not_a_sample",
+            name="custom_input",
         )
     if isinstance(sample, dict):
         return Call((), sample)
@@ -46,7 +48,9 @@ def _first_batch(loader: DataLoader[Any]) -> Any:
     with torch.random.fork_rng(devices=[]):  # the loader draws a seed for its workers
         batch = next(iter(loader), None)
     if batch is None:
-        raise UnsupportedModelError("the sample is a DataLoader without a batch; its dataset is empty")
+        raise UnsupportedModelError(
+            "the sample is a DataLoader without a batch; its dataset is empty", kind="empty_loader", name="custom_input"
+        )
     return tuple(batch) if isinstance(batch, list) else batch
 
 
@@ -59,5 +63,8 @@ def _refuse_too_many(arguments: tuple[Any, ...], model: nn.Module) -> None:
     if len(arguments) > takes and not any(each.kind == each.VAR_POSITIONAL for each in parameters):
         raise UnsupportedModelError(
             f"the sample has {len(arguments)} items and the forward of {type(model).__name__} takes {takes}: drop the "
-            "targets, and use them in `loss`"
+            "targets, and use them in `loss`",
+            kind="too_many_arguments",
+            name="custom_input",
+            got=len(arguments),
         )

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from rotor_profiling import tensors_in
+from rotor_py.errors import record_fields
 from rotor_py.execute.graph_task import goes_through, retains_graph
 from rotor_py.measure.budget import Budget
 from rotor_py.plan.steps.step_plan import StepPlan
@@ -106,6 +107,7 @@ class Forwards:
             "(%d bytes). %s Say backward_order='any' (--backward-order any).",
             type(model.core).__name__, len(flying), format_bytes(peak), peak, format_bytes(limit), limit,
             "The plan stays as it is." if stays else "From the next step on, the plan is for any order.",
+            extra=record_fields("other_backward_order", forwards=len(flying), peak_bytes=peak, mem_limit=limit),
         )  # fmt: skip
 
     def _warn_of_split_backwards(self, forward: _Forward, model: TrainedModel) -> None:
@@ -127,6 +129,7 @@ class Forwards:
             "PipelineStage: then nothing is held.",
             type(model.core).__name__, format_bytes(held), held, format_bytes(between), between,
             format_bytes(peak + held + between), peak + held + between, format_bytes(limit), limit,
+            extra=record_fields("split_backwards", peak_bytes=peak + held + between, mem_limit=limit),
         )  # fmt: skip
 
     def held_bytes(self, model: TrainedModel) -> int:
@@ -208,6 +211,7 @@ def _warn(count: int, held: int, peak: int, limit: int, model: TrainedModel) -> 
         "gradients add up to the same.",
         count, type(model.core).__name__, format_bytes(held), held, format_bytes(peak), peak,
         format_bytes(limit), limit, count, count,
+        extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),
     )  # fmt: skip
 
 

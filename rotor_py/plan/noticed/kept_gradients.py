@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from rotor_py.errors import record_fields
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.steps.step_spec import ModelState
 from rotor_py.plan.trained_model import TrainedModel
@@ -48,6 +49,7 @@ class KeptGradients:
             "the forward, or leave fresh_grads off. %s",
             type(self._model.core).__name__, format_bytes(peak), peak, format_bytes(limit), limit,
             self._remedy(plan, plan_again),
+            extra=record_fields("kept_gradients", peak_bytes=peak, mem_limit=limit),
         )  # fmt: skip
 
     def _remedy(self, plan: StepPlan, plan_again: Callable[[], None]) -> str:

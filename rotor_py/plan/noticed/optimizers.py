@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rotor_profiling import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
+from rotor_py.errors import fields_of
 
 _log = logging.getLogger("rotor_py")
 
@@ -58,6 +59,6 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
         try:
             seen[optimizer] = optimizer_cost(optimizer)
         except UnknownOptimizerError as error:
-            _log.warning("%s", error)
+            _log.warning("%s", error, extra=fields_of(error))
         else:
             model.optimizer_noticed()

@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 
 from rotor_profiling import LossCost, Phase
+from rotor_py.errors import record_fields
 from rotor_py.plan.solving import solve
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
@@ -49,6 +50,11 @@ def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model:
         _log.warning(
             "a training step of %s takes %s (%d bytes), and the limit is %s (%d bytes).%s%s %s",
             type(model.core).__name__, format_bytes(peak), peak, format_bytes(limit), limit, *causes, remedy,
+            extra=record_fields(
+                "over_limit", name=type(model.core).__name__, peak_bytes=peak, mem_limit=limit,
+                loss_bytes=found.temp_bytes if causes[0] else 0, other_bytes=other if causes[1] else 0,
+                goes_on=budget.peak_bytes(plan.sequence) > limit,
+            ),
         )  # fmt: skip
 
 
@@ -60,6 +66,7 @@ def tell_of_several_plans(peak_bytes: int, limit: int, plan: StepPlan, model: Tr
         "so these stay as they are: training goes on, beyond the limit. Write mem_limit=%d.",
         type(model.core).__name__, format_bytes(peak_bytes), peak_bytes, format_bytes(limit), limit,
         max(1, 2 * limit - peak_bytes),
+        extra=record_fields("over_limit", name=type(model.core).__name__, peak_bytes=peak_bytes, mem_limit=limit),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from rotor_py.errors import record_fields
 from rotor_py.plan.agreement import gather_objects
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
@@ -45,6 +46,7 @@ def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel
         "predicted. %s",
         plan.file.predicted_for, type(model.core).__name__, format_bytes(peak_bytes), peak_bytes,
         format_bytes(expected), expected, again,
+        extra=record_fields("other_than_predicted", peak_bytes=peak_bytes, predicted_bytes=expected),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from rotor_py.errors import record_fields
 from rotor_py.plan.solving import solve
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
@@ -37,15 +38,22 @@ def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
             "planning again: %d forwards of %s are in flight at once. With forwards_in_flight=%d, they have room from "
             "the first step on.",
             forwards, name, forwards,
+            extra=record_fields("planning_again", cause="forwards", forwards=forwards),
         )  # fmt: skip
     try:
         solve(plan, model)
     except InfeasibleError as error:
-        _log.warning("with %d forwards in flight, training goes on beyond the limit: %s", forwards, error)
+        _log.warning(
+            "with %d forwards in flight, training goes on beyond the limit: %s",
+            forwards,
+            error,
+            extra=record_fields("forwards_over_limit", forwards=forwards),
+        )
         return
     if sooner and not more and model.settings.backward_order is None and plan.sequence != before:
         _log.warning(
             "planned again: the backwards of %s come in reverse of its %d forwards in flight, for which there is a "
             "faster plan. With backward_order='reverse', it is there from the first step on.",
             name, forwards,
+            extra=record_fields("planned_again", forwards=forwards),
         )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 
+from rotor_py.errors import record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.plan.steps.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
@@ -50,4 +51,5 @@ class SecondRuns:
             "Take the model out of the region, and have the operators around it in regions of their own.",
             type(model.core).__name__, format_bytes(held_bytes), held_bytes, format_bytes(peak), peak,
             format_bytes(limit), limit,
+            extra=record_fields("second_run_over_limit", peak_bytes=peak, mem_limit=limit),
         )  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
+from rotor_py.errors import record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import allocated_bytes
 from rotor_py.measure.planning_lock import planning
@@ -110,6 +111,7 @@ class Replanner:
             "bytes); try %d of %d",
             doing, type(self._model.core).__name__, f", which asked for {format_bytes(asked)}" if asked else "",
             format_bytes(self._limit), self._limit, format_bytes(before), before, self._tries, _TRIES,
+            extra=record_fields("out_of_memory", name=doing, limit=self._limit, needed=before, tries=self._tries),
         )  # fmt: skip
         return True
 

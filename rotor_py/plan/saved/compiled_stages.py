@@ -15,7 +15,7 @@ from rotor_py.compiled.budgets import is_budget
 from rotor_py.compiled.compiled_stage import CompiledStage
 from rotor_py.compiled.stage_code import Config
 from rotor_py.compiled.stage_compiler import StageCompiler
-from rotor_py.errors import PlanMismatchError
+from rotor_py.errors import InvalidValueError, PlanMismatchError
 from rotor_py.measure.cut import JOINT, Cut, Layer
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
 from rotor_solver import Chain
@@ -41,9 +41,11 @@ class CompiledStages:
         """Those of a plan that was made. ValueError if a file cannot hold an option."""
         for name, value in config:
             if type(value) not in _PLAIN:
-                raise ValueError(
+                raise InvalidValueError(
                     f"compile= has the option {name!r}, which is a {type(value).__name__}, and a file of a plan holds "
-                    "numbers and texts alone; plan anew in each process"
+                    "numbers and texts alone; plan anew in each process",
+                    kind="option_not_plain",
+                    name=name,
                 )
         pairs = zip(cut.groups(), cut.stages, strict=True)
         compiled = [(JOINT.join(group), stage) for group, (_, stage) in pairs if isinstance(stage, CompiledStage)]
@@ -72,7 +74,7 @@ class CompiledStages:
                 named = all(name in known for name in names)
                 if right and named and all(type(each) in _PLAIN for each in options.values()):
                     return cls(names, options, room, by_torch)
-        raise ValueError(f"what is compiled of it is {reprlib.repr(data)}")
+        raise InvalidValueError(f"what is compiled of it is {reprlib.repr(data)}", kind="bad_field", name="compiled")
 
     @property
     def config(self) -> Config:

@@ -11,6 +11,7 @@ import reprlib
 from dataclasses import replace
 from typing import Any
 
+from rotor_py.errors import InvalidValueError
 from rotor_py.measure.budget import Budget
 from rotor_solver import Sequence
 from rotor_solver.moving import Link, Moves
@@ -46,7 +47,7 @@ def with_moves(entry: Any, budget: Budget, sequence: Sequence) -> tuple[Budget, 
             moves = Moves(_by_position(waits, len(sequence)), _by_position(fetches, len(sequence)))
             found = replace(budget, link=Link(out, back), link_name=to)
             return found, replace(sequence, moves=moves) if moves.stages else sequence
-    raise ValueError(f"what is moved to another tier is {reprlib.repr(entry)}")
+    raise InvalidValueError(f"what is moved to another tier is {reprlib.repr(entry)}", kind="bad_field", name="moves")
 
 
 def _pairs(by_position: tuple[tuple[int, ...], ...]) -> list[list[int]]:
@@ -60,5 +61,9 @@ def _by_position(pairs: list[Any], length: int) -> tuple[tuple[int, ...], ...]:
             case [int(position), int(stage)] if 0 <= position < length:
                 found[position].append(stage)
             case _:
-                raise ValueError(f"a move is {reprlib.repr(pair)}; it has to be a position below {length} and a stage")
+                raise InvalidValueError(
+                    f"a move is {reprlib.repr(pair)}; it has to be a position below {length} and a stage",
+                    kind="bad_field",
+                    name="moves",
+                )
     return tuple(map(tuple, found))

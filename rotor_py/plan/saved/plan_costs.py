@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rotor_profiling import LossCost, StageCost
+from rotor_py.errors import InvalidValueError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Carried, Measurement, PrefixCost, Way
@@ -60,23 +61,41 @@ class PlanCosts:
         parts = {name: read for name, read in _PARTS.items() if name != ("lean" if "ways" in data else "ways")}
         unknown = data.keys() ^ parts.keys()
         if unknown:
-            raise ValueError(f"the costs have to have {', '.join(parts)}; {reprlib.repr(sorted(unknown))} is different")
+            raise InvalidValueError(
+                f"the costs have to have {', '.join(parts)}; {reprlib.repr(sorted(unknown))} is different",
+                kind="unknown_fields",
+                name="costs",
+            )
         found = {name: read(name, data[name]) for name, read in parts.items()}
         if "lean" in found:
             found["ways"] = tuple(() if each is None else (Way(_IN_PART, each),) for each in found.pop("lean"))
         for part in ("stages", "gradient_bytes"):
             if len(found[part]) != len(names):
-                raise ValueError(f"there are {part} of {len(found[part])} stages, and {len(names)} stages")
+                raise InvalidValueError(
+                    f"there are {part} of {len(found[part])} stages, and {len(names)} stages",
+                    kind="wrong_length",
+                    name=part,
+                    got=len(found[part]),
+                )
         for part in ("ways", "waiting_gradients", "summed_gradients"):
             if len(found[part]) not in (0, len(names)):
-                raise ValueError(f"there are {part} of {len(found[part])} stages, and {len(names)} stages")
+                raise InvalidValueError(
+                    f"there are {part} of {len(found[part])} stages, and {len(names)} stages",
+                    kind="wrong_length",
+                    name=part,
+                    got=len(found[part]),
+                )
         _refuse_carried(found["carried"], len(names))
         fixed, around = (
             found.pop("fixed"),
             {name: found.pop(name) for name in (*_AROUND, *_IN_FLIGHT, "freed_gradients")},
         )
         if not 1 <= around["forwards"] <= _MOST_FORWARDS:
-            raise ValueError(f"forwards is {around['forwards']}; it has to be from one to {_MOST_FORWARDS}")
+            raise InvalidValueError(
+                f"forwards is {around['forwards']}; it has to be from one to {_MOST_FORWARDS}",
+                kind="bad_field",
+                name="forwards",
+            )
         measurement = Measurement(names=tuple(names), **found)
         chain = measurement.chain(fresh_gradients=fresh_gradients, forwards=around["forwards"])
         return cls(measurement, Budget(fixed, chain, snapshot_bytes=measurement.snapshot_bytes, **around))
@@ -105,15 +124,25 @@ def _renamed(value: Any) -> Any:
 
 def _refuse_carried(carried: tuple[Carried, ...], length: int) -> None:
     if len(carried) * length > _MOST_CARRIED:
-        raise ValueError(f"{len(carried)} tensors are carried past {length} stages; that is no model")
+        raise InvalidValueError(
+            f"{len(carried)} tensors are carried past {length} stages; that is no model",
+            kind="bad_field",
+            name="carried",
+        )
     for each in carried:
         if not each.first <= each.last <= length:
-            raise ValueError(f"a tensor is carried from stage {each.first} to {each.last} of {length}")
+            raise InvalidValueError(
+                f"a tensor is carried from stage {each.first} to {each.last} of {length}",
+                kind="bad_field",
+                name="carried",
+            )
 
 
 def _order(name: str, value: Any) -> str:
     if value not in ORDERS:
-        raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be {' or '.join(ORDERS)}")
+        raise InvalidValueError(
+            f"{name} is {reprlib.repr(value)}; it has to be {' or '.join(ORDERS)}", kind="bad_field", name=name
+        )
     return str(value)
 
 
@@ -123,7 +152,9 @@ def _way(name: str, value: Any) -> Way:
             found = Way(way, record(StageCost)(name, cost), size("moved_bytes", rest.get("moved_bytes", 0)))
             if found.moved_bytes <= found.cost.saved_bytes:
                 return found
-    raise ValueError(f"{name} has {reprlib.repr(value)}; it has to have a name and a cost")
+    raise InvalidValueError(
+        f"{name} has {reprlib.repr(value)}; it has to have a name and a cost", kind="bad_field", name=name
+    )
 
 
 _PARTS: dict[str, Reader[Any]] = {

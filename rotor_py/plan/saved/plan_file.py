@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from rotor_py.errors import PlanMismatchError, shortened
+from rotor_py.errors import InvalidValueError, PlanMismatchError, kind_of, record_fields, shortened
 from rotor_py.plan.saved.checked_fields import FIELDS, checked_fields
 from rotor_py.plan.saved.moves_data import moves_data
 from rotor_solver import Sequence
@@ -96,15 +96,24 @@ def read(path: str | Path) -> dict[str, Any]:
     try:
         fields = checked_fields(data)
         if _digest(data) != data["digest"]:
-            raise ValueError("its digest is that of another content, so it was changed or damaged")
+            raise InvalidValueError(
+                "its digest is that of another content, so it was changed or damaged", kind="other_digest"
+            )
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not a whole plan: {shortened(error)}; save it again") from None
+        raise InvalidValueError(
+            f"{file} is not a whole plan: {shortened(error)}; save it again",
+            kind="damaged_plan",
+            name=str(file),
+            cause=kind_of(error),
+            field=getattr(error, "name", None) or "",
+        ) from None
     if data["torch"] != str(torch.__version__):
         if fields["compiled"] is not None:
             raise PlanMismatchError("the torch that compiles its stages", data["torch"], torch.__version__)
         _log.warning(
             "%s was made with torch %s; with torch %s peaks and times may be others: plan again to be sure",
             file, shortened(data["torch"]), torch.__version__,
+            extra=record_fields("other_torch", name=str(file)),
         )  # fmt: skip
     return fields
 
@@ -114,18 +123,39 @@ def _parsed(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         content = opened.read(_LARGEST_FILE + 1)
     if len(content) > _LARGEST_FILE:
-        raise ValueError(f"{file} is not a plan: it has more than {_LARGEST_FILE} bytes, a plan has a few thousand")
+        raise InvalidValueError(
+            f"{file} is not a plan: it has more than {_LARGEST_FILE} bytes, a plan has a few thousand",
+            kind="not_a_plan",
+            name=str(file),
+            cause="too_large",
+        )
     try:
         data = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not a plan, or only a part of one: {error}; save it again") from None
+        raise InvalidValueError(
+            f"{file} is not a plan, or only a part of one: {error}; save it again",
+            kind="not_a_plan",
+            name=str(file),
+            cause="not_json",
+        ) from None
     if not isinstance(data, dict) or type(data.get("schema")) is not int or data["schema"] not in _READABLE:
         found = reprlib.repr(data.get("schema")) if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"{file} is not a plan of schema {SCHEMA} but of {found}; save it again")
+        raise InvalidValueError(
+            f"{file} is not a plan of schema {SCHEMA} but of {found}; save it again",
+            kind="not_a_plan",
+            name=str(file),
+            cause="other_schema",
+        )
     for name, kind in (FIELDS | _BESIDE).items():
         if type(data.get(name)) is not kind:  # isinstance would take True for a number of bytes
             found = reprlib.repr(data.get(name))
-            raise ValueError(f"{file} is not a whole plan: {name!r} is {found}; save it again")
+            raise InvalidValueError(
+                f"{file} is not a whole plan: {name!r} is {found}; save it again",
+                kind="damaged_plan",
+                name=str(file),
+                cause="bad_field",
+                field=name,
+            )
     return data
 
 

@@ -11,6 +11,7 @@ from dataclasses import fields
 from math import inf
 from typing import Any, TypeVar
 
+from rotor_py.errors import InvalidValueError
 from rotor_solver.chain import LARGEST_SIZE
 
 T = TypeVar("T")
@@ -30,21 +31,27 @@ def size(name: str, value: Any) -> int:
     least = -LARGEST_SIZE if name in _BELOW_ZERO else 0
     # By type: to `isinstance`, True is a number of bytes.
     if type(value) is not int or not least <= value <= LARGEST_SIZE:
-        raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a number of bytes")
+        raise InvalidValueError(
+            f"{name} is {reprlib.repr(value)}; it has to be a number of bytes", kind="bad_field", name=name
+        )
     return value
 
 
 def seconds(name: str, value: Any) -> float:
     """A number of seconds, zero or more."""
     if type(value) is not float or not 0 <= value <= _LONGEST:  # which a NaN is not
-        raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a number of seconds")
+        raise InvalidValueError(
+            f"{name} is {reprlib.repr(value)}; it has to be a number of seconds", kind="bad_field", name=name
+        )
     return value
 
 
 def share(name: str, value: Any) -> float:
     """A finite number, zero or more."""
     if type(value) is not float or not 0 <= value < inf:
-        raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a number from zero on")
+        raise InvalidValueError(
+            f"{name} is {reprlib.repr(value)}; it has to be a number from zero on", kind="bad_field", name=name
+        )
     return value
 
 
@@ -58,7 +65,9 @@ def many(read: Reader[T]) -> Reader[tuple[T, ...]]:
 
     def read_all(name: str, value: Any) -> tuple[T, ...]:
         if not isinstance(value, list):
-            raise ValueError(f"{name} is {reprlib.repr(value)}; it has to be a list")
+            raise InvalidValueError(
+                f"{name} is {reprlib.repr(value)}; it has to be a list", kind="bad_field", name=name
+            )
         return tuple(read(name, each) for each in value)
 
     return read_all
@@ -76,7 +85,9 @@ def record(kind: Callable[..., T]) -> Reader[T]:
 
     def read(name: str, value: Any) -> T:
         if not isinstance(value, dict) or value.keys() != readers.keys():
-            raise ValueError(f"{name} has {reprlib.repr(value)}; it has to have {', '.join(readers)}")
+            raise InvalidValueError(
+                f"{name} has {reprlib.repr(value)}; it has to have {', '.join(readers)}", kind="bad_field", name=name
+            )
         return kind(**{names[part].name: reader(part, value[part]) for part, reader in readers.items()})
 
     return read

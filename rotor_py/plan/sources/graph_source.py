@@ -10,6 +10,7 @@ from torch import nn
 
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.whole_parameters import as_entered
+from rotor_py.errors import record_fields
 from rotor_py.measure.cut import Cut, Layer
 from rotor_py.plan.inputs.input_spec import describe, reaches, spec_of
 from rotor_py.plan.saved.plan import Plan
@@ -105,4 +106,5 @@ def _tell_of_capture(value: Any, seconds: float) -> None:
     _log.warning(
         "TorchDynamo captures another graph of the model%s: the input is %s; TORCH_LOGS=recompiles says why",
         before, describe(spec_of(value)),
+        extra=record_fields("captured_again"),
     )  # fmt: skip

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from rotor_py.errors import DescribedError
 
-class SpentGradientError(RuntimeError):
+
+class SpentGradientError(DescribedError, RuntimeError):
     """A gradient was read after its parameter had been stepped with it."""
 
 
@@ -41,5 +43,7 @@ class SpentGradient(torch.Tensor):
         raise SpentGradientError(
             f"{operator} reads a gradient that is gone: step_in_backward has stepped its parameter with it in the "
             "backward already, so nothing can clip, log, unscale or add to it afterwards (clip_grad_norm_, "
-            "max_grad_norm, a GradScaler, accumulation); leave that out, or step_in_backward"
+            "max_grad_norm, a GradScaler, accumulation); leave that out, or step_in_backward",
+            kind="gradient_spent",
+            name=str(operator),
         )

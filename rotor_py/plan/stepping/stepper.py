@@ -29,6 +29,7 @@ from torch import nn
 
 from rotor_profiling import tensors_in
 from rotor_profiling.step.alone import plain_step
+from rotor_py.errors import InvalidStateError
 from rotor_py.execute.graph_task import current_task
 from rotor_py.plan.conflicts.step_in_backward import refuse_optimizer
 from rotor_py.plan.stepping.scaled_losses import begins_at_scaled_loss, notice_scalers
@@ -71,16 +72,18 @@ class Stepper:
         """
         refuse_optimizer(self._optimizer)
         if in_flight:
-            raise RuntimeError(
+            raise InvalidStateError(
                 "a forward begins before the backward of another one, whose parameters step_in_backward would step in "
-                "between; call backward() and optimizer.step() after each forward, or leave step_in_backward out"
+                "between; call backward() and optimizer.step() after each forward, or leave step_in_backward out",
+                kind="forwards_in_flight",
             )
         before, self._has = self._has, self._ids_of_both()
         mine = [each for each in self._model.core.parameters() if id(each) in self._groups and each.requires_grad]
         if any(each.grad is not None for each in mine):
-            raise RuntimeError(
+            raise InvalidStateError(
                 "parameters have gradients when a forward begins, and step_in_backward would step with their sum; call "
-                "optimizer.zero_grad() first, and for accumulation leave step_in_backward out"
+                "optimizer.zero_grad() first, and for accumulation leave step_in_backward out",
+                kind="gradients_left",
             )
         for parameter in mine:
             if self._hooked.get(id(parameter)) is not parameter:
@@ -121,10 +124,11 @@ class Stepper:
         with _one_at_a_time:
             if self._stepped_in not in (_NO_TASK, self._task):
                 parameter.grad = None
-                raise RuntimeError(
+                raise InvalidStateError(
                     "a second backward comes before optimizer.step(), and step_in_backward has stepped with the first: "
                     "gradients cannot add up. Call optimizer.step() after each backward, where it only says that the "
-                    "step is over, or leave step_in_backward out"
+                    "step is over, or leave step_in_backward out",
+                    kind="second_backward",
                 )
             self._stepped_in = self._task
             self._step_alone(parameter, group)
@@ -132,14 +136,16 @@ class Stepper:
 
     def _begin(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise InvalidStateError(
                 "create_graph=True asks for a graph of the gradients, and step_in_backward changes the parameters that "
-                "it would read; leave one of them out"
+                "it would read; leave one of them out",
+                kind="create_graph",
             )
         if begins_at_scaled_loss():
-            raise RuntimeError(
+            raise InvalidStateError(
                 "a GradScaler has scaled the loss, and step_in_backward would step with gradients that are scaled; use "
-                "bfloat16, which needs no scaler, or leave step_in_backward out"
+                "bfloat16, which needs no scaler, or leave step_in_backward out",
+                kind="scaled_loss",
             )
         self._task = current_task()
 

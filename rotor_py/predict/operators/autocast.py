@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from rotor_py.errors import InvalidStateError
 from rotor_py.predict.operators.autocast_policy import (
     FLOAT32,
     FLOAT32_NORM,
@@ -135,9 +136,11 @@ def _in_the_widest(operator: _Operator) -> _Kernel:
 
 def _refused(operator: _Operator) -> _Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
+        raise InvalidStateError(
             f"{operator} raises an error under autocast on CUDA: it is unsafe in low precision. Use "
-            "binary_cross_entropy_with_logits, or nn.BCEWithLogitsLoss"
+            "binary_cross_entropy_with_logits, or nn.BCEWithLogitsLoss",
+            kind="unsafe_autocast",
+            name=str(operator),
         )
 
     return kernel

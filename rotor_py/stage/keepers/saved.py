@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from rotor_py.errors import InvalidStateError
+
 
 class Kept(Protocol):
     """A tensor in another form."""
@@ -45,9 +47,10 @@ class SavedAsItIs:
 
     def tensor(self) -> torch.Tensor:
         if self.overwritten:
-            raise RuntimeError(
+            raise InvalidStateError(
                 f"a tensor of shape {tuple(self._tensor.shape)} that is needed for the backward has been modified by "
-                "an in-place operation since the forward; change it after the backward"
+                "an in-place operation since the forward; change it after the backward",
+                kind="saved_tensor_changed",
             )
         return self._tensor
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rotor_profiling import storage_bytes, tensors_in
+from rotor_py.errors import InvalidStateError
 
 Decisions = tuple[tuple[Any, Any], ...]
 """The operators that decided, in order, each with what it returned."""
@@ -153,9 +154,11 @@ class _Repeating(_Watching):
         nothing: tuple[Any, Any] = (None, None)
         decided, before = next(self._remaining, nothing)
         if decided is not func:
-            raise RuntimeError(
+            raise InvalidStateError(
                 f"{func} decides something that the stage did not decide in the forward, so it cannot be run again "
-                "exactly; a stage has to do the same thing every time"
+                "exactly; a stage has to do the same thing every time",
+                kind="rerun_differs",
+                name=str(func),
             )
         if func._schema.is_mutable:  # it has written what it made into memory that others look at
             for tensor, decision in zip(tensors_in(made), tensors_in(before), strict=True):

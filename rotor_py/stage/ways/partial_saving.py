@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rotor_py.errors import InvalidStateError
 from rotor_py.stage.keepers.handed_over import handing_over_now, tensor_of
 from rotor_py.stage.keepers.keeper import saving_now
 from rotor_py.stage.keepers.saved import Saved
@@ -189,9 +190,10 @@ class _Saved:
         if not isinstance(part, _Part):
             return part.tensor()
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise InvalidStateError(
                 "create_graph=True cannot go through a stage that makes tensors again in the backward; raise the "
-                "memory limit until nothing is recomputed, or train this loss without Checkpointable"
+                "memory limit until nothing is recomputed, or train this loss without Checkpointable",
+                kind="create_graph",
             )
         return part.handle.value().as_strided(part.view.size, part.view.stride, part.view.offset)
 

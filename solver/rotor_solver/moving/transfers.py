@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rotor_solver.chain import Chain
+from rotor_solver.errors import InvalidValueError
 from rotor_solver.memory_timeline import Moment, moments
 from rotor_solver.sequence import Backward, ForwardEnable, Loss, Moves, Sequence
 from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
@@ -30,7 +31,11 @@ class Link:
         for name in ("out_bytes_per_second", "in_bytes_per_second"):
             rate = getattr(self, name)
             if not (math.isfinite(rate) and rate > 0):
-                raise ValueError(f"{name} is {rate!r}; it has to be a finite number of bytes, above zero")
+                raise InvalidValueError(
+                    f"{name} is {rate!r}; it has to be a finite number of bytes, above zero",
+                    kind="not_a_rate",
+                    name=name,
+                )
 
     @property
     def seconds_per_byte(self) -> float:
@@ -57,7 +62,9 @@ class Trip:
 def loss_position(sequence: Sequence) -> int:
     """Where the loss is; ValueError if there is none."""
     if Loss() not in sequence.operations:
-        raise ValueError(f"the sequence of {len(sequence)} operations has no loss")
+        raise InvalidValueError(
+            f"the sequence of {len(sequence)} operations has no loss", kind="no_loss", name="sequence"
+        )
     return sequence.operations.index(Loss())
 
 
@@ -180,9 +187,13 @@ class _Step:
 def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> dict[int, Trip]:
     """The trips that are made, by stage. ValueError for moves that break a rule."""
     if not len(moves.wait_out) == len(moves.fetch) == len(sequence):
-        raise ValueError(
+        raise InvalidValueError(
             f"the moves are for {len(moves.wait_out)} and {len(moves.fetch)} operations; the sequence has "
-            f"{len(sequence)}"
+            f"{len(sequence)}",
+            kind="wrong_length",
+            name="moves",
+            got=len(moves.wait_out),
+            needs=len(sequence),
         )
     possible = {trip.stage: trip for trip in trips_of(chain, sequence)}
     loss = loss_position(sequence)
@@ -190,22 +201,30 @@ def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> dict[int, 
     for position, stages in enumerate(moves.wait_out):
         for stage in stages:
             if stage not in possible or stage in waited or not possible[stage].forward < position <= loss + 1:
-                raise ValueError(
+                raise InvalidValueError(
                     f"before operation {position}, the copy out of stage {stage} is waited for; that has to happen "
-                    "once, after a forward that moves something, and before the second operation after the loss"
+                    "once, after a forward that moves something, and before the second operation after the loss",
+                    kind="wrong_wait",
+                    stage=stage,
+                    position=position,
                 )
             waited[stage] = position
     fetched: dict[int, Trip] = {}
     for position, stages in enumerate(moves.fetch):
         for stage in stages:
             if stage not in waited or stage in fetched or not loss < position <= possible[stage].backward:
-                raise ValueError(
+                raise InvalidValueError(
                     f"before operation {position}, the copy back of stage {stage} begins; that has to happen once, "
-                    "after the loss, after its copy out was waited for, and before its backward"
+                    "after the loss, after its copy out was waited for, and before its backward",
+                    kind="wrong_fetch",
+                    stage=stage,
+                    position=position,
                 )
             fetched[stage] = possible[stage]
     if missing := waited.keys() - fetched.keys():
-        raise ValueError(f"stages {sorted(missing)} are copied out, and never back")
+        raise InvalidValueError(
+            f"stages {sorted(missing)} are copied out, and never back", kind="not_fetched", stage=min(missing)
+        )
     return fetched
 
 

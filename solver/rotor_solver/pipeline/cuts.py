@@ -26,6 +26,7 @@ from itertools import pairwise
 import numpy as np
 
 from rotor_solver.chain import Chain, Stage
+from rotor_solver.errors import InvalidValueError
 from rotor_solver.least_memory import Floats
 from rotor_solver.pipeline.plan import Part, PipelinePlan
 from rotor_solver.pipeline.schedules import InFlight, Schedule, buffer_bytes, in_flight
@@ -127,7 +128,11 @@ def cut_points(chain: Chain, wanted: Iterable[int] | None) -> list[int]:
     inner = range(1, length) if wanted is None else sorted(set(wanted) - {0, length})
     for point in inner:
         if not 0 < point < length:
-            raise ValueError(f"boundaries has {point}; the chain's stages are 0 to {length - 1}")
+            raise InvalidValueError(
+                f"boundaries has {point}; the chain's stages are 0 to {length - 1}",
+                kind="no_such_stage",
+                name="boundaries",
+            )
     return [0, *(point for point in inner if _nothing_crosses(chain.gradient[:point])), length]
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Protocol
 
 from rotor_solver.chain import Chain
+from rotor_solver.errors import InvalidValueError
 from rotor_solver.pipeline.schedules import Action, InFlight, Kind, Schedule
 from rotor_solver.pipeline.sequences import Microbatch, bytes_in_flight
 from rotor_solver.sequence import Sequence
@@ -123,7 +124,9 @@ def run(schedule: Schedule, parts: Several[TimedPart]) -> Timeline:
                 events.append(Event(action, rank, begin, end, *memory[rank].run(action)))
                 position[rank] += 1
         if len(events) == before:
-            raise ValueError(f"the schedule {schedule.name} waits for itself")
+            raise InvalidValueError(
+                f"the schedule {schedule.name} waits for itself", kind="schedule_deadlock", name=schedule.name
+            )
     events.sort(key=lambda event: (event.begin, event.rank))
     by_rank = [[event for event in events if event.rank == rank] for rank in range(schedule.ranks)]
     return Timeline(

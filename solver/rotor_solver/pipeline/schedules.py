@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rotor_solver.chain import Chain
+from rotor_solver.errors import InvalidValueError
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward, the whole backward, the backward for the inputs alone, and the one for the weights: torch's letters."""
@@ -55,20 +56,31 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
-            raise ValueError(f"there is no schedule {self.name!r}; there are {', '.join(SCHEDULES)}")
+            raise InvalidValueError(
+                f"there is no schedule {self.name!r}; there are {', '.join(SCHEDULES)}",
+                kind="unknown_value",
+                name="schedule",
+            )
         for field in ("ranks", "microbatches", "virtual_stages"):
             number = getattr(self, field)
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{field} is {number!r}; it has to be a whole number, one or more")
+                raise InvalidValueError(
+                    f"{field} is {number!r}; it has to be a whole number, one or more", kind="not_a_count", name=field
+                )
         if self.name not in _SEVERAL_PARTS and self.virtual_stages > 1:
-            raise ValueError(
+            raise InvalidValueError(
                 f"{self.name} has one part of the chain on each rank; virtual_stages is {self.virtual_stages}. "
-                'The schedule that has several is "interleaved"'
+                'The schedule that has several is "interleaved"',
+                kind="one_part_per_rank",
+                name="virtual_stages",
             )
         if self.name not in _ONE_AFTER_THE_OTHER and self.microbatches % self.rounds:
-            raise ValueError(
+            raise InvalidValueError(
                 f"{self.name} on {self.ranks} ranks cannot divide {self.microbatches} microbatches into {self.rounds} "
-                f"equal rounds; take a multiple of {self.ranks}"
+                f"equal rounds; take a multiple of {self.ranks}",
+                kind="not_divisible",
+                name="microbatches",
+                got=self.microbatches,
             )
 
     @property

@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from rotor_solver.chain import Chain, checked_size
+from rotor_solver.errors import InvalidValueError
 from rotor_solver.least_memory import Floats
 from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
 from rotor_solver.pipeline.cuts import Budget, Cost, best_cuts, cut_points
@@ -179,7 +180,12 @@ def plan_pipeline(
     points = cut_points(chain, boundaries)
     if len(points) <= order.parts:
         places = "" if len(points) > len(chain) else f", which can be cut at {len(points) - 2} places,"
-        raise ValueError(f"{len(chain)} stages{places} cannot be cut into {order.parts} parts; take fewer ranks")
+        raise InvalidValueError(
+            f"{len(chain)} stages{places} cannot be cut into {order.parts} parts; take fewer ranks",
+            kind="too_few_stages",
+            stages=len(chain),
+            parts=order.parts,
+        )
     budget = Budget(order, _limits_of(limits, ranks), _fixed_of(fixed, len(chain)), buffers)
     if order.virtual_stages == 1:
         return _best_plan(Search(chain, budget, slots), points)
@@ -221,7 +227,13 @@ def _limits_of(limits: float | Several[float], ranks: int) -> tuple[int, ...]:
     if not isinstance(limits, Several):
         return (bytes_of_limit(limits),) * ranks
     if len(limits) != ranks:
-        raise ValueError(f"there are {len(limits)} limits for {ranks} ranks; give one for each, or one for all")
+        raise InvalidValueError(
+            f"there are {len(limits)} limits for {ranks} ranks; give one for each, or one for all",
+            kind="wrong_length",
+            name="limits",
+            got=len(limits),
+            needs=ranks,
+        )
     return tuple(map(bytes_of_limit, limits))
 
 
@@ -229,7 +241,13 @@ def _fixed_of(fixed: Several[int] | None, length: int) -> tuple[int, ...]:
     if fixed is None:
         return (0,) * length
     if len(fixed) != length:
-        raise ValueError(f"fixed has {len(fixed)} entries; the chain has {length} stages")
+        raise InvalidValueError(
+            f"fixed has {len(fixed)} entries; the chain has {length} stages",
+            kind="wrong_length",
+            name="fixed",
+            got=len(fixed),
+            needs=length,
+        )
     return tuple(checked_size(size, f"fixed of stage {stage}") for stage, size in enumerate(fixed))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rotor_solver import Chain, InfeasibleError, Option, Persistent, Stage, min_bytes, simulate, solve, store_all
 from rotor_solver.moving import Link, simulate_moves, solve_moving
 from rotor_solver.moving.lagrangian import Line, Priced, lower_bound, lowest_point, moving_only, priced
+from tests.fields import raises
 from tests.solver.moving.twins import LINKS, exhaustive_moving_optimum, moving_chains, pofo_optimum, tiny_chains
 from tests.solver.naive import naive_optimum
 
@@ -167,7 +168,7 @@ def test_a_chain_without_stages() -> None:
 
 @pytest.mark.parametrize("limit", [-1, math.nan, "4GB"])
 def test_limits_that_are_none_are_refused(limit: float) -> None:
-    with pytest.raises(ValueError, match="mem_limit"):
+    with raises(ValueError, "not_bytes", name="mem_limit"):
         solve_moving(Chain((), 0, 1.0), limit, Link(1.0, 1.0))
 
 

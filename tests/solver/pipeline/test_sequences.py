@@ -17,6 +17,7 @@ from rotor_solver.pipeline.sequences import (
     least_in_flight,
     optimum,
 )
+from tests.fields import raises
 from tests.solver.pipeline import naive
 from tests.solver.strategies import plain_chains, rich_chains
 
@@ -67,7 +68,7 @@ def test_with_few_slots_the_bound_is_below_every_sequence_and_the_sequence_fits(
 def test_below_the_least_bytes_the_error_has_both_numbers() -> None:
     chain = Chain.from_arrays([1, 1], [1, 1, 1], [4, 4, 4], [8, 8], [0, 0], [0, 0, 0])
     least = naive.least_bytes(chain, 3)
-    with pytest.raises(InfeasibleError, match=f"3 microbatches in flight need at least {least} bytes") as caught:
+    with raises(InfeasibleError, "limit_too_small", min_bytes=least) as caught:
         fastest_in_flight(chain, least - 1, 3, EXACT)
     assert (caught.value.min_bytes, caught.value.mem_limit) == (least, least - 1)
     assert bound_in_flight(chain, least - 1, 3, EXACT) == math.inf

@@ -1,0 +1,92 @@
+"""Errors, warnings and log records carry fields, wherever they are raised."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import warnings
+
+import pytest
+
+from rotor_py.errors import (
+    CheckpointLimitError,
+    DescribedWarning,
+    MissingCheckpointError,
+    OffloadError,
+    PlanMismatchError,
+    UnsupportedModelError,
+    fields_of,
+    record_fields,
+)
+from rotor_solver import DescribedError, InfeasibleError, InvalidStateError, InvalidTypeError, InvalidValueError
+from tests.fields import kinds, logged, raises, warns
+
+BUILTINS = {
+    InvalidValueError: ValueError,
+    InvalidTypeError: TypeError,
+    InvalidStateError: RuntimeError,
+    UnsupportedModelError: ValueError,
+    OffloadError: RuntimeError,
+}
+MADE = (
+    InvalidValueError("slots must be one or more, got 0", kind="not_a_count", name="slots", got=0),
+    InfeasibleError("too small", min_bytes=7, mem_limit=5, stage=2),
+    UnsupportedModelError("no gradient", name="model"),
+    PlanMismatchError("keep=", "bf16", None),
+    CheckpointLimitError(3, 2),
+    MissingCheckpointError(4),
+    DescribedWarning("no effect", kind="no_effect"),
+)
+
+
+@pytest.mark.parametrize("error", MADE, ids=lambda error: error.kind)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_a_copy_has_the_class_message_and_fields(error, copied):
+    other = copied(error)
+    assert type(other) is type(error)
+    assert str(other) == str(error)
+    assert other.__dict__ == error.__dict__
+
+
+@pytest.mark.parametrize(("described", "builtin"), BUILTINS.items())
+def test_errors_keep_their_builtin_classes(described, builtin):
+    assert issubclass(described, builtin)
+
+
+def test_an_infeasible_limit_is_a_value_error_and_a_runtime_error():
+    with raises(ValueError, "limit_too_small", stage=2, min_bytes=7, mem_limit=5) as caught:
+        raise MADE[1]
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_fields_have_defaults():
+    error = InvalidValueError("wrong")
+    assert (error.kind, error.stage, error.name, error.numbers) == ("invalid", None, None, {})
+
+
+def test_log_records_carry_the_fields(caplog):
+    logging.getLogger("rotor_py").warning("%d of %d", 1, 2, extra=record_fields("odd", stage=4, name="a", first=1))
+    logging.getLogger("rotor_py").warning("again", extra=fields_of(MADE[1]))
+    logging.getLogger("rotor_py").warning("without fields")
+    assert kinds(caplog) == ["odd", "limit_too_small"]
+    (record,) = logged(caplog, "odd", stage=4, name="a", first=1)
+    assert (record.stage, record.subject, record.numbers) == (4, "a", {"first": 1})
+    assert logged(caplog, "limit_too_small", min_bytes=7)
+    assert not logged(caplog, "odd", first=2)
+
+
+def test_fields_of_an_error_without_any_name_its_class():
+    assert fields_of(KeyError("x"))["kind"] == "KeyError"
+
+
+def test_a_warning_carries_the_fields():
+    with warns("no_effect"):
+        warnings.warn(MADE[-1], stacklevel=1)
+
+
+def test_a_wrong_field_fails_the_check():
+    with pytest.raises(AssertionError), raises(DescribedError, "not_a_count", got=1):
+        raise MADE[0]
+    with pytest.raises(AssertionError), raises(DescribedError, "other"):
+        raise MADE[0]
