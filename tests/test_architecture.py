@@ -23,7 +23,8 @@ FLOORS = (
     {"execute", "measure", "compiled"},
     {"stage", "distributed", "devices"},
     {"offload"},
-    {"errors", "units", "host_memory", "transparent", "models"},
+    {"units", "host_memory", "transparent", "models"},
+    {"errors"},
 )
 """The rooms of rotor_py, from the top to the bottom: a room imports from lower floors alone."""
 

@@ -163,6 +163,8 @@ def _plan(costs: PipelineCosts, limits: tuple[int, ...], request: Request) -> Pi
             f"limit of {limit_text(error.min_bytes)}.",
             INFEASIBLE,
             kind=kind_of(error),
+            min_bytes=error.min_bytes,
+            mem_limit=error.mem_limit,
         ) from error
     except ValueError as error:
         raise usage(f"--pipeline: {error}", kind=kind_of(error), name="--pipeline") from error
@@ -175,6 +177,8 @@ def _plan(costs: PipelineCosts, limits: tuple[int, ...], request: Request) -> Pi
                 f"{format_bytes(limit)} ({limit} bytes). Try more ranks, or a limit of {limit_text(stepping)}.",
                 INFEASIBLE,
                 kind="optimizer_too_large",
+                min_bytes=stepping,
+                mem_limit=limit,
             )
     return plan
 

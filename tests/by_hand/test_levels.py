@@ -68,7 +68,7 @@ def test_checkpointed_functions_train_as_plain_ones_and_take_less_memory(use_ree
 @pytest.mark.parametrize("bad", [-1, 6, True, 1.0, "2", None])
 def test_bad_levels_are_refused_in_a_sentence(bad: Any) -> None:
     for make in (lambda: ActivationCheckpointing(bad, 1), lambda: ActivationCheckpointing(1, bad)):
-        with raises(ValueError, "unknown_level", name="checkpoint_level"):
+        with raises(ValueError, "unknown_level"):
             make()
     with raises(ValueError, "unknown_level"):
         ByLevel.of(staged(), bad)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from rotor_py import Checkpointable
 from tests.fields import ends
 
@@ -95,13 +93,12 @@ def test_a_batch_is_chosen_with_fewer_bits_among_the_ways(plan, model_file):
     assert "kept in bf16" in " ".join(result.stdout.split())
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "name"),
-    [
-        (["--keep", "fp4"], "unknown_value", "--keep"),
-        (["--keep", "bf16", "--pipeline", 2], "excluded_together", "--keep"),
-    ],
-)
-def test_what_keep_excludes(plan, model_file, options, kind, name):
-    result = plan(model_file(WIDE), "--mem-limit", "1GB", *options)
-    ends(result, 2, kind, name=name)
+def test_another_word_than_those_of_keep_is_answered_with_these(plan, model_file):
+    result = plan(model_file(WIDE), "--mem-limit", "1GB", "--keep", "fp4")
+    assert result.exit_code == 2
+    assert "'bf16', 'fp8', 'int8'" in result.stderr
+
+
+def test_keep_is_for_one_process(plan, model_file):
+    result = plan(model_file(WIDE), "--mem-limit", "1GB", "--keep", "bf16", "--pipeline", 2)
+    ends(result, 2, "excluded_together", name="--keep")

@@ -136,7 +136,7 @@ def test_moves_to_the_host_are_planned_for_a_device_that_is_not_here(plan, model
         (
             ["--offload", "host", "--device", "h100", "--batch", "max"],
             "excluded_together",
-            "--batch max with --offload",
+            "--batch max",
         ),
     ],
 )

@@ -408,7 +408,7 @@ def test_a_trainer_of_lightning_is_planned(script):
         (LOOP.replace("net = nn.Seq", "from rotor_py import Checkpointable\nnet = Checkpointable(nn.Seq").replace(
             "nn.Linear(16, 4))", "nn.Linear(16, 4)))"), 2, "planned_already"),
         ("raise KeyboardInterrupt", 130, None),
-        ("def broken(:", 4, "model_raised"),
+        ("def broken(:", 4, "script_raised"),
     ],
 )  # fmt: skip
 def test_a_script_that_cannot_be_planned_ends_with_one_message(script, text, code, kind):

@@ -166,9 +166,9 @@ def test_a_chain_without_stages() -> None:
     assert plan.gap == 0.0
 
 
-@pytest.mark.parametrize("limit", [-1, math.nan, "4GB"])
-def test_limits_that_are_none_are_refused(limit: float) -> None:
-    with raises(ValueError, "not_bytes", name="mem_limit"):
+@pytest.mark.parametrize(("limit", "kind"), [(-1, "negative"), (math.nan, "not_bytes"), ("4GB", "not_bytes")])
+def test_limits_that_are_none_are_refused(limit: float, kind: str) -> None:
+    with raises(ValueError, kind, name="mem_limit"):
         solve_moving(Chain((), 0, 1.0), limit, Link(1.0, 1.0))
 
 
