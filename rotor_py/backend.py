@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.distributed import ProcessGroup
 
 from rotor_profiling import tensors_in
-from rotor_profiling.devices import accelerators
+from rotor_profiling.isolate import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import in_context
 from rotor_py.capture.measured_graphs import MeasuredGraph

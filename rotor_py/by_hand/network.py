@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import leaves_of, storage_bytes, tensors_in
-from rotor_profiling.devices import accelerators
-from rotor_profiling.isolate import trained_parameters
+from rotor_profiling.isolate import accelerators, trained_parameters
 from rotor_py.execute.program import program
 from rotor_py.execute.tape import replay
 from rotor_py.stage.runner import StageRunner

@@ -25,7 +25,7 @@ from rotor_profiling import (
     tensors_in,
 )
 from rotor_profiling.attributes import attributes_kept
-from rotor_profiling.instruments import operators
+from rotor_profiling.backends import operators
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs, whole_step

@@ -18,7 +18,7 @@ from rotor_py.compiled.stage_code import StageCode
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Way
-from rotor_py.measure.walks.stage_ways import worth_choosing
+from rotor_py.measure.stage_ways import worth_choosing
 from rotor_solver import ForwardEnable, frontier
 from rotor_solver.progress import Progress
 

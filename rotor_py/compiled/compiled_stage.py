@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from rotor_profiling import tensors_in
-from rotor_profiling.stage.kind import HasKind, stage_kind
+from rotor_profiling.stage.stage_signature import HasKind, stage_kind
 from rotor_py.compiled.budgets import Foreseen
 from rotor_py.compiled.same_bits import same_bits
 from rotor_py.compiled.stage_code import StageCode

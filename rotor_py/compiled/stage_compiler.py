@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rotor_profiling.stage.kind import stage_kind
+from rotor_profiling.stage.stage_signature import stage_kind
 from rotor_py.compiled.budgets import Foreseen, OnlySurveyedError, Partitions, budget_of
 from rotor_py.compiled.stage_code import Config, StageCode, compile_code, owned_slots
 from rotor_py.errors import InfeasibleError

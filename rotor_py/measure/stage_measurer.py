@@ -34,25 +34,18 @@ from rotor_profiling import (
     time_ways,
 )
 from rotor_profiling.attributes import kept_bytes
-from rotor_profiling.instruments import stopwatch
+from rotor_profiling.backends import stopwatch
 from rotor_profiling.isolate import trained_parameters
-from rotor_profiling.stage.timed_stage import AsNode
+from rotor_profiling.stage.seconds import AsNode
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
-from rotor_py.measure.cache.kept_kinds import KeptKinds
-from rotor_py.measure.cache.measurement_cache import measurement_cache
-from rotor_py.measure.cut import Cut
-from rotor_py.measure.measurement import Measurement, Way
-from rotor_py.measure.prefix import run_prefix
+from rotor_py.measure.cache import KeptKinds, Weighed, measurement_cache
+from rotor_py.measure.cut import Cut, run_prefix
+from rotor_py.measure.discovery_pass import LayerOffers, Survey, WalkedChain
+from rotor_py.measure.measurement import Carried, Measurement, Way
+from rotor_py.measure.rounds import StageTimes
+from rotor_py.measure.stage_ways import MovableBytes, offered_everywhere, saving_ones, stand_ins, worth_choosing
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
-from rotor_py.measure.walks.carried_tensors import CarriedTensors
-from rotor_py.measure.walks.found import Weighed
-from rotor_py.measure.walks.layer_offers import LayerOffers
-from rotor_py.measure.walks.movable_bytes import MovableBytes
-from rotor_py.measure.walks.stage_times import StageTimes
-from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, stand_ins, worth_choosing
-from rotor_py.measure.walks.survey import Survey
-from rotor_py.measure.walks.walked_chain import WalkedChain
 from rotor_py.stage.activity import During
 from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.stage.keepers.fewer_bits import word_of
@@ -62,6 +55,54 @@ from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moved_elsewhere, remember_moving
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver.progress import Progress
+
+
+class CarriedTensors:
+    """What is carried, while a chain is measured stage by stage.
+
+    `now` has the carried tensors in the input of the stage that is being measured: name, and position among the input's
+    tensors.
+    """
+
+    def __init__(self) -> None:
+        self.now: Mapping[str, int] = {}
+        self._found: dict[str, Carried] = {}
+
+    @property
+    def found(self) -> tuple[Carried, ...]:
+        """All of them, as far as the chain has been measured."""
+        return tuple(self._found.values())
+
+    def addresses(self, value: Any) -> list[int]:
+        """The addresses of their storages in `value`, the input of the stage."""
+        return list(storages(self._tensors(value)))
+
+    def count_gradients(self, sizes: Sequence[int]) -> None:
+        """Note the bytes of the gradients that the stage's backward gives to what was carried into it.
+
+        `sizes` has those of the gradients of all tensors of the input.
+        """
+        # The largest of all stages: each may return the gradient in a storage of another size, and one number counts.
+        for name, position in self.now.items():
+            known = self._found[name]
+            size = sizes[position]
+            self._found[name] = replace(known, gradient_bytes=max(size, known.gradient_bytes))
+
+    def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:
+        """Go on to the input `value` of `stage`, where the carried tensors are at `positions`.
+
+        `owned` are the addresses of storages that are already counted: a new tensor may be a view of an old one.
+        """
+        self.now = positions
+        for name, tensor in zip(positions, self._tensors(value), strict=True):
+            if name not in self._found:
+                self._found[name] = Carried(storage_bytes([tensor], owned), stage, stage)
+            self._found[name] = replace(self._found[name], last=stage)
+
+    def _tensors(self, value: Any) -> list[torch.Tensor]:
+        """The carried tensors in `value`, the input of the stage."""
+        tensors = tensors_in(value)
+        return [tensors[position] for position in self.now.values()]
 
 
 class StageMeasurer:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rotor_profiling.instruments import prediction
+from rotor_profiling.backends import prediction
 from rotor_py.errors import OffloadError
 from rotor_py.offload import FILE, refuse_other_names
 from rotor_py.offload.file_tier import FileTier

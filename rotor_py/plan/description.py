@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rotor_profiling.instruments import prediction
+from rotor_profiling.backends import prediction
 from rotor_py.plan.out_of_memory.guarded_budget import unguarded
 from rotor_py.plan.saved.compiled_stages import CompiledStages
 from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch.distributed import ProcessGroup
 
-from rotor_profiling.instruments import prediction
+from rotor_profiling.backends import prediction
 from rotor_py.errors import OffloadError, UnsupportedModelError
 from rotor_py.measure.budget import Budget
 from rotor_py.offload.offload import Offload, link_of

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling.instruments import prediction
-from rotor_profiling.step.watch import give_way
-from rotor_profiling.step.workspaces import allocate_workspaces
+from rotor_profiling.backends import allocate_workspaces, prediction
+from rotor_profiling.step import give_way
 from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.measurement import Measurement

@@ -19,7 +19,7 @@ from torch import nn
 
 from rotor_profiling.attributes import Attributes, Change
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
-from rotor_profiling.values import equal
+from rotor_profiling.storage import equal
 from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
 from rotor_py.stage.restored.decisions import Decisions, decisions_recorded, decisions_repeated
 from rotor_py.stage.restored.other_streams import Drawn, other_draws

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rotor_profiling import memory
-from rotor_profiling.stage import measured_ways
+from rotor_profiling.stage import cost
 from rotor_py import Checkpointable
 from rotor_py.measure import stage_measurer
 from rotor_py.stage.runner import StageRunner
@@ -159,7 +159,7 @@ def measured(
 
                 counted.setattr(StageRunner, name, counting)
             if not briefly:
-                counted.setattr(measured_ways, "beyond_training", lambda *_: None)
+                counted.setattr(cost, "beyond_training", lambda *_: None)
                 counted.setattr(StageRunner, "before_first", lambda *_: None)
             made = measure_ways(runners, value, place, watch, given)
         found.extend((runner._way, way) for runner, way in zip(runners, made.bytes, strict=True))

@@ -8,10 +8,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling import RandomState, measure_loss, memory_meter, optimizer_cost, storage_bytes, storages
-from rotor_profiling.instruments import instruments_for, prediction, stopwatch, using
+from rotor_profiling.backends import instruments_for, prediction, stopwatch, using
 from rotor_profiling.memory import Phase
 from rotor_profiling.predicted.predicted_device import Numbered, PredictedDevice
-from rotor_profiling.values import equal
+from rotor_profiling.storage import equal
 from tests.profiling.costs import CPU
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from rotor_profiling import value_kind
-from rotor_profiling.stage.kind import HasKind, Unlike
+from rotor_profiling.stage.stage_signature import HasKind, Unlike
 from rotor_py.capture.fsdp_markers import MARKS, Table
 from rotor_py.capture.graph.graph_facts import GraphFacts, Modes
 from rotor_py.capture.graph.graph_nodes import (
@@ -152,6 +152,7 @@ class Emitter:
 #
 # A mark calls a hook of FSDP, which gathers parameters or lets go of them. Compiled code would not see that happen, so
 # the marks stay outside. Between two marks nothing is gathered and nothing let go of: a piece finds whole parameters.
+
 
 class Piece(nn.Module, StageOffers, HasKind):
     """Nodes of a stage, none of which is a mark: from a tuple of values to a tuple of values."""

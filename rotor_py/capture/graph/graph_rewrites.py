@@ -23,6 +23,7 @@ from rotor_py.errors import UnsupportedModelError
 # garbage: after the backward, and where there is no graph at all. Here autograd owns it, and lets go of it in the
 # backward.
 
+
 def with_saving_functions(graph_module: fx.GraphModule) -> None:
     """Have a graph, in place, call functions of the model so that what they save ends with autograd's graph."""
     for node in graph_module.graph.nodes:

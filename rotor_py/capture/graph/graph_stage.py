@@ -11,8 +11,8 @@ from typing import Any
 from torch import fx, nn
 
 from rotor_profiling import tensors_in, value_kind
-from rotor_profiling.devices import accelerators
-from rotor_profiling.stage.kind import HasKind
+from rotor_profiling.isolate import accelerators
+from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.timing import several_processes
 from rotor_py.capture.graph.cut_points import CutPoints, name_pieces
 from rotor_py.capture.graph.emitter import Emitter, MarkedStage

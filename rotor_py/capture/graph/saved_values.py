@@ -337,6 +337,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 # What a stage stored in part keeps, what it drops, and the recipe by which that is made again.
 
+
 @dataclass(frozen=True, slots=True)
 class SavedPart:
     """What a stage stored in part keeps for its backward, what it drops, and how to make that again.

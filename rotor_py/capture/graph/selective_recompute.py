@@ -25,6 +25,7 @@ from rotor_solver.max_flow import Network
 # The least cut by the line's own slope finds it if there is one, and so on between the new part and each of the two:
 # all parts on the lower convex hull, by Eisner and Severance (1976).
 
+
 class Point(Protocol):
     """A part: the bytes that it keeps, and the price of what it makes again."""
 
@@ -88,6 +89,7 @@ def _below_line(part: Point, before: Point, after: Point) -> int:
 # price of all that lies behind it and has to be made again. The cut of least capacity is the least memory from which
 # all that autograd saves can be made. PyTorch's compiler decides in the same way what a backward recomputes
 # (torch._functorch.partitioners).
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

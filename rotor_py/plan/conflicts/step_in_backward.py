@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rotor_profiling.step.alone import steps_alone
+from rotor_profiling.optimizer import steps_alone
 
 
 class Asked(Protocol):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rotor_profiling import tensors_in
 from rotor_profiling.attributes import attributes_kept
-from rotor_profiling.instruments import operators
+from rotor_profiling.backends import operators
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_classes import is_fsdp_module
 from rotor_py.distributed.whole_parameters import is_sharded

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from rotor_profiling.instruments import operators, prediction
+from rotor_profiling.backends import operators, prediction
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import is_sharded
 from rotor_py.execute import regions

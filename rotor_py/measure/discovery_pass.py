@@ -2,30 +2,216 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import logging
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from rotor_profiling import Layouts, isolated, leaves_of, stage_kind, stage_layouts, tensors_in
-from rotor_profiling.stage.kind import HasKind
+from rotor_profiling.attributes import Attributes, with_gradients
+from rotor_profiling.stage.stage_signature import HasKind
+from rotor_profiling.storage import local
 from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
 from rotor_py.errors import UnsupportedModelError
+from rotor_py.measure.cut import Cut
 from rotor_py.measure.stepped_parameters import SteppedParameters
-from rotor_py.measure.walks.gradient_layouts import GradientLayouts
-from rotor_py.measure.walks.lost_gradients import LostGradients
-from rotor_py.measure.walks.walked_chain import WalkedChain
 from rotor_py.stage.activity import During
+from rotor_py.stage.attached_stage import edges_of, leaves_behind
 from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
-from rotor_py.stage.protocol import offers_of
+from rotor_py.stage.protocol import StageOffers, offers_of
+from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.steady import Steady, remember_steady
-from rotor_py.stage.ways.keeper import Trial
+from rotor_py.stage.ways.keeper import Keeper, Trial
 from rotor_solver.progress import Progress
+
+
+class LayerOffers(Protocol):
+    """Finds what layers offer, while they are measured."""
+
+    def look_at(
+        self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
+    ) -> None:
+        """Find out what a layer of this kind offers on the input `value`. Nothing of the layer is changed.
+
+        Beside its parameters, input and output, autograd saves `saved_bytes` of it.
+        """
+
+    def of(self, function: nn.Module) -> StageOffers | None:
+        """What was found of a layer; None if that is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class WalkedChain:
+    """The stages of `cut` on their `device`, and the `value` that goes into the first of them.
+
+    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. The processes of
+    `group` walk through the same stages together.
+    """
+
+    cut: Cut
+    value: Any
+    device: torch.device
+    silent: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    preserve_rng_state: bool
+    keepers: tuple[Keeper, ...]
+    layer_offers: LayerOffers | None
+    """What finds ways to store layers beside those that they say themselves."""
+
+    def runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
+        """What runs the stage with this number as training does, stored whole or in one of these `ways`."""
+        name, function = self.cut.stages[number]
+        offers = None if self.layer_offers is None else self.layer_offers.of(function)
+        return StageRunner(function, name, self.preserve_rng_state, ways=ways, keepers=self.keepers, offers=offers)
+
+    def run(self, runner: StageRunner, value: Any) -> Any:
+        """The input of the following stage, with `requires_grad` where training has it."""
+        with isolated(runner.function, self.device), torch.enable_grad():
+            return leaves_of(runner.forward(leaves_of(value)))
+
+    def run_without_graph(self, runner: StageRunner, value: Any) -> Any:
+        """The output of a stage for which no graph was made: its numbers may be those of another kernel."""
+        with isolated(runner.function, self.device), torch.no_grad():
+            return runner.forward(value)
+
+    def silent_of(self, number: int) -> tuple[int, ...]:
+        """The positions of the outputs of the stage with this number that get no gradient."""
+        return self.silent if number == len(self.cut.stages) - 1 else ()
+
+
+# The layouts in which gradients arrive at the stages of a chain, as far as measuring has found them out.
+#
+# A chain is measured from its first stage on, and gradients come from the other end. So a stage is first measured with
+# gradients laid out like its output. Whether they are is known when the next stage has been measured. A copy that a
+# backward begins with is as large as the output.
+
+
+Known = Callable[[int, Layouts], Layouts | None]
+"""What a stage gives to its input if gradients arrive in these layouts; None if nobody knows yet."""
+
+
+def _nothing_known(stage: int, arriving: Layouts) -> None:
+    return None
+
+
+class GradientLayouts:
+    """For each stage of a chain, the layouts that its backward is measured with, and those that are due."""
+
+    def __init__(self, stages: int) -> None:
+        self.arriving: list[Layouts] = [()] * stages
+        """The layouts of the gradients that each stage is measured with; empty where all are like its output."""
+        self._given: list[Layouts] = [()] * (stages + 1)
+        """The layouts of the gradients that each backward, and at last the loss, gives to its input."""
+        self._outputs: list[list[tuple[torch.Size, tuple[int, ...]]]] = [[] for _ in range(stages)]
+        """Shape and strides of what each stage returns, or of the part of it that this process has."""
+
+    def give_output(self, layouts: Layouts) -> None:
+        """The gradients of the chain's output have these layouts."""
+        self._given[-1] = layouts
+
+    def note(self, stage: int, given: Layouts, output: Iterable[torch.Tensor]) -> None:
+        """A stage returns the tensors `output`, and its backward gives these layouts to the gradients of its input."""
+        self._given[stage] = given
+        self._outputs[stage] = _layouts_of(output)
+
+    def laid_out_as_noted(self, stage: int, output: Iterable[torch.Tensor]) -> bool:
+        """Whether these tensors have the shapes and strides of those that a stage was seen to return."""
+        return self._outputs[stage] == _layouts_of(output)
+
+    def differ(self) -> bool:
+        """Whether gradients arrive at any stage in other layouts than it was measured with."""
+        return self.last_that_differs() is not None
+
+    def last_that_differs(self, known: Known = _nothing_known) -> int | None:
+        """The last stage at which gradients arrive in other layouts than it was measured with.
+
+        Where what it gives for them is `known`, the stage counts as measured with them from now on.
+        """
+        last = None
+        for stage in reversed(range(len(self._outputs))):
+            due = _unlike(self._outputs[stage], self._given[stage + 1])
+            if due == self.arriving[stage]:
+                continue
+            if (given := known(stage, due)) is None:
+                last = stage if last is None else last
+            else:
+                self.arriving[stage], self._given[stage] = due, given
+        return last
+
+    def take_over(self) -> None:
+        """From now on, stages are measured with gradients in the layouts in which they arrive."""
+        self.arriving = self._due()
+
+    def _due(self) -> list[Layouts]:
+        return [_unlike(output, given) for output, given in zip(self._outputs, self._given[1:], strict=True)]
+
+
+def _layouts_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, tuple[int, ...]]]:
+    return [(tensor.shape, tensor.stride()) for tensor in map(local, tensors)]
+
+
+def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layouts) -> Layouts:
+    """`layouts`, with None where a gradient is laid out as its tensor; empty if all are."""
+    found = tuple(
+        None if strides is None or _alike(shape, own, strides) else strides
+        for (shape, own), strides in zip(output, layouts, strict=False)
+    )
+    return found if any(found) else ()
+
+
+def _alike(shape: torch.Size, own: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether both lay out a tensor of this shape alike. Along a side of length one, strides mean nothing."""
+    return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True))
+
+
+# Gradients that a stage would lose where it is run again: those of what is not its own, found by its first run.
+
+
+_log = logging.getLogger("rotor_py")
+
+
+class LostGradients:
+    """Looks at what the stage `function` makes in a run that begins from now on."""
+
+    def __init__(self, name: str, function: nn.Module) -> None:
+        self._name, self._function = name, function
+        self._attributes = Attributes(function)
+
+    def refuse(self, value: Any, output: Any, parameters: Sequence[torch.Tensor]) -> None:
+        """UnsupportedModelError if the stage uses a parameter of a layer that it only refers to, in a list for example.
+
+        `output` is what it has made of `value`, in its graph; `parameters` are those that it trains. Where it is run
+        again, its graph ends at its own parameters, and that one would get no gradient. A warning says so where an
+        attribute keeps a tensor with a gradient.
+        """
+        if kept := with_gradients(self._attributes.changes()):
+            self._warn(kept[0])
+        known = {id(tensor) for tensor in (*tensors_in(value), *parameters)}
+        lost = [each for each in leaves_behind(edges_of(output)) if id(each) not in known]
+        if lost:
+            raise UnsupportedModelError(
+                f"stage {self._name!r} ({type(self._function).__name__}) uses a parameter of shape "
+                f"{tuple(lost[0].shape)} that is not its own, and would get no gradient there when the stage is run "
+                "again; make the module that has it a submodule of the stage (an attribute, or in an nn.ModuleList)"
+            )
+
+    def _warn(self, attribute: str) -> None:
+        """What is computed from such an attribute has no graph at first where the stage runs again."""
+        _log.warning(
+            "stage %r (%s) keeps a tensor with a gradient in its attribute %r. Where a plan runs the stage again, the "
+            "one that is there after the forward has none: a loss that reads it trains nothing through it. Return it "
+            "from the stage, or give a model that is no nn.Sequential, whose graph is captured.",
+            self._name, type(self._function).__name__, attribute,
+        )  # fmt: skip
 
 
 class Survey:

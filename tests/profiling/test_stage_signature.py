@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import isolated, stage_kind, value_kind
-from rotor_profiling.stage.kind import HasKind
+from rotor_profiling.stage.stage_signature import HasKind
 
 
 def kind(stage: nn.Module, value: object = None):
