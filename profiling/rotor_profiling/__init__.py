@@ -9,8 +9,8 @@ from rotor_profiling.stage.bytes import StageBytes
 from rotor_profiling.stage.cost import StageCost, measure_options, measure_ways, run_before_measuring, time_ways
 from rotor_profiling.stage.gradients import Layouts, leaves_of
 from rotor_profiling.stage.runs import loss_layouts, stage_layouts
-from rotor_profiling.stage.stage_context import Place
-from rotor_profiling.stage.stage_signature import stage_kind, value_kind
+from rotor_profiling.stage.stage_context import StageContext
+from rotor_profiling.stage.stage_signature import stage_signature, value_signature
 from rotor_profiling.step import StepWatch, measured_curve, measured_peak, measured_phases, watch_step
 from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
 
@@ -20,9 +20,9 @@ __all__ = [
     "MemoryMeter",
     "OptimizerCost",
     "Phase",
-    "Place",
     "RandomState",
     "StageBytes",
+    "StageContext",
     "StageCost",
     "StepWatch",
     "UnknownOptimizerError",
@@ -41,13 +41,13 @@ __all__ = [
     "memory_meter",
     "optimizer_cost",
     "run_before_measuring",
-    "stage_kind",
     "stage_layouts",
+    "stage_signature",
     "storage_bytes",
     "storages",
     "tensors_in",
     "time_ways",
     "together",
-    "value_kind",
+    "value_signature",
     "watch_step",
 ]

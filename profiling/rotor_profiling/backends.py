@@ -36,7 +36,7 @@ class Storages(Protocol):
         """The bytes that the device's allocator counts for a request of `size` bytes."""
 
 
-class Instruments(Protocol):
+class Backend(Protocol):
     """What memory and time of one device are read from."""
 
     @property
@@ -49,8 +49,8 @@ class Instruments(Protocol):
         """A stopwatch for what this thread runs on `device`."""
 
 
-class Prediction(Instruments, Protocol):
-    """Instruments for a device that is not there, and what else has to be known of it."""
+class Prediction(Backend, Protocol):
+    """Backend for a device that is not there, and what else has to be known of it."""
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ def _wake_engine(device: torch.device) -> None:
         torch.autograd.grad(scalar.exp(), scalar)
 
 
-_MEASURED: dict[str, Instruments] = {"cpu": _MeasuredOnCpu(), "cuda": _MeasuredOnCuda()}
+_MEASURED: dict[str, Backend] = {"cpu": _MeasuredOnCpu(), "cuda": _MeasuredOnCuda()}
 _prediction: ContextVar[Prediction | None] = ContextVar("rotor_profiling.prediction", default=None)
 
 
@@ -144,7 +144,7 @@ def prediction() -> Prediction | None:
     return _prediction.get()
 
 
-def instruments_for(kind: str) -> Instruments:
+def backend_for(kind: str) -> Backend:
     """The instruments for a kind of device. ValueError for one whose allocator cannot be read."""
     found = _prediction.get() or _MEASURED.get(kind)
     if found is None:
@@ -154,12 +154,12 @@ def instruments_for(kind: str) -> Instruments:
 
 def memory_meter(device: torch.device) -> MemoryMeter:
     """A meter for what runs on `device`. ValueError for a kind of device whose allocator cannot be read."""
-    return instruments_for(device.type).memory_meter(device)
+    return backend_for(device.type).memory_meter(device)
 
 
 def stopwatch(device: torch.device) -> AbstractContextManager[Stopwatch]:
     """A stopwatch for what this thread runs on `device`."""
-    return instruments_for(device.type).stopwatch(device)
+    return backend_for(device.type).stopwatch(device)
 
 
 def storages_of(kind: str) -> Storages:

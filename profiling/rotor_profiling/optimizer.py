@@ -227,7 +227,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
+def steps_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` is known to step each parameter by itself: one of torch, with the `step` that torch wrote."""
     known = [getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name)]  # Muon is new in torch 2.9
     mine = plain_step(type(optimizer))

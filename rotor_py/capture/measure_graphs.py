@@ -37,7 +37,7 @@ from rotor_py.distributed.shard_groups import Sharding, sharding_of
 from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
-from rotor_py.measure.planning_lock import new_objects_aside
+from rotor_py.measure.planning_lock import freeze_new_objects
 from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_py.measure.stages import unmeasured_loss
 from rotor_py.units import format_bytes
@@ -159,7 +159,7 @@ def measure_graphs(
             if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
-            new_objects_aside()
+            freeze_new_objects()
             measured, outputs = _measure_graph(graph, arguments, device, sharding, **options)
         found.graphs.append(measured)
         return outputs

@@ -33,7 +33,7 @@ from rotor_profiling.timing import several_processes
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class StageMemory:
     """What the second walk finds: bytes of the stage stored whole, then in each of the `ways`; bytes of what it
     decides; buffers that it changes, by position; whether it is known to decide nothing.
     """
@@ -286,7 +286,7 @@ class KeptKinds:
         if cache is not None:
             cache.make_room()
 
-    def measured(self, kind: Hashable) -> tuple[Weighed, Runs] | None:
+    def measured(self, kind: Hashable) -> tuple[StageMemory, Runs] | None:
         """What the other walks of an earlier run have found: bytes and seconds."""
         data = self._find("measured", kind)
         try:
@@ -294,7 +294,7 @@ class KeptKinds:
         except _UNREADABLE:
             return None
 
-    def keep_measured(self, kind: Hashable, found: Weighed, runs: Runs) -> None:
+    def keep_measured(self, kind: Hashable, found: StageMemory, runs: Runs) -> None:
         """Keep what the other walks have found."""
         data = {
             "bytes": [asdict(way) for way in found.bytes],
@@ -314,7 +314,7 @@ class KeptKinds:
             self._cache.keep((what, kind), data)
 
 
-def _weighed(data: dict[str, Any]) -> Weighed:
+def _weighed(data: dict[str, Any]) -> StageMemory:
     found = tuple(
         StageBytes(**{**way, "gradient_storage_bytes": tuple(map(int, way["gradient_storage_bytes"]))})
         for way in data["bytes"]
@@ -322,7 +322,7 @@ def _weighed(data: dict[str, Any]) -> Weighed:
     ways = tuple(map(str, data["ways"]))
     if len(found) != 1 + len(ways) or all(run["node"] is None for run in data["runs"]):
         raise ValueError("a stage is stored whole, and in each of its ways, and was run")
-    return Weighed(
+    return StageMemory(
         found, int(data["decided_bytes"]), frozenset(map(int, data["moving"])), ways, bool(data.get("undecided"))
     )
 

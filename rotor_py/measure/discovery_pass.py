@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rotor_profiling import Layouts, isolated, leaves_of, stage_kind, stage_layouts, tensors_in
+from rotor_profiling import Layouts, isolated, leaves_of, stage_layouts, stage_signature, tensors_in
 from rotor_profiling.attributes import Attributes, with_gradients
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import local
@@ -214,7 +214,7 @@ class LostGradients:
         )  # fmt: skip
 
 
-class Survey:
+class DiscoveryPass:
     """What the first walks find of the stages of a chain. The backward steps the parameters in `stepped`."""
 
     def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
@@ -232,9 +232,9 @@ class Survey:
         self._alike: dict[int, Hashable] = {}
         """The kind of each stage, whatever gradients arrive there."""
 
-    def of(self, chain: WalkedChain) -> Survey:
+    def of(self, chain: WalkedChain) -> DiscoveryPass:
         """A survey of the same chain, run in another way, with what is known of kinds of stages."""
-        other = Survey(chain, self._stepped)
+        other = DiscoveryPass(chain, self._stepped)
         other._effects, other._trials, other._given = self._effects, self._trials, self._given
         return other
 
@@ -306,7 +306,7 @@ class Survey:
         name, function = self._stages[number]
         chain = self._chain
         with gathered(function, chain.cut.sharding):
-            alike = stage_kind(function, value)
+            alike = stage_signature(function, value)
             # Where stages wait for other processes, all of them run a stage that is new to any of them.
             new = anywhere(alike not in self._effects, chain.group, chain.device)
             self._alike[number] = alike

@@ -165,7 +165,7 @@ def _unaccounted(
 # ways to store a stage that show in values, or in compiled code, are missing.
 
 
-def refusal_before_measuring(
+def static_infeasibility(
     model: nn.Module,
     sample: object,
     device: torch.device,

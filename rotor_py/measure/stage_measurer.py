@@ -21,13 +21,13 @@ import torch.distributed as dist
 from rotor_profiling import (
     Layouts,
     LossCost,
-    Place,
+    StageContext,
     StageCost,
     bytes_like,
     isolated,
     leaves_of,
     measure_ways,
-    stage_kind,
+    stage_signature,
     storage_bytes,
     storages,
     tensors_in,
@@ -39,12 +39,12 @@ from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.stage.seconds import AsNode
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
-from rotor_py.measure.cache import KeptKinds, Weighed, measurement_cache
+from rotor_py.measure.cache import KeptKinds, StageMemory, measurement_cache
 from rotor_py.measure.cut import Cut, run_prefix
-from rotor_py.measure.discovery_pass import LayerOffers, Survey, WalkedChain
+from rotor_py.measure.discovery_pass import DiscoveryPass, LayerOffers, WalkedChain
 from rotor_py.measure.measurement import Carried, Measurement, Way
 from rotor_py.measure.rounds import StageTimes
-from rotor_py.measure.stage_ways import MovableBytes, offered_everywhere, saving_ones, stand_ins, worth_choosing
+from rotor_py.measure.stage_ways import OffloadableBytes, offered_everywhere, saving_ones, stand_ins, worth_choosing
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.stage.activity import During
 from rotor_py.stage.graph_effects import recall_effects
@@ -147,7 +147,7 @@ class StageMeasurer:
         self._known: dict[Hashable, _Found] = {}
         self._unkept: set[Hashable] = set()
         """The kinds of which more is known than is kept for the next run."""
-        self._movable = MovableBytes(device, group) if elsewhere else None
+        self._offloadable = OffloadableBytes(device, group) if elsewhere else None
         self._as_node = as_node
         self._times = StageTimes(closely=closely)
         words = tuple(keeper.name for keeper in keepers)
@@ -161,7 +161,7 @@ class StageMeasurer:
         self._chain = WalkedChain(
             cut, self._input, device, silent, group, preserve_rng_state, tuple(keepers), layer_offers
         )
-        self._survey = Survey(self._chain, stepped)
+        self._survey = DiscoveryPass(self._chain, stepped)
         self._begin()
 
     def of(self, cut: Cut) -> StageMeasurer:
@@ -259,9 +259,9 @@ class StageMeasurer:
             cost = found.weighed.bytes[0]
             self._decided_bytes += found.weighed.decided_bytes
             self.activation_bytes = cost.activation_bytes
-            if self._movable is not None:
+            if self._offloadable is not None:
                 exact = [way for way in found.weighed.ways if word_of([way]) is None]
-                self._movable.measure(self._kinds[-1], exact, self._stored(number, exact), value)
+                self._offloadable.measure(self._kinds[-1], exact, self._stored(number, exact), value)
             # A run without a graph makes the numbers of one with a graph (`graph_effects`), if perhaps not the layout.
             if output is not None and self._survey.laid_out_as_with_a_graph(number, output):
                 value = self._handed_on(number, output)
@@ -289,7 +289,7 @@ class StageMeasurer:
                         found = self._known[kind]
                         ways = self._stored(number, found.weighed.ways if self._times.all_ways_wanted(kind) else ())
                         again = self._times.again_wanted(kind)
-                        run, output = time_ways(ways, value, found.place, watch, as_node=self._as_node, again=again)
+                        run, output = time_ways(ways, value, found.context, watch, as_node=self._as_node, again=again)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
                         output = self._chain.run_without_graph(self._chain.runner(number), value)
@@ -323,17 +323,19 @@ class StageMeasurer:
         # Nor does what the first walk found follow from the kind of stage: see `KeptKinds`.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
-        kind = (stage_kind(function, value), self.activation_bytes, last, apart, arriving, found, stepped)
+        kind = (stage_signature(function, value), self.activation_bytes, last, apart, arriving, found, stepped)
         output = None
         if anywhere(kind not in self._known, self._group, self._device):
             parameters = storages(trained_parameters(function))
             owned = (*self._owned, *parameters, *beside)
             fresh = self._fresh_gradients or any(each is not None for each in stepped)
-            place = Place(self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped)
-            weighed, output = self._weigh(number, value, place, kind)
+            context = StageContext(
+                self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped
+            )
+            weighed, output = self._weigh(number, value, context, kind)
             self._times.expect(kind, 1 + len(weighed.ways))
             # Without the addresses of this stage: it is timed with others of its kind.
-            self._known[kind] = _Found(replace(place, owned=()), weighed)
+            self._known[kind] = _Found(replace(context, owned=()), weighed)
         self._kinds.append(kind)
         known = self._known[kind]
         remember_moving(function, known.weighed.moving)
@@ -341,7 +343,7 @@ class StageMeasurer:
             remember_undecided(function)
         return known, output
 
-    def _weigh(self, number: int, value: Any, place: Place, kind: Hashable) -> tuple[Weighed, Any]:
+    def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> tuple[StageMemory, Any]:
         """The bytes of a stage, measured here or in an earlier run; and its output, if it has run here."""
         kept = self._kept.measured(kind)
         # An earlier run may have found more ways: where it was planned for, the same layer may not be captured here.
@@ -357,7 +359,7 @@ class StageMeasurer:
             # Where clocks are exact, they count what a meter's runs do beside those of a step.
             ways = self._stored(number, offered)
             (whole, *others), run, output = measure_ways(
-                ways, value, place, None if watch.exact else watch, stand_ins(offered)
+                ways, value, context, None if watch.exact else watch, stand_ins(offered)
             )
         assert whole is not None
         measured = [(name, way) for name, way in zip(offered, others, strict=True) if way is not None]
@@ -370,7 +372,7 @@ class StageMeasurer:
             self._times.add(kind, run)
         self._unkept.add(kind)
         undecided = decides_nothing(function)
-        return Weighed(found, decided_bytes(function), recall_moving(function), names, undecided), output
+        return StageMemory(found, decided_bytes(function), recall_moving(function), names, undecided), output
 
     def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
         """A runner that stores a stage whole, and one for each of its other `ways`."""
@@ -383,8 +385,8 @@ class StageMeasurer:
         weighed = known.weighed
         whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind))
         ways = worth_choosing(whole, list(map(Way, weighed.ways, others)))
-        if self._movable is not None:
-            ways = (*ways, *self._movable.ways(kind, whole, ways))
+        if self._offloadable is not None:
+            ways = (*ways, *self._offloadable.ways(kind, whole, ways))
         return whole, ways
 
 
@@ -392,8 +394,8 @@ class StageMeasurer:
 class _Found:
     """What is known of a kind of stage, and where in the chain one of it was."""
 
-    place: Place
-    weighed: Weighed
+    context: StageContext
+    weighed: StageMemory
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:

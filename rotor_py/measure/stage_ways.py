@@ -102,7 +102,7 @@ def _needs(cost: StageCost) -> tuple[float, ...]:
     )
 
 
-class MovableBytes:
+class OffloadableBytes:
     """Bytes by the kind of stage, each found by a run on `device` of the first of its kind, in each way to store it.
 
     They are counted by what moves them in training, so that what is planned with is what will leave. Where a process of

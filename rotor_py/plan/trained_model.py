@@ -25,7 +25,7 @@ from rotor_py.distributed.whole_parameters import is_sharded, keeps_gradients
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes
-from rotor_py.measure.fixed_memory import refusal_before_measuring, trained_bytes
+from rotor_py.measure.fixed_memory import static_infeasibility, trained_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters, stepped_parameters
 from rotor_py.offload.offload import Offload
@@ -142,7 +142,7 @@ class TrainedModel:
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
         return budget.with_backward_order(self.settings.backward_order or "any")
 
-    def refusal_before_measuring(
+    def static_infeasibility(
         self, sample: Any, device: torch.device, noticed: OptimizerCost | None
     ) -> InfeasibleError | None:
         """The error for a step on `sample` whose parameters, state and batch alone are above the limit, or None.
@@ -154,7 +154,7 @@ class TrainedModel:
             return None
         given, stepped = settings.optimizer, self.stepped()
         with at_rest(self.core):
-            return refusal_before_measuring(
+            return static_infeasibility(
                 self.core,
                 sample,
                 device,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.stage.seconds import StageRun
-from rotor_profiling.stage.stage_signature import Unlike, stage_kind
+from rotor_profiling.stage.stage_signature import Unlike, stage_signature
 from rotor_py import Checkpointable
 from rotor_py.measure import cache, discovery_pass, rounds, stage_measurer
 from rotor_py.measure.cache import MeasurementCache, UnstableKeyError, cache_folder, code_of, digest_of, environment
@@ -216,7 +216,7 @@ def test_hooks_and_replaced_forwards_are_not_kept() -> None:
     replaced.forward = lambda value: value  # type: ignore[method-assign]  # what users do
     for layer in (hooked, replaced):
         with pytest.raises(UnstableKeyError):
-            digest_of(stage_kind(layer, BATCH))
+            digest_of(stage_signature(layer, BATCH))
 
 
 def test_keys_say_what_a_value_is() -> None:
@@ -373,4 +373,4 @@ def test_a_class_without_a_file_is_not_found_again(monkeypatch: pytest.MonkeyPat
     for kind in (Inside, typed):
         assert code_of(kind) is None
         with pytest.raises(UnstableKeyError, match="whose code may change"):
-            digest_of(stage_kind(kind(), None))
+            digest_of(stage_signature(kind(), None))

@@ -14,7 +14,7 @@ from rotor_profiling import loss_layouts, measured_peak, stage_layouts
 from rotor_py import Checkpointable, store_all
 from rotor_py.capture.graph import graph_stage
 from rotor_py.measure import stage_measurer
-from rotor_py.measure.discovery_pass import GradientLayouts, Survey, WalkedChain
+from rotor_py.measure.discovery_pass import DiscoveryPass, GradientLayouts, WalkedChain
 from rotor_py.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
@@ -132,13 +132,13 @@ def test_a_chain_is_measured_again_only_where_layouts_differ(
     make: Callable[[], nn.Sequential], walks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    walk = Survey.walk
+    walk = DiscoveryPass.walk
 
-    def counting(survey: Survey, *progress: Any, **until: Any) -> Any:
+    def counting(survey: DiscoveryPass, *progress: Any, **until: Any) -> Any:
         counted.append(1)
         return walk(survey, *progress, **until)
 
-    monkeypatch.setattr(Survey, "walk", counting)
+    monkeypatch.setattr(DiscoveryPass, "walk", counting)
     Checkpointable(make(), loss=square).measure(torch.randn(16, 12, 48))
     assert len(counted) == walks
 
@@ -159,11 +159,11 @@ class Skipping(nn.Module):
 
 
 def test_a_gradient_that_only_passes_through_a_stage_needs_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    surveys: list[Survey] = []
+    surveys: list[DiscoveryPass] = []
     walks: list[int] = []
-    walk = Survey.walk
+    walk = DiscoveryPass.walk
 
-    def counting(survey: Survey, *progress: Any, **until: Any) -> Any:
+    def counting(survey: DiscoveryPass, *progress: Any, **until: Any) -> Any:
         walks.append(1)
         surveys[:] = [survey]
         return walk(survey, *progress, **until)
@@ -173,7 +173,7 @@ def test_a_gradient_that_only_passes_through_a_stage_needs_no_walk(monkeypatch: 
         Checkpointable(Skipping(), loss=square, cache=False).measure(torch.randn(5, 8))
         return surveys[0].arriving, len(walks)
 
-    monkeypatch.setattr(Survey, "walk", counting)
+    monkeypatch.setattr(DiscoveryPass, "walk", counting)
     arriving, few = found()
     with monkeypatch.context() as patch:
         patch.setattr(graph_stage, "_handed_on", lambda *nodes: {})

@@ -1,4 +1,4 @@
-"""Instruments for a device that is not there: what they read of tensors without memory."""
+"""Backend for a device that is not there: what they read of tensors without memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling import RandomState, measure_loss, memory_meter, optimizer_cost, storage_bytes, storages
-from rotor_profiling.backends import instruments_for, prediction, stopwatch, using
+from rotor_profiling.backends import backend_for, prediction, stopwatch, using
 from rotor_profiling.memory import Phase
 from rotor_profiling.predicted.predicted_device import Numbered, PredictedDevice
 from rotor_profiling.storage import equal
@@ -123,12 +123,12 @@ def test_the_predicted_clock_adds_up_operators() -> None:
 
 def test_after_an_error_things_are_measured_again() -> None:
     with using(device()):
-        assert instruments_for("cuda") is prediction()
+        assert backend_for("cuda") is prediction()
     with pytest.raises(KeyError), using(device()):
         raise KeyError
     assert prediction() is None
     with pytest.raises(ValueError, match="not on 'xpu'"):
-        instruments_for("xpu")
+        backend_for("xpu")
 
 
 def test_the_random_stream_of_the_process_is_left_alone_by_tensors_without_values() -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling.stage.cost import measure_ways
 from rotor_profiling.stage.seconds import StageRun, estimate, spread_of, time_stage
-from rotor_profiling.stage.stage_context import Place
+from rotor_profiling.stage.stage_context import StageContext
 from rotor_profiling.timing import cpu_stopwatch, lower_quartile
 from rotor_py.execute.lone_node import lone_node
 from rotor_py.stage.runner import StageRunner
@@ -202,7 +202,7 @@ class Calls(TorchDispatchMode):
 def test_the_run_that_shows_bytes_shows_seconds_in_training_alone() -> None:
     layer, value = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     with cpu_stopwatch() as watch:
-        found = measure_ways([StageRunner(layer, "layer")], value, Place(CPU, 32), watch).run
+        found = measure_ways([StageRunner(layer, "layer")], value, StageContext(CPU, 32), watch).run
     assert found is not None
     assert (len(found.ways), found.node) == (1, None)
     assert min(found.ways[0]) > 0

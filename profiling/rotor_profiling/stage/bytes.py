@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.stage.gradients import leaves_of, scalar_after
-from rotor_profiling.stage.stage_context import Place, Runner
+from rotor_profiling.stage.stage_context import Runner, StageContext
 from rotor_profiling.storage import allocated, storages, tensors_in
 
 # What a run with a graph does not hold of its input and output.
@@ -201,13 +201,13 @@ def in_training(phases: Mapping[str, Phase], twins: Freed | None) -> GraphBytes:
     return GraphBytes(forward.kept, forward.rise, most - forward.end, _freed(phases["end of forward"], twins))
 
 
-def in_own(phases: Mapping[str, Phase], twins: Freed | None, place: Place) -> GraphBytes:
+def in_own(phases: Mapping[str, Phase], twins: Freed | None, context: StageContext) -> GraphBytes:
     """What a run with a graph of its own takes, as `in_training` (`run_with_own_graph`)."""
     attach, letting_go = phases["attach"], phases["letting go"]
     most = max(letting_go.peak, phases["replay"].peak) - letting_go.start + phases["gradient"].kept
     freed = _freed(letting_go, twins)
     if freed is None:
-        freed = Freed(*released_bytes(phases, place.input_bytes))
+        freed = Freed(*released_bytes(phases, context.input_bytes))
     return GraphBytes(attach.kept, attach.rise, most, freed)
 
 
@@ -258,12 +258,12 @@ def beyond_training(phases: Mapping[str, Phase], training: GraphBytes, own: Grap
     return more if little else None
 
 
-def bytes_of(way: WayBytes, made: Made, place: Place, nograd_temp: int) -> StageBytes:
+def bytes_of(way: WayBytes, made: Made, context: StageContext, nograd_temp: int) -> StageBytes:
     """The bytes of a stage in one way, with those that runs without a graph have shown."""
     training, own, gradients = way
     # One number serves both ways to run a stage with a graph, in training's graph and in its own: the larger.
     saved = max(0, way.kept - made.carried_bytes)
-    both = made.activation_bytes + place.input_bytes
+    both = made.activation_bytes + context.input_bytes
     assert own.freed is not None
     return StageBytes(
         activation_bytes=made.activation_bytes,
@@ -271,8 +271,8 @@ def bytes_of(way: WayBytes, made: Made, place: Place, nograd_temp: int) -> Stage
         forward_temp_bytes=max(training.rise, own.rise) - saved,
         nograd_temp_bytes=nograd_temp,
         # What the solver adds by itself is taken off: the gradients of output and input, as large as these are.
-        backward_temp_bytes=max(-place.input_bytes, training.backward - both),
-        replay_temp_bytes=max(-place.input_bytes, own.backward - both),
+        backward_temp_bytes=max(-context.input_bytes, training.backward - both),
+        replay_temp_bytes=max(-context.input_bytes, own.backward - both),
         input_released_bytes=own.freed.input,
         output_released_bytes=min(own.freed.output, made.activation_bytes, saved),
         gradient_storage_bytes=gradients,

@@ -96,9 +96,9 @@ def time_stage(
     """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
 
     `runners` has one runner for each way to run it with a graph, and `parameters` are those that the stage trains; the
-    rest is explained at `Place`. Without `again`, its run as a node is left out. That is timed as a whole by `as_node`;
-    else its parts are, and its backward is taken to be as long as that of the first way. Ways are timed one right after
-    the other, because from moment to moment a busy machine differs by more than they do.
+    rest is explained at `StageContext`. Without `again`, its run as a node is left out. That is timed as a whole by
+    `as_node`; else its parts are, and its backward is taken to be as long as that of the first way. Ways are timed one
+    right after the other, because from moment to moment a busy machine differs by more than they do.
     """
     laps = _Laps(watch)
     origin = torch.empty(0, requires_grad=True)

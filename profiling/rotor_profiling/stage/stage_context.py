@@ -96,7 +96,7 @@ def bytes_after_replay(parameters: Sequence[torch.Tensor], stepped: Stepped) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StageContext:
     """Where in a chain a stage is.
 
     `input_bytes` is |a_i| as the chain counts it. `owned` are the addresses of storages that belong to the caller

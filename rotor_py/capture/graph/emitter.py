@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor_profiling import value_kind
+from rotor_profiling import value_signature
 from rotor_profiling.stage.stage_signature import HasKind, Unlike
 from rotor_py.capture.fsdp_markers import MARKS, Table
 from rotor_py.capture.graph.graph_facts import GraphFacts, Modes
@@ -168,7 +168,7 @@ class Piece(nn.Module, StageOffers, HasKind):
         return made
 
     def kind(self, value: Any) -> Hashable:
-        return self._signature, value_kind(value)
+        return self._signature, value_signature(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rotor_profiling.optimizer import steps_alone
+from rotor_profiling.optimizer import steps_per_parameter
 
 
 class Asked(Protocol):
@@ -41,7 +41,7 @@ def refuse_beside_step_in_backward(asked: Asked) -> None:
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """ValueError for an optimizer that is not known to step each parameter by itself."""
-    if not steps_alone(optimizer):
+    if not steps_per_parameter(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} is not known to step each parameter by itself, as step_in_backward has to; "
             "use SGD, Adam, AdamW or another such optimizer of torch.optim, or leave step_in_backward out"

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
-from rotor_py.measure.discovery_pass import Survey, WalkedChain
-from rotor_py.measure.planning_lock import new_objects_aside, old_objects_aside
+from rotor_py.measure.discovery_pass import DiscoveryPass, WalkedChain
+from rotor_py.measure.planning_lock import freeze_gc, freeze_new_objects
 from rotor_py.measure.stepped_parameters import NONE_STEPPED
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def test_a_stage_is_looked_at_in_one_run_with_a_graph_and_one_without() -> None:
     value = torch.randn(3, 4)
     cut = cut_layers([("a", Counting(4, 4))], value, CPU)
     runs.clear()
-    survey = Survey(WalkedChain(cut, value, CPU, (), None, True, (), None), NONE_STEPPED)
+    survey = DiscoveryPass(WalkedChain(cut, value, CPU, (), None, True, (), None), NONE_STEPPED)
     survey.walk()
     assert runs == [True, False]
     survey.walk()
@@ -78,16 +78,16 @@ def test_old_objects_are_aside_while_a_model_is_measured_and_not_afterwards() ->
 
 @pytest.mark.usefixtures("nothing_aside")
 def test_what_is_made_meanwhile_is_put_aside_when_asked_and_only_then() -> None:
-    new_objects_aside()
+    freeze_new_objects()
     assert gc.get_freeze_count() == 0
-    with old_objects_aside():
+    with freeze_gc():
         before = gc.get_freeze_count()
         made = [[number] for number in range(10_000)]
         assert gc.get_freeze_count() <= before
-        new_objects_aside()
+        freeze_new_objects()
         assert gc.get_freeze_count() >= before + len(made) // 2
     assert gc.get_freeze_count() == 0
-    new_objects_aside()
+    freeze_new_objects()
     assert gc.get_freeze_count() == 0
 
 
@@ -124,7 +124,7 @@ def test_stages_like_one_that_decides_nothing_are_not_watched_for_it() -> None:
 def test_what_somebody_else_has_put_aside_stays_there() -> None:
     gc.freeze()
     before = gc.get_freeze_count()
-    with old_objects_aside():
+    with freeze_gc():
         pass
     assert gc.get_freeze_count() > before // 2 > 0  # some of it may end, whoever looks
 
