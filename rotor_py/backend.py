@@ -22,7 +22,7 @@ from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
-from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
 from rotor_py.measure.stages import MeasuredCut, unmeasured_loss
 from rotor_py.plan.inputs.input_spec import reaches, spec_of
 from rotor_py.plan.noticed.forwards import Forwards
@@ -159,10 +159,8 @@ class GraphPlanner:
             cut,
             value,
             device,
-            preserve_rng_state=settings.preserve_rng_state,
-            fresh_gradients=settings.fresh_grads,
+            MeasuringOptions(settings.preserve_rng_state, settings.fresh_grads, keepers=settings.keepers),
             silent=graph.silent,
-            keepers=settings.keepers,
         )
         stages.walk()
         stages.settle_layouts(())

@@ -10,7 +10,7 @@ the whole step does not fit. So the chain is walked through several times, alway
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -105,15 +105,39 @@ class CarriedTensors:
         return [tensors[position] for position in self.now.values()]
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuringOptions:
+    """How the stages of a chain are measured, and the loss after them."""
+
+    preserve_rng_state: bool = True
+    fresh_gradients: bool = False
+    """Gradients are freed between steps."""
+    stepped: SteppedParameters = NONE_STEPPED
+    """The parameters that the backward steps."""
+    keepers: Sequence[Keeper] = ()
+    """Ways to store stages beside their own."""
+    elsewhere: bool = False
+    """Stages may be stored in another tier of memory."""
+    group: dist.ProcessGroup | None = None
+    """Processes that measure the same stages together."""
+    as_node: AsNode | None = None
+    """What times a stage as a node of a graph."""
+    cache: bool = True
+    """Use what an earlier process has measured, and keep what this one does."""
+    closely: bool = False
+    """Times have to be close: a limit is read off the curve of all plans."""
+    progress: Progress | None = None
+    """Called with the number of stages done, the number of all, and the name of the one that comes next."""
+    loss: Callable[[Any], torch.Tensor] | None = None
+    loss_temp_bytes: int = 0
+    """Memory that a loss counts for that is not given."""
+
+
 class StageMeasurer:
     """Measures the stages of a chain on the input `value`, of equal ones the first.
 
-    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. A stage is timed
-    `as_node` of a graph, if that is given. The backward steps the parameters in `stepped`. Stages may be stored by
-    `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group` measure the
-    same stages together. With `cache`, kinds of stages that an earlier run has measured are not measured again. What
-    layers offer beside what they say themselves is found by `layer_offers`. Times are measured more `closely` for a
-    limit that is read off the curve of all plans.
+    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. What layers
+    offer beside what they say themselves is found by `layer_offers`.
     """
 
     def __init__(
@@ -121,17 +145,9 @@ class StageMeasurer:
         cut: Cut,
         value: Any,
         device: torch.device,
+        options: MeasuringOptions = MeasuringOptions(),
         *,
-        preserve_rng_state: bool = True,
-        fresh_gradients: bool = False,
         silent: tuple[int, ...] = (),
-        group: dist.ProcessGroup | None = None,
-        as_node: AsNode | None = None,
-        cache: bool = True,
-        stepped: SteppedParameters = NONE_STEPPED,
-        keepers: Sequence[Keeper] = (),
-        elsewhere: bool = False,
-        closely: bool = False,
         layer_offers: LayerOffers | None = None,
     ) -> None:
         self.activation_bytes = 0
@@ -139,29 +155,36 @@ class StageMeasurer:
         self._cut = cut
         self._stages = cut.stages
         self._device = device
-        self._group = group
-        self._fresh_gradients = fresh_gradients
-        self.stepped = stepped
+        self._group = group = options.group
+        self._fresh_gradients = options.fresh_gradients
+        self.stepped = options.stepped
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
         self._known: dict[Hashable, _Found] = {}
         self._unkept: set[Hashable] = set()
         """The kinds of which more is known than is kept for the next run."""
-        self._offloadable = OffloadableBytes(device, group) if elsewhere else None
-        self._as_node = as_node
-        self._times = StageTimes(closely=closely)
-        words = tuple(keeper.name for keeper in keepers)
+        self._offloadable = OffloadableBytes(device, group) if options.elsewhere else None
+        self._as_node = options.as_node
+        self._times = StageTimes(closely=options.closely)
+        words = tuple(keeper.name for keeper in options.keepers)
         self._kept = KeptKinds(
-            measurement_cache(device, fresh_gradients, preserve_rng_state, words)
-            if cache and not cut.sharding
+            measurement_cache(device, options.fresh_gradients, options.preserve_rng_state, words)
+            if options.cache and not cut.sharding
             else None
         )
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
         self._input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(self._input))
         self._chain = WalkedChain(
-            cut, self._input, device, silent, group, preserve_rng_state, tuple(keepers), layer_offers
+            cut,
+            self._input,
+            device,
+            silent,
+            group,
+            options.preserve_rng_state,
+            tuple(options.keepers),
+            layer_offers,
         )
-        self._survey = DiscoveryPass(self._chain, stepped)
+        self._survey = DiscoveryPass(self._chain, options.stepped)
         self._begin()
 
     def of(self, cut: Cut) -> StageMeasurer:

@@ -136,13 +136,7 @@ class LayerSource:
         parts = LayerParts(sharded=is_sharded(self._model))
         with operators(), attributes_kept(self._model, caches=False):
             found = cut(self._model, value, how.device)
-            measurement = measure(
-                found,
-                value,
-                how.device,
-                layer_offers=parts,
-                **measuring_options(self._model, how),
-            )
+            measurement = measure(found, value, how.device, measuring_options(self._model, how), parts)
         self._parts = parts  # only now: after an error, the plan that there was goes on
         return Measured([MeasuredCut(found, measurement)], value)
 
