@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from rotor_profiling.instruments import stopwatch
+from rotor_profiling.backends import stopwatch
 
 
 def seconds_of(step: Callable[[], object], device: torch.device) -> float:

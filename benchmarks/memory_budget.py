@@ -20,7 +20,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import partitioners
 from torch.nn import functional as F
 
-from rotor_profiling.instruments import memory_meter
+from rotor_profiling.backends import memory_meter
 from rotor_profiling.storage import storage_bytes
 from rotor_py.partition.costs.operator_costs import operator_costs
 from rotor_py.partition.joint_graph import JointGraph

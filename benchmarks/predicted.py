@@ -28,7 +28,7 @@ from report import write
 from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
-from rotor_profiling.instruments import using
+from rotor_profiling.backends import using
 from rotor_profiling.isolate import RandomState
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, models, store_all

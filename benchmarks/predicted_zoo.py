@@ -33,8 +33,8 @@ def compared(name: str) -> Row:
     warnings.simplefilter("ignore")
     make = families()[name]
     # Times are of no use here.
-    once = {"rotor_py.measure.walks.stage_times.FEWEST_ROUNDS": 1, "rotor_profiling.timing.ENOUGH_SECONDS": 0.0}
-    once["rotor_py.measure.walks.stage_times.MOST_ROUNDS"] = 0
+    once = {"rotor_py.measure.rounds.FEWEST_ROUNDS": 1, "rotor_profiling.timing.ENOUGH_SECONDS": 0.0}
+    once["rotor_py.measure.rounds.MOST_ROUNDS"] = 0
     for place, value in once.items():
         patch(place, value).start()
     try:

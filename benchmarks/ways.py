@@ -35,7 +35,7 @@ from rotor_profiling.stage.bytes import clearly_less
 from rotor_py import Checkpointable, format_bytes
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.measurement import Way
-from rotor_py.measure.walks.stage_ways import saving_ones, worth_choosing
+from rotor_py.measure.stage_ways import saving_ones, worth_choosing
 from rotor_py.models import resnet50
 from rotor_py.stage.keepers.fewer_bits import word_of
 from rotor_py.stage.ways.elsewhere import ELSEWHERE

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.distributed import ProcessGroup
 
 from rotor_profiling import tensors_in
-from rotor_profiling.devices import accelerators
+from rotor_profiling.isolate import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import in_context
 from rotor_py.capture.measured_graphs import MeasuredGraph
@@ -23,7 +23,7 @@ from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
-from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
 from rotor_py.measure.stages import MeasuredCut, unmeasured_loss
 from rotor_py.plan.inputs.input_spec import reaches, spec_of
 from rotor_py.plan.noticed.forwards import Forwards
@@ -164,10 +164,8 @@ class GraphPlanner:
             cut,
             value,
             device,
-            preserve_rng_state=settings.preserve_rng_state,
-            fresh_gradients=settings.fresh_grads,
+            MeasuringOptions(settings.preserve_rng_state, settings.fresh_grads, keepers=settings.keepers),
             silent=graph.silent,
-            keepers=settings.keepers,
         )
         stages.walk()
         stages.settle_layouts(())

@@ -7,8 +7,8 @@ import torch._dynamo.guards
 
 TIMED_ONCE = {
     "rotor_profiling.timing.ENOUGH_SECONDS": 0.0,
-    "rotor_py.measure.walks.stage_times.FEWEST_ROUNDS": 1,
-    "rotor_py.measure.walks.stage_times.MOST_ROUNDS": 0,
+    "rotor_py.measure.rounds.FEWEST_ROUNDS": 1,
+    "rotor_py.measure.rounds.MOST_ROUNDS": 0,
 }
 """Few tests depend on a time, and say so. For all others a stage is timed once."""
 

@@ -1,6 +1,6 @@
 """What the stages of a model cost: seconds and bytes, on CPU and CUDA, measured without changing the model."""
 
-from rotor_profiling.instruments import memory_meter
+from rotor_profiling.backends import memory_meter
 from rotor_profiling.isolate import RandomState, buffers_kept, isolated
 from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase
@@ -8,11 +8,10 @@ from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, opti
 from rotor_profiling.stage.bytes import StageBytes
 from rotor_profiling.stage.cost import StageCost, measure_options, measure_ways, run_before_measuring, time_ways
 from rotor_profiling.stage.gradients import Layouts, leaves_of
-from rotor_profiling.stage.kind import stage_kind, value_kind
-from rotor_profiling.stage.layouts import loss_layouts, stage_layouts
-from rotor_profiling.stage.place import Place
-from rotor_profiling.step.peak import measured_curve, measured_peak, measured_phases
-from rotor_profiling.step.watch import StepWatch, watch_step
+from rotor_profiling.stage.runs import loss_layouts, stage_layouts
+from rotor_profiling.stage.stage_context import StageContext
+from rotor_profiling.stage.stage_signature import stage_signature, value_signature
+from rotor_profiling.step import StepWatch, measured_curve, measured_peak, measured_phases, watch_step
 from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
 
 __all__ = [
@@ -21,9 +20,9 @@ __all__ = [
     "MemoryMeter",
     "OptimizerCost",
     "Phase",
-    "Place",
     "RandomState",
     "StageBytes",
+    "StageContext",
     "StageCost",
     "StepWatch",
     "UnknownOptimizerError",
@@ -42,13 +41,13 @@ __all__ = [
     "memory_meter",
     "optimizer_cost",
     "run_before_measuring",
-    "stage_kind",
     "stage_layouts",
+    "stage_signature",
     "storage_bytes",
     "storages",
     "tensors_in",
     "time_ways",
     "together",
-    "value_kind",
+    "value_signature",
     "watch_step",
 ]

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from rotor_profiling.stage.kind import HasKind
+from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import storage_bytes, storages, tensors_in
 from rotor_solver.errors import InvalidStateError
 

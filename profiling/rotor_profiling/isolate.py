@@ -6,7 +6,7 @@ Nor do attributes, such as a count of calls; but a cache that the first run make
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from rotor_profiling.attributes import attributes_kept
-from rotor_profiling.values import equal
+from rotor_profiling.storage import equal
 
 Slot = tuple[dict[str, Any], str, torch.Tensor]
 """A place where a module keeps a tensor: its table of parameters or buffers, the name there, and the tensor."""
@@ -138,3 +138,8 @@ class RandomState:
 
 def _tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def accelerators(devices: Iterable[torch.device]) -> tuple[torch.device, ...]:
+    """The devices other than the CPU, each once, in an order that every process finds."""
+    return tuple(sorted({device for device in devices if device.type != "cpu"}, key=str))

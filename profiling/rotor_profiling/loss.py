@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling.instruments import memory_meter, stopwatch
+from rotor_profiling.backends import memory_meter, stopwatch
 from rotor_profiling.isolate import RandomState
 from rotor_profiling.stage.gradients import gradients_at, leaves_of
 from rotor_profiling.storage import wait_for

@@ -6,9 +6,10 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from rotor_profiling.instruments import storages_of
+from rotor_profiling.backends import storages_of
 
 
 def allocated(size: int, kind: str) -> int:
@@ -86,3 +87,15 @@ def bytes_like(tensors: Iterable[torch.Tensor], kind: str | None = None) -> int:
     """Bytes of a new tensor like each of `tensors`, on its own device or on one of another `kind`."""
     here = [local(tensor) for tensor in tensors]
     return sum(allocated(tensor.numel() * tensor.element_size(), kind or tensor.device.type) for tensor in here)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values that can be read: not if it stands for one that would take memory."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Bit for bit. Of tensors without values, whether they look alike."""
+    if has_values(found) and has_values(expected):
+        return torch.equal(found, expected)
+    return found.shape == expected.shape and found.dtype == expected.dtype

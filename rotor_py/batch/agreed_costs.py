@@ -10,8 +10,8 @@ import torch.distributed as dist
 from rotor_py.batch.step_costs import StepCosts
 from rotor_py.distributed.processes import size_of
 from rotor_py.errors import PlanMismatchError
-from rotor_py.measure.costliest import costliest
 from rotor_py.measure.fixed_memory import FixedMemory
+from rotor_py.measure.measurement import costliest
 from rotor_py.plan.agreement import gather_objects, slowest
 from rotor_solver.moving import Link
 

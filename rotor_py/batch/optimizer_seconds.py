@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rotor_profiling.instruments import stopwatch
+from rotor_profiling.backends import stopwatch
 from rotor_profiling.timing import seconds_of
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.trials.restore import left_alone, put_back

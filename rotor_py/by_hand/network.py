@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from rotor_profiling import leaves_of, storage_bytes, tensors_in
-from rotor_profiling.devices import accelerators
-from rotor_profiling.isolate import trained_parameters
-from rotor_py.errors import InvalidStateError, InvalidValueError
+from rotor_profiling.isolate import accelerators, trained_parameters
 from rotor_py.execute.program import program
 from rotor_py.execute.tape import replay
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import present
-from rotor_solver import ForwardEnable
+from rotor_solver import ForwardEnable, InvalidValueError
+from rotor_solver.errors import InvalidStateError
 from rotor_solver.segments import recompute_segments, segments_from
 
 Segment = Callable[[Any], Any]

@@ -21,7 +21,7 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rotor_profiling import tensors_in
-from rotor_profiling.instruments import prediction
+from rotor_profiling.backends import prediction
 from rotor_profiling.storage import layout_of
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.fsdp_markers import FSDPMarks

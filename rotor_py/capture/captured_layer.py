@@ -22,8 +22,8 @@ from torch._dynamo.exc import TorchDynamoException
 
 from rotor_profiling import RandomState, isolated, leaves_of, tensors_in
 from rotor_profiling.attributes import sets_attributes
-from rotor_profiling.instruments import operators, operators_as_called, prediction
-from rotor_profiling.values import equal
+from rotor_profiling.backends import operators, operators_as_called, prediction
+from rotor_profiling.storage import equal
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage

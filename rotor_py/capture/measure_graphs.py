@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from rotor_profiling import (
     tensors_in,
 )
 from rotor_profiling.attributes import attributes_kept
-from rotor_profiling.instruments import operators
+from rotor_profiling.backends import operators
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs, whole_step
@@ -37,11 +37,10 @@ from rotor_py.distributed.shard_groups import Sharding, sharding_of
 from rotor_py.distributed.whole_parameters import as_left
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
-from rotor_py.measure.planning_lock import new_objects_aside
-from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_py.measure.planning_lock import freeze_new_objects
+from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
 from rotor_py.measure.stages import unmeasured_loss
 from rotor_py.units import format_bytes
-from rotor_solver.progress import Progress
 
 # What autograd saves outside the graphs that TorchDynamo captures, while a model is measured.
 #
@@ -134,13 +133,12 @@ def measure_graphs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device,
+    options: MeasuringOptions,
     *,
-    loss: Callable[[Any], torch.Tensor] | None,
     compiler: StageCompiler | None = None,
     room: RoomOf | None = None,
-    **options: Any,
 ) -> MeasuredGraphs:
-    """Capture and measure all graphs of a model, and the loss; `options` are those of `measure.stages.measure`.
+    """Capture and measure all graphs of a model, and the loss.
 
     With a `compiler`, the main graph is measured compiled, too; `room` says what there is for it, once it is measured.
     The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
@@ -155,12 +153,12 @@ def measure_graphs(
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         with outside.suspended(), operators():  # not around Dynamo, which would trace what replaces operators
-            graph.split(arguments, agree=partial(_agreed_weights, options["group"], device))
+            graph.split(arguments, agree=partial(_agreed_weights, options.group, device))
             if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
-            new_objects_aside()
-            measured, outputs = _measure_graph(graph, arguments, device, sharding, **options)
+            freeze_new_objects()
+            measured, outputs = _measure_graph(graph, arguments, device, sharding, options)
         found.graphs.append(measured)
         return outputs
 
@@ -183,16 +181,16 @@ def measure_graphs(
                 name=type(model).__name__,
             )
         found.count_returned([*model.parameters(), *model.buffers(), *tensors_in([args, kwargs])])
-        if loss is not None:
+        if options.loss is not None:
             with operators():
-                found.measure_loss(loss, device)
+                found.measure_loss(options.loss, device)
         if compiler is not None:
             main = found.main
             # Where stages wait for other processes, all of them would have to find alike what fits.
-            alone = room is not None and options["group"] is None
+            alone = room is not None and options.group is None
             there = room(whole_step(found, main.measurement), main.shared) if room is not None and alone else None
-            agree = partial(largest_anywhere, group=options["group"], device=device)
-            found.add_variants(compiled_variants(main, compiler, options["progress"], there, agree))
+            agree = partial(largest_anywhere, group=options.group, device=device)
+            found.add_variants(compiled_variants(main, compiler, options.progress, there, agree))
             state.restore()
     return found
 
@@ -217,20 +215,17 @@ def _measure_graph(
     arguments: tuple[Any, ...],
     device: torch.device,
     sharding: Sharding,
-    *,
-    progress: Progress | None,
-    loss_temp_bytes: int,
-    **options: Any,
+    options: MeasuringOptions,
 ) -> tuple[MeasuredGraph, list[Any]]:
     """A graph with gradients, measured, and its outputs, with which the model's forward goes on."""
     value, values = graph.enter(arguments)
     # The caller of the graph holds its inputs, so they are no checkpoints that a plan could drop.
     cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
-    stages = StageMeasurer(cut, value, device, silent=graph.silent, **options)
-    made = stages.walk(progress)
+    stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
+    made = stages.walk(options.progress)
     stages.settle_layouts(())
     returned = tuple(map(weakref.ref, tensors_in(made)))
-    context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, loss_temp_bytes)
+    context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, options.loss_temp_bytes)
     outputs = graph.leave(made, values)
     around = tuple(map(weakref.ref, tensors_in([arguments, outputs])))
     return MeasuredGraph(graph, cut, stages, context, loss, value, returned, around), outputs

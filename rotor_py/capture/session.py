@@ -22,9 +22,12 @@ from rotor_py.capture.guarded_branches import Answers
 from rotor_py.capture.measure_graphs import measure_graphs
 from rotor_py.capture.measured_graphs import MeasuredGraphs, whole_step
 from rotor_py.capture.tracing import MOST_GRAPHS
+from rotor_py.capture.whole_graph import RoomOf
 from rotor_py.compiled.compiled_stage import CompiledStage
+from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError, record_fields
 from rotor_py.measure.cut import Cut, Layer, joined
+from rotor_py.measure.stage_measurer import MeasuringOptions
 from rotor_py.measure.stages import MeasuredCut
 from rotor_py.stage.graph_effects import recall_effects, remember_effects
 from rotor_py.stage.protocol import offers_of
@@ -90,7 +93,10 @@ class CaptureSession:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         device: torch.device,
-        **options: Any,
+        options: MeasuringOptions,
+        *,
+        compiler: StageCompiler | None = None,
+        room: RoomOf | None = None,
     ) -> tuple[list[MeasuredCut], tuple[Any, ...]]:
         """Capture and measure all graphs; nothing of the model is changed.
 
@@ -100,7 +106,11 @@ class CaptureSession:
         Raises UnsupportedModelError if no graph has a gradient, or if too much is kept outside all graphs, and
         UnusableLossError if the loss cannot be trained with.
         """
-        found = self._measure_graphs(args, kwargs, device, **options)
+
+        def measured(forward: CapturedForward) -> MeasuredGraphs:
+            return measure_graphs(forward, args, kwargs, device, options, compiler=compiler, room=room)
+
+        found = self._with_open_sizes(measured)
         main = found.main
         # Not all that was found: the shared values may be as large as an input, and the session outlives the step.
         self._main = _MainGraph(main.graph, main.cut)
@@ -122,17 +132,17 @@ class CaptureSession:
         """Whether both have measured the same graph, if for other sizes."""
         return self._main is not None and other._main is not None and self._main.graph.same_as(other._main.graph)
 
-    def _measure_graphs(self, *args: Any, **options: Any) -> MeasuredGraphs:
+    def _with_open_sizes(self, measured: Callable[[CapturedForward], MeasuredGraphs]) -> MeasuredGraphs:
         """With symbols for sizes if that can be, else for this shape alone."""
         try:
-            return measure_graphs(self._forward, *args, **options)
+            return measured(self._forward)
         except (UnsupportedModelError, TorchDynamoException) as error:
             if not self._forward.open_sizes:
                 raise
             cause = str(error).partition("\n")[0]
         # Not in the `except`: there, the error's traceback would keep tensors.
         self._forward = CapturedForward(self.model, self._granularity, open_sizes=False)
-        found = measure_graphs(self._forward, *args, **options)
+        found = measured(self._forward)
         _log.info(
             "every shape of the input takes a graph of its own: %s", cause, extra=record_fields("graph_per_shape")
         )

@@ -19,7 +19,7 @@ from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.errors import record_fields
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Way
-from rotor_py.measure.walks.stage_ways import worth_choosing
+from rotor_py.measure.stage_ways import worth_choosing
 from rotor_solver import ForwardEnable, frontier
 from rotor_solver.progress import Progress
 

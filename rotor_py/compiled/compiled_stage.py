@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from rotor_profiling import tensors_in
-from rotor_profiling.stage.kind import HasKind, stage_kind
+from rotor_profiling.stage.stage_signature import HasKind, stage_signature
 from rotor_py.compiled.budgets import Foreseen
 from rotor_py.compiled.same_bits import same_bits
 from rotor_py.compiled.stage_code import StageCode
@@ -183,7 +183,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         return self(value) if code is None else code.run(self.plain, value)
 
     def kind(self, value: Any) -> Hashable:
-        return stage_kind(self.plain, value), self._compiler.config, self._partitioner, self._ways
+        return stage_signature(self.plain, value), self._compiler.config, self._partitioner, self._ways
 
     def gather_begun(self) -> None:
         offers_of(self.plain).gather_begun()

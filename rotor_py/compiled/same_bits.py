@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rotor_profiling import tensors_in
-from rotor_profiling.devices import accelerators
-from rotor_profiling.isolate import buffer_slots, isolated
+from rotor_profiling.isolate import accelerators, buffer_slots, isolated
 from rotor_py.compiled.stage_code import StageCode
 
 

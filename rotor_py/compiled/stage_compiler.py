@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rotor_profiling.stage.kind import stage_kind
+from rotor_profiling.stage.stage_signature import stage_signature
 from rotor_py.compiled.budgets import Foreseen, OnlySurveyedError, Partitions, budget_of
 from rotor_py.compiled.stage_code import Config, StageCode, compile_code, owned_slots
 from rotor_py.errors import InfeasibleError, record_fields
@@ -146,4 +146,4 @@ def _kind(stage: nn.Module, value: object) -> Hashable:
     graphs = [module for module in stage.modules() if isinstance(module, fx.GraphModule)]
     calls = any(type(child) is not nn.Module for graph in graphs for child in graph.children())
     autocast = tuple((each.device_type, each.enabled, each.dtype) for each in autocast_now(_DEVICES))
-    return stage_kind(stage, value), offers_of(stage).wiring, shared, id(stage) if calls else None, autocast
+    return stage_signature(stage, value), offers_of(stage).wiring, shared, id(stage) if calls else None, autocast

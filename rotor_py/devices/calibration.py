@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from rotor_profiling.instruments import stopwatch
+from rotor_profiling.backends import stopwatch
 from rotor_profiling.timing import seconds_of
 from rotor_py.devices.device import CONTEXT_BYTES, Device, Efficiencies, Rates
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_profiling import bytes_like
-from rotor_profiling.instruments import prediction
+from rotor_profiling.backends import prediction
 from rotor_profiling.torch_classes import is_dtensor
 from rotor_py.distributed.joined_groups import joined
 from rotor_py.distributed.shard_groups import at_rest

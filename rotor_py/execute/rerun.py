@@ -28,7 +28,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 
-from rotor_profiling.stage.entry import enter_graph
+from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.keepers.handed_over import HandingOver, NobodyWaits, handing_over_now, tensor_of

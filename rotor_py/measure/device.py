@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from rotor_profiling.instruments import prediction
+from rotor_profiling.backends import prediction
 from rotor_py.errors import record_fields
 from rotor_py.host_memory import available_host_bytes, host_memory_bytes
 from rotor_py.units import format_bytes, parse_bytes

@@ -16,11 +16,11 @@ holds it and then solves, which takes it as well.
 """
 
 _aside = Event()
-"""Whether objects are aside that `old_objects_aside` has put there."""
+"""Whether objects are aside that `freeze_gc` has put there."""
 
 
 @contextmanager
-def old_objects_aside() -> Iterator[None]:
+def freeze_gc() -> Iterator[None]:
     """As long as this lasts, Python's garbage collector does not walk through what is there already.
 
     To capture a graph makes objects by the hundred thousand, which have the collector look at all that there are: those
@@ -39,7 +39,7 @@ def old_objects_aside() -> Iterator[None]:
         gc.unfreeze()
 
 
-def new_objects_aside() -> None:
+def freeze_new_objects() -> None:
     """Where old objects are aside, those that were made since go with them: a captured graph stays to the end."""
     if _aside.is_set():
         _put_aside()

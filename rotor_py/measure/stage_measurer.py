@@ -10,7 +10,7 @@ the whole step does not fit. So the chain is walked through several times, alway
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,38 +21,31 @@ import torch.distributed as dist
 from rotor_profiling import (
     Layouts,
     LossCost,
-    Place,
+    StageContext,
     StageCost,
     bytes_like,
     isolated,
     leaves_of,
     measure_ways,
-    stage_kind,
+    stage_signature,
     storage_bytes,
     storages,
     tensors_in,
     time_ways,
 )
 from rotor_profiling.attributes import kept_bytes
-from rotor_profiling.instruments import stopwatch
+from rotor_profiling.backends import stopwatch
 from rotor_profiling.isolate import trained_parameters
-from rotor_profiling.stage.timed_stage import AsNode
+from rotor_profiling.stage.seconds import AsNode
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.whole_parameters import gathered
-from rotor_py.measure.cache.kept_kinds import KeptKinds
-from rotor_py.measure.cache.measurement_cache import measurement_cache
-from rotor_py.measure.cut import Cut
-from rotor_py.measure.measurement import Measurement, Way
-from rotor_py.measure.prefix import run_prefix
+from rotor_py.measure.cache import KeptKinds, StageMemory, measurement_cache
+from rotor_py.measure.cut import Cut, run_prefix
+from rotor_py.measure.discovery_pass import DiscoveryPass, LayerOffers, WalkedChain
+from rotor_py.measure.measurement import Carried, Measurement, Way
+from rotor_py.measure.rounds import StageTimes
+from rotor_py.measure.stage_ways import OffloadableBytes, offered_everywhere, saving_ones, stand_ins, worth_choosing
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
-from rotor_py.measure.walks.carried_tensors import CarriedTensors
-from rotor_py.measure.walks.found import Weighed
-from rotor_py.measure.walks.layer_offers import LayerOffers
-from rotor_py.measure.walks.movable_bytes import MovableBytes
-from rotor_py.measure.walks.stage_times import StageTimes
-from rotor_py.measure.walks.stage_ways import offered_everywhere, saving_ones, stand_ins, worth_choosing
-from rotor_py.measure.walks.survey import Survey
-from rotor_py.measure.walks.walked_chain import WalkedChain
 from rotor_py.stage.activity import During
 from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.stage.keepers.fewer_bits import word_of
@@ -64,15 +57,87 @@ from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver.progress import Progress
 
 
+class CarriedTensors:
+    """What is carried, while a chain is measured stage by stage.
+
+    `now` has the carried tensors in the input of the stage that is being measured: name, and position among the input's
+    tensors.
+    """
+
+    def __init__(self) -> None:
+        self.now: Mapping[str, int] = {}
+        self._found: dict[str, Carried] = {}
+
+    @property
+    def found(self) -> tuple[Carried, ...]:
+        """All of them, as far as the chain has been measured."""
+        return tuple(self._found.values())
+
+    def addresses(self, value: Any) -> list[int]:
+        """The addresses of their storages in `value`, the input of the stage."""
+        return list(storages(self._tensors(value)))
+
+    def count_gradients(self, sizes: Sequence[int]) -> None:
+        """Note the bytes of the gradients that the stage's backward gives to what was carried into it.
+
+        `sizes` has those of the gradients of all tensors of the input.
+        """
+        # The largest of all stages: each may return the gradient in a storage of another size, and one number counts.
+        for name, position in self.now.items():
+            known = self._found[name]
+            size = sizes[position]
+            self._found[name] = replace(known, gradient_bytes=max(size, known.gradient_bytes))
+
+    def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:
+        """Go on to the input `value` of `stage`, where the carried tensors are at `positions`.
+
+        `owned` are the addresses of storages that are already counted: a new tensor may be a view of an old one.
+        """
+        self.now = positions
+        for name, tensor in zip(positions, self._tensors(value), strict=True):
+            if name not in self._found:
+                self._found[name] = Carried(storage_bytes([tensor], owned), stage, stage)
+            self._found[name] = replace(self._found[name], last=stage)
+
+    def _tensors(self, value: Any) -> list[torch.Tensor]:
+        """The carried tensors in `value`, the input of the stage."""
+        tensors = tensors_in(value)
+        return [tensors[position] for position in self.now.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuringOptions:
+    """How the stages of a chain are measured, and the loss after them."""
+
+    preserve_rng_state: bool = True
+    fresh_gradients: bool = False
+    """Gradients are freed between steps."""
+    stepped: SteppedParameters = NONE_STEPPED
+    """The parameters that the backward steps."""
+    keepers: Sequence[Keeper] = ()
+    """Ways to store stages beside their own."""
+    elsewhere: bool = False
+    """Stages may be stored in another tier of memory."""
+    group: dist.ProcessGroup | None = None
+    """Processes that measure the same stages together."""
+    as_node: AsNode | None = None
+    """What times a stage as a node of a graph."""
+    cache: bool = True
+    """Use what an earlier process has measured, and keep what this one does."""
+    closely: bool = False
+    """Times have to be close: a limit is read off the curve of all plans."""
+    progress: Progress | None = None
+    """Called with the number of stages done, the number of all, and the name of the one that comes next."""
+    loss: Callable[[Any], torch.Tensor] | None = None
+    loss_temp_bytes: int = 0
+    """Memory that a loss counts for that is not given."""
+
+
 class StageMeasurer:
     """Measures the stages of a chain on the input `value`, of equal ones the first.
 
-    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. A stage is timed
-    `as_node` of a graph, if that is given. The backward steps the parameters in `stepped`. Stages may be stored by
-    `keepers`, beside their own ways, and `elsewhere`, in another tier of memory. The processes of `group` measure the
-    same stages together. With `cache`, kinds of stages that an earlier run has measured are not measured again. What
-    layers offer beside what they say themselves is found by `layer_offers`. Times are measured more `closely` for a
-    limit that is read off the curve of all plans.
+    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. What layers
+    offer beside what they say themselves is found by `layer_offers`.
     """
 
     def __init__(
@@ -80,17 +145,9 @@ class StageMeasurer:
         cut: Cut,
         value: Any,
         device: torch.device,
+        options: MeasuringOptions = MeasuringOptions(),
         *,
-        preserve_rng_state: bool = True,
-        fresh_gradients: bool = False,
         silent: tuple[int, ...] = (),
-        group: dist.ProcessGroup | None = None,
-        as_node: AsNode | None = None,
-        cache: bool = True,
-        stepped: SteppedParameters = NONE_STEPPED,
-        keepers: Sequence[Keeper] = (),
-        elsewhere: bool = False,
-        closely: bool = False,
         layer_offers: LayerOffers | None = None,
     ) -> None:
         self.activation_bytes = 0
@@ -98,29 +155,36 @@ class StageMeasurer:
         self._cut = cut
         self._stages = cut.stages
         self._device = device
-        self._group = group
-        self._fresh_gradients = fresh_gradients
-        self.stepped = stepped
+        self._group = group = options.group
+        self._fresh_gradients = options.fresh_gradients
+        self.stepped = options.stepped
         # Only what is alive throughout: any other address may come to be another tensor's.
         self._owned = list(storages(tensors_in(value)))
         self._known: dict[Hashable, _Found] = {}
         self._unkept: set[Hashable] = set()
         """The kinds of which more is known than is kept for the next run."""
-        self._movable = MovableBytes(device, group) if elsewhere else None
-        self._as_node = as_node
-        self._times = StageTimes(closely=closely)
-        words = tuple(keeper.name for keeper in keepers)
+        self._offloadable = OffloadableBytes(device, group) if options.elsewhere else None
+        self._as_node = options.as_node
+        self._times = StageTimes(closely=options.closely)
+        words = tuple(keeper.name for keeper in options.keepers)
         self._kept = KeptKinds(
-            measurement_cache(device, fresh_gradients, preserve_rng_state, words)
-            if cache and not cut.sharding
+            measurement_cache(device, options.fresh_gradients, options.preserve_rng_state, words)
+            if options.cache and not cut.sharding
             else None
         )
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
         self._input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(self._input))
         self._chain = WalkedChain(
-            cut, self._input, device, silent, group, preserve_rng_state, tuple(keepers), layer_offers
+            cut,
+            self._input,
+            device,
+            silent,
+            group,
+            options.preserve_rng_state,
+            tuple(options.keepers),
+            layer_offers,
         )
-        self._survey = Survey(self._chain, stepped)
+        self._survey = DiscoveryPass(self._chain, options.stepped)
         self._begin()
 
     def of(self, cut: Cut) -> StageMeasurer:
@@ -218,9 +282,9 @@ class StageMeasurer:
             cost = found.weighed.bytes[0]
             self._decided_bytes += found.weighed.decided_bytes
             self.activation_bytes = cost.activation_bytes
-            if self._movable is not None:
+            if self._offloadable is not None:
                 exact = [way for way in found.weighed.ways if word_of([way]) is None]
-                self._movable.measure(self._kinds[-1], exact, self._stored(number, exact), value)
+                self._offloadable.measure(self._kinds[-1], exact, self._stored(number, exact), value)
             # A run without a graph makes the numbers of one with a graph (`graph_effects`), if perhaps not the layout.
             if output is not None and self._survey.laid_out_as_with_a_graph(number, output):
                 value = self._handed_on(number, output)
@@ -248,7 +312,7 @@ class StageMeasurer:
                         found = self._known[kind]
                         ways = self._stored(number, found.weighed.ways if self._times.all_ways_wanted(kind) else ())
                         again = self._times.again_wanted(kind)
-                        run, output = time_ways(ways, value, found.place, watch, as_node=self._as_node, again=again)
+                        run, output = time_ways(ways, value, found.context, watch, as_node=self._as_node, again=again)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
                         output = self._chain.run_without_graph(self._chain.runner(number), value)
@@ -282,17 +346,19 @@ class StageMeasurer:
         # Nor does what the first walk found follow from the kind of stage: see `KeptKinds`.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
-        kind = (stage_kind(function, value), self.activation_bytes, last, apart, arriving, found, stepped)
+        kind = (stage_signature(function, value), self.activation_bytes, last, apart, arriving, found, stepped)
         output = None
         if anywhere(kind not in self._known, self._group, self._device):
             parameters = storages(trained_parameters(function))
             owned = (*self._owned, *parameters, *beside)
             fresh = self._fresh_gradients or any(each is not None for each in stepped)
-            place = Place(self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped)
-            weighed, output = self._weigh(number, value, place, kind)
+            context = StageContext(
+                self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped
+            )
+            weighed, output = self._weigh(number, value, context, kind)
             self._times.expect(kind, 1 + len(weighed.ways))
             # Without the addresses of this stage: it is timed with others of its kind.
-            self._known[kind] = _Found(replace(place, owned=()), weighed)
+            self._known[kind] = _Found(replace(context, owned=()), weighed)
         self._kinds.append(kind)
         known = self._known[kind]
         remember_moving(function, known.weighed.moving)
@@ -300,7 +366,7 @@ class StageMeasurer:
             remember_undecided(function)
         return known, output
 
-    def _weigh(self, number: int, value: Any, place: Place, kind: Hashable) -> tuple[Weighed, Any]:
+    def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> tuple[StageMemory, Any]:
         """The bytes of a stage, measured here or in an earlier run; and its output, if it has run here."""
         kept = self._kept.measured(kind)
         # An earlier run may have found more ways: where it was planned for, the same layer may not be captured here.
@@ -316,7 +382,7 @@ class StageMeasurer:
             # Where clocks are exact, they count what a meter's runs do beside those of a step.
             ways = self._stored(number, offered)
             (whole, *others), run, output = measure_ways(
-                ways, value, place, None if watch.exact else watch, stand_ins(offered)
+                ways, value, context, None if watch.exact else watch, stand_ins(offered)
             )
         assert whole is not None
         measured = [(name, way) for name, way in zip(offered, others, strict=True) if way is not None]
@@ -329,7 +395,7 @@ class StageMeasurer:
             self._times.add(kind, run)
         self._unkept.add(kind)
         undecided = decides_nothing(function)
-        return Weighed(found, decided_bytes(function), recall_moving(function), names, undecided), output
+        return StageMemory(found, decided_bytes(function), recall_moving(function), names, undecided), output
 
     def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
         """A runner that stores a stage whole, and one for each of its other `ways`."""
@@ -342,8 +408,8 @@ class StageMeasurer:
         weighed = known.weighed
         whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind))
         ways = worth_choosing(whole, list(map(Way, weighed.ways, others)))
-        if self._movable is not None:
-            ways = (*ways, *self._movable.ways(kind, whole, ways))
+        if self._offloadable is not None:
+            ways = (*ways, *self._offloadable.ways(kind, whole, ways))
         return whole, ways
 
 
@@ -351,8 +417,8 @@ class StageMeasurer:
 class _Found:
     """What is known of a kind of stage, and where in the chain one of it was."""
 
-    place: Place
-    weighed: Weighed
+    context: StageContext
+    weighed: StageMemory
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:

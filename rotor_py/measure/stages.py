@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,9 @@ from rotor_profiling import (
 )
 from rotor_profiling.storage import allocated
 from rotor_py.measure.cut import Cut
+from rotor_py.measure.discovery_pass import LayerOffers
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.stage_measurer import StageMeasurer
-from rotor_solver.progress import Progress
+from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
 
 _NUMBER = 8
 """Bytes of a number, at most."""
@@ -34,27 +33,23 @@ def measure(
     cut: Cut,
     value: Any,
     device: torch.device,
-    *,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-    loss_temp_bytes: int = 0,
-    progress: Progress | None = None,
-    **options: Any,
+    options: MeasuringOptions,
+    layer_offers: LayerOffers | None = None,
 ) -> Measurement:
-    """Measure every stage of `cut` on the input `value`, and the loss; `options` are those of `StageMeasurer`.
+    """Measure every stage of `cut` on the input `value`, and the loss.
 
-    Without a `loss`, the loss counts as taking no time, and `loss_temp_bytes` of memory. `progress` is called with the
-    number of stages done, the number of all, and the name of the one that comes next.
+    Without a loss among the `options`, it counts as taking no time, and `loss_temp_bytes` of memory.
 
     Raises UnusableLossError if the loss cannot be trained with, and ValueError for a kind of device whose memory cannot
     be measured. What a stage raises passes through, with a note that names the stage.
     """
-    stages = StageMeasurer(cut, value, device, **options)
-    output = stages.walk(progress)
-    cost = unmeasured_loss(device, loss_temp_bytes)
+    stages = StageMeasurer(cut, value, device, options, layer_offers=layer_offers)
+    output = stages.walk(options.progress)
+    cost = unmeasured_loss(device, options.loss_temp_bytes)
     layouts: Layouts = ()
-    if loss is not None:
-        cost = measure_loss(loss, output, device=device, output_bytes=stages.activation_bytes)
-        layouts = loss_layouts(loss, output, device)
+    if options.loss is not None:
+        cost = measure_loss(options.loss, output, device=device, output_bytes=stages.activation_bytes)
+        layouts = loss_layouts(options.loss, output, device)
     del output
     stages.settle_layouts(layouts)
     return stages.measurement(cost)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
-from rotor_profiling.instruments import prediction
-from rotor_py.errors import InvalidValueError, OffloadError, kind_of
+from rotor_profiling.backends import prediction
+from rotor_py.errors import OffloadError, kind_of
 from rotor_py.offload import FILE, refuse_other_names
 from rotor_py.offload.file_tier import FileTier
 from rotor_py.offload.host_tier import HostTier
 from rotor_py.offload.tier import Moved, Tier
+from rotor_solver import InvalidValueError
 from rotor_solver.moving import Link
 
 _SHARE = 0.8

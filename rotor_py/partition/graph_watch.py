@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from rotor_profiling import storage_bytes
-from rotor_profiling.step.watch import watch_step
+from rotor_profiling.step import watch_step
 
 
 class _Token:

@@ -20,7 +20,7 @@ from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 
 from rotor_profiling import storage_bytes, tensors_in
-from rotor_profiling.devices import accelerators
+from rotor_profiling.isolate import accelerators
 from rotor_py.errors import record_fields
 from rotor_py.measure.device import limit_bytes
 from rotor_py.partition.graph_watch import GraphWatch

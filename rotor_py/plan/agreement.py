@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.budget import Budget
-from rotor_py.measure.costliest import costliest
+from rotor_py.measure.measurement import costliest
 from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, Chain, InfeasibleError, Sequence
 from rotor_solver.moving import Link

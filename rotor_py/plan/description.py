@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rotor_profiling.instruments import prediction
-from rotor_py.errors import InvalidValueError
+from rotor_profiling.backends import prediction
 from rotor_py.plan.out_of_memory.guarded_budget import unguarded
 from rotor_py.plan.saved.compiled_stages import CompiledStages
 from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
@@ -17,7 +16,7 @@ from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report import Report
 from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.units import format_bytes
-from rotor_solver import Sequence, store_all
+from rotor_solver import InvalidValueError, Sequence, store_all
 from rotor_solver.memory_timeline import PlanMemory, plan_memory
 
 

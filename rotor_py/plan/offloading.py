@@ -7,12 +7,12 @@ import logging
 import torch
 from torch.distributed import ProcessGroup
 
-from rotor_profiling.instruments import prediction
-from rotor_py.errors import InvalidValueError, OffloadError, UnsupportedModelError, record_fields
+from rotor_profiling.backends import prediction
+from rotor_py.errors import OffloadError, UnsupportedModelError, record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.offload.offload import Offload, link_of
 from rotor_py.plan.agreement import gather_objects
-from rotor_solver import Sequence
+from rotor_solver import InvalidValueError, Sequence
 from rotor_solver.moving import Link
 
 _log = logging.getLogger("rotor_py")

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling.instruments import prediction
-from rotor_profiling.step.watch import give_way
-from rotor_profiling.step.workspaces import allocate_workspaces
+from rotor_profiling.backends import allocate_workspaces, prediction
+from rotor_profiling.step import give_way
 from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import InvalidValueError, UnsupportedModelError, fields_of, record_fields
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.planning_lock import old_objects_aside, planning
+from rotor_py.measure.planning_lock import freeze_gc, planning
 from rotor_py.plan.conflicts.several_processes import refuse_several_processes
 from rotor_py.plan.inputs.input_spec import describe
 from rotor_py.plan.noticed.callers_hooks import callers_hooks_aside
@@ -102,7 +101,7 @@ class PlanMaker:
             _tell_of_a_profiler()
         with (
             planning,
-            old_objects_aside(),
+            freeze_gc(),
             callers_hooks_aside(),
             streams_kept(self.model.core),
             torch.enable_grad(),
@@ -132,7 +131,7 @@ class PlanMaker:
 
         One of several processes only warns: others may go on, and wait for it when they measure.
         """
-        error = self.model.refusal_before_measuring(value, self.model.device_of(spec.input), noticed_cost(self))
+        error = self.model.static_infeasibility(value, self.model.device_of(spec.input), noticed_cost(self))
         if error is None:
             return
         if self.model.alone or alone_in_a_prediction():

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from rotor_profiling import OptimizerCost, bytes_like, optimizer_cost
-from rotor_profiling.devices import accelerators
-from rotor_profiling.step.alone import step_bytes_without
+from rotor_profiling.isolate import accelerators
+from rotor_profiling.optimizer import step_bytes_without
 from rotor_py.distributed.processes import (
     alone_in_a_prediction,
     around,
@@ -23,10 +23,9 @@ from rotor_py.distributed.processes import (
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.distributed.whole_parameters import is_sharded, keeps_gradients
 from rotor_py.errors import UnsupportedModelError
-from rotor_py.measure.before_measuring import refusal_before_measuring
 from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes
-from rotor_py.measure.fixed_memory import trained_bytes
+from rotor_py.measure.fixed_memory import static_infeasibility, trained_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters, stepped_parameters
 from rotor_py.offload.offload import Offload
@@ -144,7 +143,7 @@ class TrainedModel:
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
         return budget.with_backward_order(self.settings.backward_order or "any")
 
-    def refusal_before_measuring(
+    def static_infeasibility(
         self, sample: Any, device: torch.device, noticed: OptimizerCost | None
     ) -> InfeasibleError | None:
         """The error for a step on `sample` whose parameters, state and batch alone are above the limit, or None.
@@ -156,7 +155,7 @@ class TrainedModel:
             return None
         given, stepped = settings.optimizer, self.stepped()
         with at_rest(self.core):
-            return refusal_before_measuring(
+            return static_infeasibility(
                 self.core,
                 sample,
                 device,

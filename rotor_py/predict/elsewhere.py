@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotor_profiling.instruments import using
+from rotor_profiling.backends import using
 from rotor_py.devices.device import Devices
 from rotor_py.devices.reservation import Reservation
 from rotor_py.errors import InvalidValueError, UnsupportedModelError

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rotor_profiling import tensors_in
-from rotor_profiling.instruments import operators
+from rotor_profiling.backends import operators
 from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_profiling.stage.gradients import scalar_after
 from rotor_py.checkpointable import Checkpointable

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rotor_profiling.values import has_values
+from rotor_profiling.storage import has_values
 
 _INITIALIZERS = ("torch.nn.init", "transformers.initialization")
 """Modules whose functions give tensors their first values; some look at values for it."""

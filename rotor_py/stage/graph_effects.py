@@ -21,10 +21,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, leaves_of, tensors_in
-from rotor_profiling.instruments import memory_meter
-from rotor_profiling.storage import local, wait_for
+from rotor_profiling.backends import memory_meter
+from rotor_profiling.storage import equal, local, wait_for
 from rotor_profiling.timing import several_processes
-from rotor_profiling.values import equal
 from rotor_py.stage.steady import Steady, shown_by
 from rotor_py.stage.surroundings import Surroundings
 

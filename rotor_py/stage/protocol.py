@@ -40,8 +40,9 @@ class StageOffers:
     among the output's tensors, and that among the input's. Their gradients pass through its backward as they are."""
 
     wiring: Hashable = None
-    """Which values of its input the stage reads and which it hands on, by position. Stages of one kind (`stage_kind`)
-    cost the same whichever values they read, but code that was compiled for one reads what that one does."""
+    """Which values of its input the stage reads and which it hands on, by position. Stages of one kind
+    (`stage_signature`) cost the same whichever values they read, but code that was compiled for one reads what that one
+    does."""
 
     makes_its_own: bool = False
     """Whether it is known without a run that it writes into nothing that it is given, and that not all of its output

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rotor_profiling.devices import accelerators
-from rotor_profiling.isolate import alias, parameter_slots, substituted, trained_parameters
-from rotor_profiling.stage.entry import enter_graph
+from rotor_profiling.isolate import accelerators, alias, parameter_slots, substituted, trained_parameters
+from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.errors import InvalidValueError
 from rotor_py.stage.activity import During, tell_of_backward

@@ -19,12 +19,12 @@ from torch import nn
 
 from rotor_profiling.attributes import Attributes, Change
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
-from rotor_profiling.values import equal
-from rotor_py.errors import InvalidStateError
+from rotor_profiling.storage import equal
 from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
 from rotor_py.stage.restored.decisions import Decisions, decisions_recorded, decisions_repeated
 from rotor_py.stage.restored.other_streams import Drawn, other_draws
 from rotor_py.stage.restored.running_statistics import WrittenStatistics
+from rotor_solver.errors import InvalidStateError
 
 # Their output in training does not depend on their statistics. So these are not copied: for a second run, tracking is
 # switched off instead. A derived class may read its statistics, so types have to be equal.

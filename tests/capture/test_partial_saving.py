@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from rotor_profiling import storage_bytes, tensors_in
-from rotor_profiling.instruments import memory_meter
+from rotor_profiling.backends import memory_meter
 from rotor_profiling.stage.gradients import leaves_of
 from rotor_py import Checkpointable
 from rotor_py.capture.graph.graph_nodes import Sizes

@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor_cli.main import main
 from rotor_py import Checkpointable, least_limit, sweep
-from rotor_py.measure.walks.stage_times import StageTimes
+from rotor_py.measure.rounds import StageTimes
 from tests.cli.conftest import SMALL
 
 BATCH = torch.randn(4, 8)

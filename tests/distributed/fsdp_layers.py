@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from rotor_profiling import stage_kind
+from rotor_profiling import stage_signature
 from rotor_py import Checkpointable
 from rotor_py.distributed.shard_groups import sharding_of
 from rotor_py.distributed.whole_parameters import gathered
@@ -108,7 +108,7 @@ def kinds(rank: int) -> list[int]:
     found = []
     for layer in model:
         with gathered(layer, sharding_of(model, mixed_precision=False)):
-            found.append(stage_kind(layer, value))
+            found.append(stage_signature(layer, value))
     return [found.index(kind) for kind in found]
 
 

@@ -18,7 +18,7 @@ from rotor_profiling.storage import layout_of, local
 from rotor_py import Checkpointable
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.measure.cut import cut
-from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
 from rotor_solver import store_all
 from tests.distributed.processes import device, here, kept, least_peak, random_state
 from tests.distributed.tensor_parallel_models import BATCH, WIDTH, batches, loss, made, time_first
@@ -99,7 +99,9 @@ def with_parts_of_other_layouts(rank: int) -> tuple[int, list[bool]]:
     mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = time_first(mesh)
     value = distribute_tensor(torch.randn(BATCH, 3, WIDTH, device=device()), mesh, [Shard(1)])
-    stages = StageMeasurer(cut(model, value, device()), value, device(), group=meeting_in_stages(model))
+    stages = StageMeasurer(
+        cut(model, value, device()), value, device(), MeasuringOptions(group=meeting_in_stages(model))
+    )
     walks: list[int] = []
     survey = stages._survey
     walk = survey.walk

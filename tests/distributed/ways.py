@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rotor_profiling.stage.seconds import StageRun, StageSeconds
-from rotor_py.measure.walks import stage_times
+from rotor_py.measure import rounds
 
 
 @contextmanager
@@ -16,9 +16,9 @@ def free_to_store_in_part() -> Iterator[None]:
     def alike(runs: Sequence[StageRun]) -> list[StageSeconds]:
         return [StageSeconds(1.0, 1.0, 2.0, 0.0)] * len(runs[0].ways)
 
-    usual = stage_times.estimate
+    usual = rounds.estimate
     try:
-        stage_times.estimate = alike
+        rounds.estimate = alike
         yield
     finally:
-        stage_times.estimate = usual
+        rounds.estimate = usual

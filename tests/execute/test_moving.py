@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling.step.peak import measured_peak
+from rotor_profiling.step import measured_peak
 from rotor_py.errors import OffloadError
 from rotor_py.execute.program import program
 from rotor_py.execute.tape import replay

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling import measured_peak
-from rotor_profiling.instruments import memory_meter
+from rotor_profiling.backends import memory_meter
 from rotor_py import Checkpointable
 from rotor_py.execute.program import program
 from rotor_py.execute.regions import regions, run

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rotor_profiling import memory
-from rotor_profiling.stage import measured_ways
+from rotor_profiling.stage import cost
 from rotor_py import Checkpointable
 from rotor_py.measure import stage_measurer
 from rotor_py.stage.runner import StageRunner
@@ -147,7 +147,7 @@ def measured(
     runs: Counter[str] = Counter()
     measure_ways = stage_measurer.measure_ways
 
-    def noting(runners: Any, value: Any, place: Any, watch: Any = None, stand_ins: Any = None) -> Any:
+    def noting(runners: Any, value: Any, context: Any, watch: Any = None, stand_ins: Any = None) -> Any:
         given = stand_ins if briefly else {}
         with monkeypatch.context() as counted:
             for name in ("forward", "attach", "first"):
@@ -159,9 +159,9 @@ def measured(
 
                 counted.setattr(StageRunner, name, counting)
             if not briefly:
-                counted.setattr(measured_ways, "beyond_training", lambda *_: None)
+                counted.setattr(cost, "beyond_training", lambda *_: None)
                 counted.setattr(StageRunner, "before_first", lambda *_: None)
-            made = measure_ways(runners, value, place, watch, given)
+            made = measure_ways(runners, value, context, watch, given)
         found.extend((runner._way, way) for runner, way in zip(runners, made.bytes, strict=True))
         return made
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import operator
+import os
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from rotor_profiling.stage.kind import Unlike, stage_kind
 from rotor_profiling.stage.seconds import StageRun
+from rotor_profiling.stage.stage_signature import Unlike, stage_signature
 from rotor_py import Checkpointable
-from rotor_py.measure import stage_measurer
-from rotor_py.measure.cache import stable_key
-from rotor_py.measure.cache.measurement_cache import MeasurementCache, cache_folder
-from rotor_py.measure.cache.stable_key import UnstableKeyError, digest_of, environment
-from rotor_py.measure.walks import stage_times, survey
-from rotor_py.measure.walks.stage_times import StageTimes
+from rotor_py.measure import cache, discovery_pass, rounds, stage_measurer
+from rotor_py.measure.cache import MeasurementCache, UnstableKeyError, cache_folder, code_of, digest_of, environment
+from rotor_py.measure.rounds import StageTimes
 from rotor_py.stage.graph_effects import GraphEffects
 
 BATCH = torch.randn(16, 8)
@@ -155,7 +155,7 @@ def test_a_job_that_goes_on_measures_nothing(
 
 
 def test_another_process_finds_it(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_times, "TOO_FAR", float("inf"))  # its times are those of the clock
+    monkeypatch.setattr(rounds, "TOO_FAR", float("inf"))  # its times are those of the clock
     program = (
         f"import torch; torch.set_num_threads({torch.get_num_threads()}); from torch import nn;"
         "from rotor_py import Checkpointable;"
@@ -205,7 +205,7 @@ def _under_autocast() -> None:
 def test_what_the_first_walk_finds_otherwise_is_measured(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     costs(layers())
     measured.clear()
-    monkeypatch.setattr(survey, "find_effects", lambda *_: (GraphEffects(graph_dependent=True), None))
+    monkeypatch.setattr(discovery_pass, "find_effects", lambda *_: (GraphEffects(graph_dependent=True), None))
     costs(layers())
     assert "measure_ways" in measured
 
@@ -216,7 +216,7 @@ def test_hooks_and_replaced_forwards_are_not_kept() -> None:
     replaced.forward = lambda value: value  # type: ignore[method-assign]  # what users do
     for layer in (hooked, replaced):
         with pytest.raises(UnstableKeyError):
-            digest_of(stage_kind(layer, BATCH))
+            digest_of(stage_signature(layer, BATCH))
 
 
 def test_keys_say_what_a_value_is() -> None:
@@ -233,7 +233,7 @@ def test_keys_say_what_a_value_is() -> None:
 def test_the_environment_holds_versions_device_and_our_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     before = environment(torch.device("cpu"))
     assert {torch.__version__, torch.get_num_threads()} <= set(before)
-    monkeypatch.setattr(stable_key, "_code", lambda: "changed")
+    monkeypatch.setattr(cache, "_code", lambda: "changed")
     assert environment(torch.device("cpu")) != before
 
 
@@ -257,9 +257,120 @@ def test_a_folder_that_cannot_be_written_to_costs_nothing_but_time(
 
 
 def test_very_many_files_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotor_py.measure.cache.measurement_cache._MOST_FILES", 10)
+    monkeypatch.setattr("rotor_py.measure.cache._MOST_FILES", 10)
     cache = MeasurementCache(tmp_path, "here")
     for number in range(12):
         cache.keep(number, {})
     cache.make_room()
     assert len(list(tmp_path.iterdir())) == 6
+
+
+START = """
+import os, runpy, sys
+import torch._dynamo, rotor_py
+
+for _ in sys.stdin:
+    child = os.fork()
+    if not child:
+        runpy.run_path("run.py")
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+"""For each line that it reads, a process that runs the program: it has imported what takes seconds, and no more."""
+RUN = """
+import layers, torch
+from torch import nn
+from rotor_py import Checkpointable
+from rotor_py.measure import stage_measurer
+
+noted = []
+measure_ways = stage_measurer.measure_ways
+stage_measurer.measure_ways = lambda runners, *rest: noted.append(runners[0].name) or measure_ways(runners, *rest)
+model = Checkpointable(nn.Sequential(nn.Linear(8, 8), layers.Own()), loss=torch.sum)
+model.measure(torch.randn(4, 8))
+print(*noted)
+"""
+LAYERS = """
+import helper
+from torch import nn
+
+class Own(nn.Module):
+    def forward(self, value):
+        return helper.applied(value)
+"""
+HELPER = """
+def applied(value):
+    return value.sin()
+"""
+
+
+class Own(nn.Module):
+    def forward(self, value: object) -> object:
+        return value
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A program of three files, and what starts it, written a minute ago."""
+    for name, text in (("start.py", START), ("run.py", RUN), ("layers.py", LAYERS), ("helper.py", HELPER)):
+        write(tmp_path / name, text)
+    return tmp_path
+
+
+def write(file: Path, text: str) -> None:
+    file.write_text(text)
+    os.utime(file, (time.time() - 60,) * 2)
+
+
+@pytest.fixture
+def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    command = [sys.executable, "start.py"]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def noted(started: subprocess.Popen[str]) -> set[str]:
+    """The stages that a run of the program measures."""
+    assert started.stdin is not None
+    assert started.stdout is not None
+    started.stdin.write("run\n")
+    started.stdin.flush()
+    line = started.stdout.readline()
+    assert line, "the program has failed"
+    return set(line.split())
+
+
+@pytest.mark.slow
+def test_a_layer_is_measured_again_when_what_it_calls_has_changed(folder: Path, started: subprocess.Popen[str]) -> None:
+    assert noted(started) == {"0", "1"}
+    assert noted(started) == set()
+    write(folder / "helper.py", HELPER.replace("sin", "cos"))
+    assert noted(started) == {"1"}  # that of torch is the same
+
+
+def test_what_was_written_since_it_was_read_is_nobody_s_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_STARTED", time.time())
+    cache._digest.cache_clear()
+    assert code_of(Own) is not None
+    monkeypatch.setattr(cache, "_STARTED", Path(__file__).stat().st_mtime - 1)
+    cache._digest.cache_clear()
+    assert code_of(Own) is None
+    cache._digest.cache_clear()
+
+
+def test_a_class_without_a_file_is_not_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inside(Own):
+        pass
+
+    typed = type("Typed", (Own,), {"__module__": "notebook"})
+    monkeypatch.setitem(sys.modules, "notebook", ModuleType("notebook"))
+    for kind in (Inside, typed):
+        assert code_of(kind) is None
+        with pytest.raises(UnstableKeyError, match="whose code may change"):
+            digest_of(stage_signature(kind(), None))

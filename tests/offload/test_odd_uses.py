@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rotor_profiling.step.peak import measured_peak
+from rotor_profiling.step import measured_peak
 from rotor_py import Checkpointable
 from rotor_py.offload.offload import Bandwidth
 from tests.execute.test_moving import settle

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rotor_profiling.instruments import memory_meter
+from rotor_profiling.backends import memory_meter
 from rotor_profiling.storage import storage_bytes
 from rotor_py import memory_budget
 from rotor_py.partition import partitioner

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rotor_profiling.instruments import using
+from rotor_profiling.backends import using
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, Plan, PlanMismatchError
 from rotor_py.predict.without_memory import WithoutMemory

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotor_profiling import memory_meter
-from rotor_profiling.instruments import using
+from rotor_profiling.backends import using
 from rotor_profiling.memory import Phase
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, InfeasibleError, Plan

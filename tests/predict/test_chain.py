@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import StageCost
-from rotor_profiling.instruments import using
+from rotor_profiling.backends import using
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, models, store_all
 from rotor_py.predict.operators.layouts import TensorsWithoutMemory

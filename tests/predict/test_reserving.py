@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling.instruments import using
+from rotor_profiling.backends import using
 from rotor_py import Checkpointable, estimate
 from rotor_py.devices.caching_allocator import replay
 from rotor_py.devices.device import Device

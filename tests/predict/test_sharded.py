@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rotor_profiling.instruments import using
+from rotor_profiling.backends import using
 from rotor_py import Checkpointable, InfeasibleError, Plan, UnsupportedModelError, estimate
 from rotor_py.capture import captured_forward
 from rotor_py.devices.followed_step import FollowedStep

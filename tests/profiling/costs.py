@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling import Place, StageCost, measure_options, storage_bytes, storages, tensors_in
+from rotor_profiling import StageContext, StageCost, measure_options, storage_bytes, storages, tensors_in
 from rotor_py.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
@@ -40,5 +40,5 @@ def cost(function: Callable[[Any], Any], value: Any, **options: Any) -> StageCos
     parameters = function.parameters() if isinstance(function, nn.Module) else ()
     owned = [*storages(parameters), *options.pop("owned", ())]
     runner = StageRunner(function, "stage", preserve_rng_state=False)
-    (cost,) = measure_options((runner,), value, Place(owned=owned, **options))
+    (cost,) = measure_options((runner,), value, StageContext(owned=owned, **options))
     return cost

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling import memory_meter
-from rotor_profiling.instruments import using
+from rotor_profiling.backends import using
 from rotor_profiling.memory import Phase
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py.predict.operators.layouts import TensorsWithoutMemory

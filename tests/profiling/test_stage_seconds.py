@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
-from rotor_profiling.stage.seconds import StageRun, estimate, spread_of
-from rotor_profiling.timing import lower_quartile
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rotor_profiling.stage.cost import measure_ways
+from rotor_profiling.stage.seconds import StageRun, estimate, spread_of, time_stage
+from rotor_profiling.stage.stage_context import StageContext
+from rotor_profiling.timing import cpu_stopwatch, lower_quartile
+from rotor_py.execute.lone_node import lone_node
+from rotor_py.stage.runner import StageRunner
 
 pytestmark = pytest.mark.timed
 
@@ -63,3 +74,135 @@ def test_the_spread_is_that_of_the_middle_half() -> None:
     assert spread_of(runs) == pytest.approx(0.2 / 1.2)
     assert spread_of(runs[:1]) == 0.0
     assert estimate(runs)[0].forward_seconds == lower_quartile([1.0, 1.1, 1.2, 1.3, 50.0]) == 1.1
+
+
+CPU = torch.device("cpu")
+
+
+class Scripted:
+    """A watch of whose laps those that count take the seconds that it is given, in this order, and others a hundred."""
+
+    exact = False
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = [each for one in seconds for each in (100.0, one)]
+        self.laps = 0
+
+    def start(self) -> None: ...
+
+    def lap(self) -> None:
+        self.laps += 1
+
+    def stop(self) -> list[float]:
+        assert self.laps == len(self.seconds)
+        return self.seconds
+
+
+@pytest.mark.parametrize(
+    ("as_node", "laps", "expected"),
+    [
+        (lone_node, (2.0, 5.0, 2.5, 7.5), (2.5, 7.5)),
+        (None, (2.0, 5.0, 2.5, 1.5), (2.5, 6.5)),  # the second run, and the backward of the first way
+    ],
+)
+def test_a_stage_is_timed_in_training_and_as_a_node(as_node: Any, laps: Any, expected: tuple[float, float]) -> None:
+    layer, watch = nn.Linear(4, 4), Scripted(*laps)
+    value = torch.randn(2, 4, requires_grad=True)
+    runners, parameters = [StageRunner(layer, "layer")], [*layer.parameters()]
+    run, output = time_stage(runners, value, parameters, watch, as_node=as_node)
+    assert run == StageRun(((2.0, 5.0),), expected)
+    assert torch.equal(output, layer(value))
+    assert output.is_leaf
+    # Backwards add their gradients up, as in a step that has some.
+    assert layer.bias.grad is not None
+    assert layer.bias.grad.tolist() == [(2 if as_node else 1) * len(value)] * 4
+
+
+def test_a_node_is_left_out_if_nobody_asks_for_it() -> None:
+    layer, watch = nn.Linear(4, 4), Scripted(1.0, 2.0)
+    value = torch.randn(2, 4, requires_grad=True)
+    run, output = time_stage([StageRunner(layer, "layer")], value, [*layer.parameters()], watch, again=False)
+    assert run == StageRun(((1.0, 2.0),))
+    assert torch.equal(output, layer(value))
+
+
+def test_a_node_runs_its_stage_once_in_the_forward_and_once_in_the_backward() -> None:
+    class Noting(nn.Linear):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            made = super().forward(value)
+            runs.append(made.requires_grad)
+            return made
+
+    runs: list[bool] = []
+    layer, value = Noting(4, 4), torch.randn(2, 4, requires_grad=True)
+    run_node = lone_node(StageRunner(layer, "layer"))
+    assert runs == []
+    output = run_node(value)
+    assert runs == [False]
+    output.sum().backward()
+    assert runs == [False, True]
+    plain, expected = value.detach().requires_grad_(), nn.Linear(4, 4)
+    expected.load_state_dict(layer.state_dict())
+    expected(plain).sum().backward()
+    assert torch.equal(value.grad, plain.grad)  # type: ignore[arg-type]
+    assert torch.equal(layer.weight.grad, expected.weight.grad)  # type: ignore[arg-type]
+
+
+def test_a_stage_that_overwrites_its_input_is_timed_as_a_node_too() -> None:
+    stage = StageRunner(nn.ReLU(inplace=True), "relu")
+    value = torch.randn(4, requires_grad=True)
+    lone_node(stage)(value * 1).sum().backward()
+    assert value.grad is not None
+
+
+def test_a_gradient_in_another_layout_than_the_input_is_not_copied() -> None:
+    """In a step, the backward of the stage before takes it as it is; a leaf would keep a copy."""
+
+    class Transposing(nn.Linear):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return super().forward(value.t().contiguous())
+
+    layer = Transposing(3, 4)
+    value = torch.randn(3, 5, requires_grad=True)
+    with cpu_stopwatch() as watch, Calls() as calls:
+        runner = StageRunner(layer, "layer")
+        time_stage([runner], value, [*layer.parameters()], watch, fresh_gradients=True, as_node=lone_node)
+    assert (3, 5) not in [shape for name, shape in calls.found if name in ("clone", "copy_")]
+    assert value.grad is None
+
+
+def test_a_gradient_is_given_away_so_that_the_engine_adds_to_it_in_place() -> None:
+    """In a step, nobody but the engine holds it; one that is held would be added to another in new memory."""
+
+    class Residual(nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return value + value.sin()
+
+    value = torch.randn(3, 5, requires_grad=True)
+    with cpu_stopwatch() as watch, profile(activities=[ProfilerActivity.CPU]) as profiled:
+        time_stage([StageRunner(Residual(), "layer")], value, [], watch, again=False)
+    added = [event.name for event in profiled.events() or () if event.name in ("aten::add", "aten::add_")]
+    assert added == ["aten::add", "aten::add_"]  # forward and backward
+
+
+class Calls(TorchDispatchMode):
+    """Notes the operators that are called, with the shapes of what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = list[tuple[str, tuple[int, ...]]]()
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.found.append((func._opname, tuple(found.shape)))  # type: ignore[attr-defined]
+        return found
+
+
+def test_the_run_that_shows_bytes_shows_seconds_in_training_alone() -> None:
+    layer, value = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    with cpu_stopwatch() as watch:
+        found = measure_ways([StageRunner(layer, "layer")], value, StageContext(CPU, 32), watch).run
+    assert found is not None
+    assert (len(found.ways), found.node) == (1, None)
+    assert min(found.ways[0]) > 0

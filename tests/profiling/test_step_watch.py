@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rotor_profiling import Phase, memory_meter, watch_step
-from rotor_profiling.step.watch import give_way
+from rotor_profiling.step import give_way
 from tests.fields import raises
 
 CPU = torch.device("cpu")

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from rotor_profiling import timing
-from rotor_profiling.clocked_meter import ClockedMeter
-from rotor_profiling.instruments import stopwatch
-from rotor_profiling.memory import CpuMeter
+from rotor_profiling.backends import stopwatch
+from rotor_profiling.memory import ClockedMeter, CpuMeter
 from rotor_profiling.timing import cpu_stopwatch, lower_quartile, seconds_of, spread
 
 CPU = torch.device("cpu")

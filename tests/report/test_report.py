@@ -15,7 +15,7 @@ from torch import nn
 
 from rotor_profiling.stage.seconds import StageRun
 from rotor_py import Checkpointable, Report, format_bytes, store_all
-from rotor_py.measure.walks.stage_times import StageTimes
+from rotor_py.measure.rounds import StageTimes
 from rotor_py.report.wording import NOISY, format_share
 from tests.fields import raises
 

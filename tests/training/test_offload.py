@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling.step.peak import measured_peak
+from rotor_profiling.step import measured_peak
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.errors import OffloadError
 from rotor_py.offload.offload import Bandwidth

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rotor_profiling.instruments import Storages
+from rotor_profiling.backends import Storages
 from rotor_profiling.live_bytes import LiveBytes, OperatorBytes, no_scratch
 from rotor_profiling.memory import MemoryMeter
 from rotor_profiling.predicted.clock import OperatorSeconds, PredictedStopwatch

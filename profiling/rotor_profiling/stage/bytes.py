@@ -4,11 +4,113 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
-from rotor_profiling.memory import Phase
-from rotor_profiling.stage.place import Place
-from rotor_profiling.stage.released import released_bytes
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map_only
+from torch.utils.dlpack import from_dlpack
+
+from rotor_profiling.memory import MemoryMeter, Phase
+from rotor_profiling.stage.gradients import leaves_of, scalar_after
+from rotor_profiling.stage.stage_context import Runner, StageContext
+from rotor_profiling.storage import allocated, storages, tensors_in
+
+# What a run with a graph does not hold of its input and output.
+#
+# Of most inputs, it can be seen when nobody holds them any more (`WatchedInput`). Others cannot be watched, tensors of
+# subclasses and those without memory: of these, a copy is let go of.
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SHARED = frozenset((*_FLOATS, *_INTEGERS))
+"""What every release of torch hands to itself by DLPack."""
+
+
+class WatchedInput:
+    """`value` with twins of its tensors: others over the same memory, whose storages are their own.
+
+    A tensor itself has other holders while its stage is measured, so what a graph holds of it does not show. A copy
+    would take as much memory again. Tensors whose storages are `owned` are no part of the input, and have no twins.
+    """
+
+    def __init__(self, value: Any, owned: frozenset[int]) -> None:
+        self.nbytes = 0
+        """of all twins, as if each was allocated"""
+        self._watched: list[tuple[StorageWeakRef, int]] = []
+        self.value: Any = tree_map_only(torch.Tensor, lambda each: self._twin(each, owned), value)
+
+    def let_go(self) -> int:
+        """Let go of the twins; return the bytes of those that nothing else holds."""
+        self.value = None
+        return self.freed()
+
+    def freed(self) -> int:
+        """The bytes of the twins that have been let go of since somebody asked."""
+        gone = [(storage, size) for storage, size in self._watched if storage.expired()]
+        self._watched = [each for each in self._watched if each not in gone]
+        return sum(size for _, size in gone)
+
+    def _twin(self, tensor: torch.Tensor, owned: frozenset[int]) -> torch.Tensor:
+        if owned.issuperset(storages([tensor])):
+            return tensor
+        twin = from_dlpack(tensor.detach())
+        if twin.stride() != tensor.stride():  # some releases write 1 for the stride of a side of length one
+            twin = twin.as_strided(tensor.shape, tensor.stride())
+        size = allocated(tensor.numel() * tensor.element_size(), tensor.device.type)
+        self.nbytes += size
+        self._watched.append((StorageWeakRef(twin.untyped_storage()), size))
+        return twin.requires_grad_(tensor.requires_grad)
+
+
+def can_be_watched(value: Any) -> bool:
+    """Whether all tensors of `value` are plain memory, of which there can be twins."""
+    return all(_is_plain(tensor) for tensor in tensors_in(value))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and tensor.dtype in _SHARED
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def run_to_release(runner: Runner, value: Any, owned: frozenset[int], meter: MemoryMeter) -> None:
+    """Phases "copy" of the input, "run", and "input" and "output", in which these are let go of.
+
+    Tensors whose storages are `owned` are not copied.
+    """
+    leaf = leaves_of(value)
+    meter.mark("copy")
+    # A copy, as if another layer had made it: the input itself has other holders, so nothing would ever be freed.
+    copy = tree_map_only(torch.Tensor, partial(_copied, owned), leaf)
+    meter.mark("run")
+    output = runner.forward(copy)
+    source = scalar_after(output)
+    meter.mark("input")
+    del copy
+    meter.mark("output")
+    del output
+    meter.mark("between")
+    del source
+
+
+def released_bytes(phases: Mapping[str, Phase], input_bytes: int) -> tuple[int, int]:
+    """Bytes of the input, and of the output, that a run with a graph does not hold on to."""
+    # If the copy is not as large as the input in the chain, they are not comparable, and nothing is promised.
+    whole = phases["copy"].kept == input_bytes
+    return max(0, -phases["input"].kept) if whole else 0, max(0, -phases["output"].kept)
+
+
+def _copied(owned: frozenset[int], tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if owned.issuperset(storages([tensor])) else tensor.clone()
+
 
 LEAST_SHARE = 0.05
 """The part of what is saved that a way has to spare: what it costs is found by clocks, and less is lost in their
@@ -99,13 +201,13 @@ def in_training(phases: Mapping[str, Phase], twins: Freed | None) -> GraphBytes:
     return GraphBytes(forward.kept, forward.rise, most - forward.end, _freed(phases["end of forward"], twins))
 
 
-def in_own(phases: Mapping[str, Phase], twins: Freed | None, place: Place) -> GraphBytes:
+def in_own(phases: Mapping[str, Phase], twins: Freed | None, context: StageContext) -> GraphBytes:
     """What a run with a graph of its own takes, as `in_training` (`run_with_own_graph`)."""
     attach, letting_go = phases["attach"], phases["letting go"]
     most = max(letting_go.peak, phases["replay"].peak) - letting_go.start + phases["gradient"].kept
     freed = _freed(letting_go, twins)
     if freed is None:
-        freed = Freed(*released_bytes(phases, place.input_bytes))
+        freed = Freed(*released_bytes(phases, context.input_bytes))
     return GraphBytes(attach.kept, attach.rise, most, freed)
 
 
@@ -156,12 +258,12 @@ def beyond_training(phases: Mapping[str, Phase], training: GraphBytes, own: Grap
     return more if little else None
 
 
-def bytes_of(way: WayBytes, made: Made, place: Place, nograd_temp: int) -> StageBytes:
+def bytes_of(way: WayBytes, made: Made, context: StageContext, nograd_temp: int) -> StageBytes:
     """The bytes of a stage in one way, with those that runs without a graph have shown."""
     training, own, gradients = way
     # One number serves both ways to run a stage with a graph, in training's graph and in its own: the larger.
     saved = max(0, way.kept - made.carried_bytes)
-    both = made.activation_bytes + place.input_bytes
+    both = made.activation_bytes + context.input_bytes
     assert own.freed is not None
     return StageBytes(
         activation_bytes=made.activation_bytes,
@@ -169,8 +271,8 @@ def bytes_of(way: WayBytes, made: Made, place: Place, nograd_temp: int) -> Stage
         forward_temp_bytes=max(training.rise, own.rise) - saved,
         nograd_temp_bytes=nograd_temp,
         # What the solver adds by itself is taken off: the gradients of output and input, as large as these are.
-        backward_temp_bytes=max(-place.input_bytes, training.backward - both),
-        replay_temp_bytes=max(-place.input_bytes, own.backward - both),
+        backward_temp_bytes=max(-context.input_bytes, training.backward - both),
+        replay_temp_bytes=max(-context.input_bytes, own.backward - both),
         input_released_bytes=own.freed.input,
         output_released_bytes=min(own.freed.output, made.activation_bytes, saved),
         gradient_storage_bytes=gradients,

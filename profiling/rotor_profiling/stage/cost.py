@@ -5,21 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from rotor_profiling.instruments import stopwatch
+from rotor_profiling.backends import memory_meter, stopwatch
 from rotor_profiling.isolate import isolated
-from rotor_profiling.stage.bytes import StageBytes
-from rotor_profiling.stage.measured_ways import MeasuredWays, measure_bytes
-from rotor_profiling.stage.place import Place
-from rotor_profiling.stage.runner import Runner
-from rotor_profiling.stage.runs import run_unmeasured
-from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate
-from rotor_profiling.stage.stepping import bytes_after_replay, stand_in_steps
-from rotor_profiling.stage.timed_stage import AsNode, time_stage
-from rotor_profiling.timing import FEWEST_RUNS, Stopwatch
+from rotor_profiling.memory import ClockedMeter
+from rotor_profiling.stage.bytes import (
+    Beyond,
+    StageBytes,
+    WayBytes,
+    beyond_training,
+    bytes_of,
+    clearly_less,
+    in_own,
+    in_training,
+    least,
+)
+from rotor_profiling.stage.runs import (
+    forget_if_fresh,
+    made_by,
+    run_again,
+    run_first,
+    run_in_graph,
+    run_to_save,
+    run_unmeasured,
+    run_with_own_graph,
+)
+from rotor_profiling.stage.seconds import AsNode, StageRun, StageSeconds, estimate, time_stage
+from rotor_profiling.stage.stage_context import Runner, StageContext, bytes_after_replay, stand_in_steps
+from rotor_profiling.timing import FEWEST_RUNS, Stopwatch, several_processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +64,22 @@ class StageCost:
         return cls(**asdict(nbytes), **asdict(seconds))
 
 
-def measure_options(runners: Sequence[Runner], value: Any, place: Place) -> tuple[StageCost, ...]:
+def measure_options(runners: Sequence[Runner], value: Any, context: StageContext) -> tuple[StageCost, ...]:
     """Measure the ways to run one stage on the input `value`, whose tensors that need a gradient have `requires_grad`.
 
     `runners` has one runner for each way, all of the same function. Nothing of the model is changed. ValueError for a
     kind of device whose memory cannot be measured.
     """
-    run_before_measuring(runners, value, place)
-    found = [each for each in measure_ways(runners, value, place).bytes if each is not None]  # all: none stands in
-    with stopwatch(place.device) as watch:
-        runs = [time_ways(runners, value, place, watch)[0] for _ in range(FEWEST_RUNS)]
+    run_before_measuring(runners, value, context)
+    found = [each for each in measure_ways(runners, value, context).bytes if each is not None]  # all: none stands in
+    with stopwatch(context.device) as watch:
+        runs = [time_ways(runners, value, context, watch)[0] for _ in range(FEWEST_RUNS)]
     return tuple(map(StageCost.of, found, estimate(runs)))
 
 
-def run_before_measuring(runners: Sequence[Runner], value: Any, place: Place) -> None:
+def run_before_measuring(runners: Sequence[Runner], value: Any, context: StageContext) -> None:
     """Run a stage once in each way: libraries choose their algorithms and allocate what they keep for good."""
-    with isolated(runners[0].function, place.device), torch.enable_grad():
+    with isolated(runners[0].function, context.device), torch.enable_grad():
         for runner in runners:
             run_unmeasured(runner, value)
 
@@ -71,7 +87,7 @@ def run_before_measuring(runners: Sequence[Runner], value: Any, place: Place) ->
 def measure_ways(
     runners: Sequence[Runner],
     value: Any,
-    place: Place,
+    context: StageContext,
     watch: Stopwatch | None = None,
     stand_ins: Mapping[int, int] = MappingProxyType({}),
 ) -> MeasuredWays:
@@ -80,10 +96,10 @@ def measure_ways(
     With a `watch`, the seconds of its runs as well: next to those of `time_ways`, since a meter takes hardly any time.
     `stand_ins` says, of some ways, which other one makes them needless if it saves clearly less.
     """
-    with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
-        with stand_in_steps(parameters, place.stepped):
-            found = measure_bytes(runners, value, parameters, place, watch, stand_ins)
-        after_replay = bytes_after_replay(parameters, place.stepped)
+    with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
+        with stand_in_steps(parameters, context.stepped):
+            found = measure_bytes(runners, value, parameters, context, watch, stand_ins)
+        after_replay = bytes_after_replay(parameters, context.stepped)
     return found._replace(
         bytes=tuple(None if each is None else _with_room_after_replay(each, after_replay) for each in found.bytes)
     )
@@ -99,22 +115,135 @@ def _with_room_after_replay(found: StageBytes, nbytes: int) -> StageBytes:
 def time_ways(
     runners: Sequence[Runner],
     value: Any,
-    place: Place,
+    context: StageContext,
     watch: Stopwatch,
     *,
     as_node: AsNode | None = None,
     again: bool = True,
 ) -> tuple[StageRun, Any]:
     """The seconds of one run of a stage in each way, and its output without a graph: see `time_stage`."""
-    with isolated(runners[0].function, place.device) as parameters, torch.enable_grad():
+    with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         return time_stage(
             runners,
             value,
             parameters,
             watch,
-            fresh_gradients=place.fresh_gradients,
-            silent=place.silent,
-            arriving=place.arriving,
+            fresh_gradients=context.fresh_gradients,
+            silent=context.silent,
+            arriving=context.arriving,
             as_node=as_node,
             again=again,
         )
+
+
+class MeasuredWays(NamedTuple):
+    """What a stage holds and needs in each way, None where another way stands in for it; with a watch, the seconds of
+    these runs, as one `run` of the stage stored whole or in all ways that have bytes; its `output`, without a graph.
+    """
+
+    bytes: tuple[StageBytes | None, ...]
+    run: StageRun | None
+    output: Any
+
+
+def measure_bytes(
+    runners: Sequence[Runner],
+    value: Any,
+    parameters: list[torch.Tensor],
+    context: StageContext,
+    watch: Stopwatch | None = None,
+    stand_ins: Mapping[int, int] = MappingProxyType({}),
+) -> MeasuredWays:
+    """Measure what a stage holds and needs in each way, by running it; `parameters` are those it trains.
+
+    The first way stores it whole. By `stand_ins`, a way is left out if another one saves clearly less. The stage has to
+    have run before: libraries choose their algorithms and allocate what they keep for good.
+    """
+    if not several_processes():
+        return _measure_once(runners, value, parameters, context, watch, stand_ins, briefly=True)
+    # Processes have to run equally often, so nothing that is found decides what is run. On the CPU, the profiler misses
+    # a free if a thread of the backend is the last to let go of what was sent. So what is found is never less than what
+    # it is, and the least of several is closest.
+    rounds: list[tuple[StageBytes, ...]] = []
+    for _ in range(3 if context.device.type == "cpu" else 1):
+        found = None  # its output is not held while the stage is measured again
+        found = _measure_once(runners, value, parameters, context, watch, {}, briefly=False)
+        rounds.append(tuple(each for each in found.bytes if each is not None))
+    assert found is not None
+    return found._replace(bytes=tuple(map(least, zip(*rounds, strict=True))))
+
+
+def _measure_once(
+    runners: Sequence[Runner],
+    value: Any,
+    parameters: list[torch.Tensor],
+    context: StageContext,
+    watch: Stopwatch | None,
+    stand_ins: Mapping[int, int],
+    *,
+    briefly: bool,
+) -> MeasuredWays:
+    """Measure each way once; `briefly`, in training's graph alone, where its own is known to show the same."""
+    found: dict[int, WayBytes] = {}
+    seconds: dict[int, Mapping[str, float]] = {}
+    # Processes have to run equally often, and what another one has seen may differ.
+    known = runners[0].before_first(value) if briefly else None
+    surroundings, rise = run_first(runners[0], value, context) if known is None else known
+    beyond: Beyond | None = None
+    for number in sorted(range(len(runners)), key=stand_ins.__contains__):  # those that may be left out come last
+        runner = runners[number]
+        if not context.fresh_gradients:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        runner.make_ready()
+        other = found.get(stand_ins.get(number, -1))
+        if other and clearly_less(other.kept, _kept_by(runner, value, context, surroundings)):
+            continue
+        forget_if_fresh(parameters, context)
+        with ClockedMeter(memory_meter(context.device), watch) as clocked:
+            twins = run_in_graph(runner, value, parameters, context, clocked)
+            apart = None if beyond else run_with_own_graph(runner, value, context, clocked, surroundings)
+        training = in_training(clocked.phases, twins)
+        if apart is None:
+            assert beyond is not None
+            own, gradients = beyond.add_to(clocked.phases, training), found[0].gradients
+        else:
+            gradients, twins = apart
+            own = in_own(clocked.phases, twins, context)
+        found[number] = WayBytes(training, own, gradients)
+        seconds[number] = clocked.seconds
+        # What a stage decides is held while it is run again, which may be where one way needs the most, or another.
+        if number == 0 and known is not None and _comparable(context):
+            beyond = beyond_training(clocked.phases, training, own)
+    # At the very end: its output is what the stage hands on, and not held while ways are measured.
+    with memory_meter(context.device) as meter:
+        output = run_again(runners[0], value, surroundings, meter)
+    made = made_by(output, context)
+    temp = max(0, max(rise, meter.phases["again"].rise) - made.activation_bytes)
+    ways = [found.get(number) for number in range(len(runners))]
+    return MeasuredWays(
+        tuple(None if way is None else bytes_of(way, made, context, temp) for way in ways),
+        None if watch is None else _run_of(seconds),
+        output,
+    )
+
+
+def _comparable(context: StageContext) -> bool:
+    """Whether both graphs of a stage hold the same until a backward ends, but for gradients.
+
+    Not where parameters are stepped, which training's graph does at once, and its own at the end. Nor in the last
+    stage: its backward begins with the output in training's graph, and without in its own.
+    """
+    return not any(context.stepped) and not context.output_held
+
+
+def _kept_by(runner: Runner, value: Any, context: StageContext, surroundings: Any) -> int:
+    """What a graph of a stage keeps in one way."""
+    with memory_meter(context.device) as meter:
+        run_to_save(runner, value, surroundings, meter)
+    return meter.phases["attach"].kept
+
+
+def _run_of(seconds: Mapping[int, Mapping[str, float]]) -> StageRun:
+    """A run of the stage, by the `seconds` of phases in each way."""
+    return StageRun(tuple((way["forward"], way.get("backward", 0.0)) for _, way in sorted(seconds.items())))

@@ -1,11 +1,16 @@
-"""The seconds of one stage, in each way in which an executor runs it, by some of its runs."""
+"""The seconds of one stage, in each way in which an executor runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rotor_profiling.timing import lower_quartile, spread
+import torch
+
+from rotor_profiling.stage.gradients import Layouts, enter_graph, leaves_of, scalar_after
+from rotor_profiling.stage.stage_context import Runner
+from rotor_profiling.timing import Stopwatch, lower_quartile, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +74,116 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
 def spread_of(runs: Sequence[StageRun]) -> float:
     """How far apart the runs of a stage are: the middle half of them, as a part of their median."""
     return spread([run.total for run in runs])
+
+
+AsNode = Callable[[Any], Callable[[Any], Any]]
+"""Makes ready a node of the graph for a runner: what runs its stage on an input, without a graph at first, and again in
+the backward. It is an executor's own, with all that this takes beside the operators of the stage."""
+
+
+def time_stage(
+    runners: Sequence[Runner],
+    value: Any,
+    parameters: Sequence[torch.Tensor],
+    watch: Stopwatch,
+    *,
+    fresh_gradients: bool = False,
+    silent: Sequence[int] = (),
+    arriving: Layouts = (),
+    as_node: AsNode | None = None,
+    again: bool = True,
+) -> tuple[StageRun, Any]:
+    """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
+
+    `runners` has one runner for each way to run it with a graph, and `parameters` are those that the stage trains; the
+    rest is explained at `StageContext`. Without `again`, its run as a node is left out. That is timed as a whole by
+    `as_node`; else its parts are, and its backward is taken to be as long as that of the first way. Ways are timed one
+    right after the other, because from moment to moment a busy machine differs by more than they do.
+    """
+    laps = _Laps(watch)
+    origin = torch.empty(0, requires_grad=True)
+
+    def enter() -> Any:
+        _prepare(parameters, fresh_gradients)
+        return enter_graph(origin, value)
+
+    def forward(run: Callable[[Any], Any], name: str) -> list[Any]:
+        entered = enter()
+        laps.end()
+        output = run(entered)
+        laps.end(name)
+        return [output]
+
+    def backward(outputs: list[Any], name: str) -> None:
+        """From gradients on that are given away, as in training: the engine may add to them in place."""
+        source = scalar_after(outputs.pop(), silent, arriving, made=lambda _: laps.end())
+        if source is None:
+            laps.end()
+        else:
+            source.backward(torch.ones_like(source))
+        laps.end(name)
+
+    for runner in runners:
+        runner.make_ready()
+    output = None
+    watch.start()
+    for runner in runners:
+        made = forward(runner.forward, "forward")
+        if runner is runners[0]:
+            output = leaves_of(made[0])
+        backward(made, "backward")
+        if not again or runner is not runners[0]:
+            continue
+        if as_node is not None:
+            backward(forward(as_node(runner), "first"), "again")
+        else:
+            _run_apart(runner, value, enter, laps)
+    seconds = laps.stop()
+    ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
+    if not again:
+        return StageRun(ways), output
+    (first,), (second,) = seconds["first"], seconds["again"]
+    return StageRun(ways, (first, second if as_node is not None else second + ways[0][1])), output
+
+
+def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps) -> None:
+    """The two runs of a stage that is a node, without its backward."""
+    enter()
+    laps.end()
+    with torch.no_grad():
+        output, surroundings = runner.first(value)
+    laps.end("first")
+    del output
+    laps.end()
+    # The output is let go of with the run: its size is another one if it is skipped.
+    attached, output = runner.attach(value, surroundings, skip_output=runner.can_skip_output)
+    del output
+    laps.end("again")
+    del attached
+
+
+class _Laps:
+    """The laps of a watch, by name; those without a name do not count."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._names: list[str] = []
+
+    def end(self, name: str = "") -> None:
+        self._watch.lap()
+        self._names.append(name)
+
+    def stop(self) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        for name, seconds in zip(self._names, self._watch.stop(), strict=True):
+            found.setdefault(name, []).append(seconds)
+        return found
+
+
+def _prepare(parameters: Sequence[torch.Tensor], fresh_gradients: bool) -> None:
+    """Have gradients where training has some before a backward, and only there."""
+    for parameter in parameters:
+        if fresh_gradients:
+            parameter.grad = None
+        elif parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

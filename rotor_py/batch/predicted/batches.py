@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from rotor_profiling.instruments import stopwatch
+from rotor_profiling.backends import stopwatch
 from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_py.batch.largest import Largest
 from rotor_py.batch.measured_batches import MeasuredBatches

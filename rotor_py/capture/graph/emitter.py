@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor_profiling import value_kind
-from rotor_profiling.stage.kind import HasKind, Unlike
+from rotor_profiling import value_signature
+from rotor_profiling.stage.stage_signature import HasKind, Unlike
 from rotor_py.capture.fsdp_markers import MARKS, Table
 from rotor_py.capture.graph.graph_facts import GraphFacts, Modes
 from rotor_py.capture.graph.graph_nodes import (
@@ -153,6 +153,7 @@ class Emitter:
 # A mark calls a hook of FSDP, which gathers parameters or lets go of them. Compiled code would not see that happen, so
 # the marks stay outside. Between two marks nothing is gathered and nothing let go of: a piece finds whole parameters.
 
+
 class Piece(nn.Module, StageOffers, HasKind):
     """Nodes of a stage, none of which is a mark: from a tuple of values to a tuple of values."""
 
@@ -167,7 +168,7 @@ class Piece(nn.Module, StageOffers, HasKind):
         return made
 
     def kind(self, value: Any) -> Hashable:
-        return self._signature, value_kind(value)
+        return self._signature, value_signature(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from rotor_profiling import tensors_in, value_kind
-from rotor_profiling.devices import accelerators
-from rotor_profiling.stage.kind import HasKind
+from rotor_profiling import tensors_in, value_signature
+from rotor_profiling.isolate import accelerators
+from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.timing import several_processes
 from rotor_py.capture.graph.cut_points import CutPoints, name_pieces
 from rotor_py.capture.graph.emitter import Emitter, MarkedStage
@@ -231,7 +231,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     def kind(self, value: Any) -> Hashable:
         live, shared = self._divide(value)
-        return self._signature, value_kind((live, [shared[position] for position in self.reads]))
+        return self._signature, value_signature((live, [shared[position] for position in self.reads]))
 
     def _run_in_part(self, part: SavedPart, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
         devices = accelerators(tensor.device for tensor in (*tensors_in(values), *self.parameters()))

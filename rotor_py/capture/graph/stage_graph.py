@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from rotor_profiling import isolated
-from rotor_profiling.stage.kind import Unlike
+from rotor_profiling.stage.stage_signature import Unlike
 from rotor_py.stage.activity import add_note
 
 # Running the code of a graph so that an error says where in the model it comes from, and leaves no mode on.

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rotor_profiling.instruments import memory_meter
+from rotor_profiling.backends import memory_meter
 from rotor_profiling.storage import tensors_in
 from rotor_py.errors import record_fields
 from rotor_py.partition.costs.convolution_layouts import Layout, copied_bytes, layouts_of

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
-from rotor_profiling.step.alone import steps_alone
-from rotor_py.errors import InvalidValueError
+from rotor_profiling.optimizer import steps_per_parameter
+from rotor_solver import InvalidValueError
 
 
 class Asked(Protocol):
@@ -50,7 +50,7 @@ def refuse_beside_step_in_backward(asked: Asked) -> None:
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """ValueError for an optimizer that is not known to step each parameter by itself."""
-    if not steps_alone(optimizer):
+    if not steps_per_parameter(optimizer):
         raise InvalidValueError(
             f"{type(optimizer).__name__} is not known to step each parameter by itself, as step_in_backward has to; "
             "use SGD, Adam, AdamW or another such optimizer of torch.optim, or leave step_in_backward out",

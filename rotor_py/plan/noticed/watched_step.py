@@ -95,7 +95,7 @@ class WatchedStep:
     def _over(self) -> None:
         phases = self.watch.stop()
         # Gradients that were freed on the way would count beside the new ones (Rule 4 of the Note in
-        # `rotor_profiling/step/watch.py`).
+        # `rotor_profiling/step.py`).
         if phases is None or self._done < self.forwards or any(each() is None for each in self._gradients):
             return
         plan, peak_bytes = self._plan, max(phase.peak for phase in phases.values())
@@ -124,7 +124,7 @@ def _gradient_arrived(step: WatchedStep, owned: list[_Token], gradient: torch.Te
         return
     step.begin_backward()
     # A callback belongs to the pass. It is called while the engine works, where no watch can be stopped (Rule 3 of the
-    # Note in `rotor_profiling/step/watch.py`). It is freed with the pass, when the engine returns to its caller.
+    # Note in `rotor_profiling/step.py`). It is freed with the pass, when the engine returns to its caller.
     torch.autograd.Variable._execution_engine.queue_callback(partial(_pass_done, step, owned.pop()))
 
 

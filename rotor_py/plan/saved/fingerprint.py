@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from rotor_profiling.instruments import prediction
+from rotor_profiling.backends import prediction
 from rotor_profiling.torch_classes import is_dtensor
 from rotor_py.distributed.shard_groups import at_rest
 from rotor_py.errors import PlanMismatchError

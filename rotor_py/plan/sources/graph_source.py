@@ -59,9 +59,9 @@ class GraphSource:
             arguments,
             keywords,
             how.device,
+            measuring_options(self._model, how),
             compiler=self._compiler,
             room=rooms and (lambda measurement, shared: rooms(measurement, (arguments, keywords, shared))),
-            **measuring_options(self._model, how),
         )
         return Measured(ways, (arguments, keywords, shared))
 

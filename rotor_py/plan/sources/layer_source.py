@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rotor_profiling import tensors_in
 from rotor_profiling.attributes import attributes_kept
-from rotor_profiling.instruments import operators
+from rotor_profiling.backends import operators
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_classes import is_fsdp_module
 from rotor_py.distributed.whole_parameters import is_sharded
@@ -136,13 +136,7 @@ class LayerSource:
         parts = LayerParts(sharded=is_sharded(self._model))
         with operators(), attributes_kept(self._model, caches=False):
             found = cut(self._model, value, how.device)
-            measurement = measure(
-                found,
-                value,
-                how.device,
-                layer_offers=parts,
-                **measuring_options(self._model, how),
-            )
+            measurement = measure(found, value, how.device, measuring_options(self._model, how), parts)
         self._parts = parts  # only now: after an error, the plan that there was goes on
         return Measured([MeasuredCut(found, measurement)], value)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from rotor_profiling.instruments import operators, prediction
+from rotor_profiling.backends import operators, prediction
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import is_sharded
 from rotor_py.execute import regions
@@ -15,6 +15,7 @@ from rotor_py.execute.guarded_tape import GuardedTape
 from rotor_py.execute.lone_node import lone_node
 from rotor_py.execute.program import Program, program
 from rotor_py.execute.tape import replay
+from rotor_py.measure.stage_measurer import MeasuringOptions
 from rotor_py.measure.stepped_parameters import stepped_parameters
 from rotor_py.plan.sources.source import Following, Measuring
 from rotor_py.stage.runner import StageRunner
@@ -49,21 +50,21 @@ class Replay:
             return replay(runners, read[1], value, tier=how.tier)
 
 
-def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
-    """What is asked for when the stages of `model` are measured, as arguments."""
+def measuring_options(model: nn.Module, how: Measuring) -> MeasuringOptions:
+    """How the stages of `model` are measured."""
     settings = how.settings
-    return {
-        "loss": settings.loss,
-        "progress": how.progress,
-        "group": meeting_in_stages(model),
-        "preserve_rng_state": settings.preserve_rng_state,
-        "fresh_gradients": settings.fresh_grads,
-        "loss_temp_bytes": settings.loss_tmp_memory_usage,
-        "cache": settings.cache,
-        "keepers": tuple(keeper for keeper in settings.keepers if keeper is not ELSEWHERE),
-        "elsewhere": ELSEWHERE in settings.keepers,
-        "closely": how.closely,
-        "stepped": stepped_parameters(model, settings.step_in_backward),
+    return MeasuringOptions(
+        loss=settings.loss,
+        progress=how.progress,
+        group=meeting_in_stages(model),
+        preserve_rng_state=settings.preserve_rng_state,
+        fresh_gradients=settings.fresh_grads,
+        loss_temp_bytes=settings.loss_tmp_memory_usage,
+        cache=settings.cache,
+        keepers=tuple(keeper for keeper in settings.keepers if keeper is not ELSEWHERE),
+        elsewhere=ELSEWHERE in settings.keepers,
+        closely=how.closely,
+        stepped=stepped_parameters(model, settings.step_in_backward),
         # Elsewhere the device works meanwhile, also where it is predicted.
-        "as_node": lone_node if how.device.type == "cpu" and prediction() is None else None,
-    }
+        as_node=lone_node if how.device.type == "cpu" and prediction() is None else None,
+    )

@@ -28,4 +28,4 @@ class _Elsewhere:
 
 
 ELSEWHERE: Keeper = _Elsewhere()
-"""Offered to runners where a plan may move; `measure.walks.movable_bytes` has its bytes."""
+"""Offered to runners where a plan may move; `measure.stage_ways` has its bytes."""

@@ -16,14 +16,14 @@ from rotor_py import Checkpointable
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.execute.lone_node import lone_node
 from rotor_py.measure import stage_measurer
-from rotor_py.measure.stage_measurer import StageMeasurer
-from rotor_py.measure.walks.stage_times import (
+from rotor_py.measure.rounds import (
     FEWEST_ROUNDS,
     MOST_ROUNDS,
     STEPS,
     STEPS_CLOSELY,
     StageTimes,
 )
+from rotor_py.measure.stage_measurer import StageMeasurer
 
 pytestmark = pytest.mark.timed
 
@@ -114,7 +114,7 @@ def test_other_ways_and_a_node_are_timed_once_in_the_fewest_rounds() -> None:
 
 
 def test_a_node_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotor_py.measure.walks.stage_times.FEWEST_ROUNDS", 1)
+    monkeypatch.setattr("rotor_py.measure.rounds.FEWEST_ROUNDS", 1)
     times = StageTimes()
     times.add("a", StageRun(((1.0, 2.0),)))
     assert times.wanted(["a"]) == {0}

@@ -1,22 +1,73 @@
-"""What is different on CUDA devices, as far as it can be told without one."""
+"""The costs that processes agree on: a sequence that fits them fits each of the processes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from rotor_profiling.instruments import using
+from rotor_profiling.backends import using
 from rotor_profiling.optimizer import _on_meta
 from rotor_profiling.storage import allocated
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.devices.table import find_device
 from rotor_py.measure import budget, fixed_memory
 from rotor_py.measure.cut import refuse_random_state_of_its_own
-from rotor_py.measure.device import segments_expand
+from rotor_py.measure.device import limit_bytes, segments_expand, total_bytes
+from rotor_py.measure.measurement import costliest
 from rotor_py.predict.prediction import prediction_for
+from rotor_solver import Chain, Persistent, min_bytes, simulate, store_all
 from tests.checkpointable.steps import square
 from tests.fields import raises
+from tests.solver.strategies import rich_chains, unit_chain
+
+
+@settings(deadline=None)  # kernels may have to be compiled
+@given(st.lists(rich_chains(), min_size=2, max_size=3), st.floats(0, 1))
+def test_a_sequence_takes_no_more_in_any_process_than_in_the_costliest(chains: list[Chain], share: float) -> None:
+    length = min(map(len, chains))
+    # Gradients that free what a stage behind the cut has left would be refused.
+    chains = [
+        replace(chain, stages=tuple(replace(stage, gradient=0) for stage in chain.stages[:length])) for chain in chains
+    ]
+    together = costliest(chains)
+    least, most = min_bytes(together), simulate(together, store_all(together)).peak
+    sequence = Persistent().solve(together, least + int(share * max(0, most - least)))
+    found = simulate(together, sequence)
+    for chain in chains:
+        alone = simulate(chain, sequence)
+        assert alone.peak <= found.peak
+        assert alone.makespan <= found.makespan + 1e-9
+
+
+def test_equal_costs_are_those_of_all() -> None:
+    chain = unit_chain(3)
+    assert costliest([chain, unit_chain(3)]) is chain
+
+
+def test_an_option_that_one_process_lacks_is_left_out() -> None:
+    chain = unit_chain(2)
+    first = chain.stages[0]
+    more = replace(chain, stages=(replace(first, options=first.options * 2), *chain.stages[1:]))
+    assert [len(stage.options) for stage in costliest([more, chain]).stages] == [1, 1]
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_limit_above_all_memory_of_the_device_is_told_once(caplog: Any) -> None:
+    total = total_bytes(CPU)
+    assert limit_bytes(total, CPU) == total
+    assert not caplog.text
+    for _ in range(2):
+        assert limit_bytes(total + 12345, CPU) == total + 12345
+    assert caplog.text.count("is above all memory of cpu") == 1
+
 
 CUDA = torch.device("cuda")
 

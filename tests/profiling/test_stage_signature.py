@@ -7,12 +7,12 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
-from rotor_profiling import isolated, stage_kind, value_kind
-from rotor_profiling.stage.kind import HasKind
+from rotor_profiling import isolated, stage_signature, value_signature
+from rotor_profiling.stage.stage_signature import HasKind
 
 
 def kind(stage: nn.Module, value: object = None):
-    return stage_kind(stage, torch.zeros(2, 8) if value is None else value)
+    return stage_signature(stage, torch.zeros(2, 8) if value is None else value)
 
 
 def block(width: int = 8, p: float = 0.1) -> nn.Sequential:
@@ -51,8 +51,8 @@ def test_inputs_matter_by_shape_strides_type_and_need_of_gradient() -> None:
 
 
 def test_functions_are_kinds_of_their_own() -> None:
-    assert stage_kind(torch.relu, torch.zeros(1)) == stage_kind(torch.relu, torch.zeros(1))
-    assert stage_kind(lambda x: x, torch.zeros(1)) != stage_kind(lambda x: x, torch.zeros(1))
+    assert stage_signature(torch.relu, torch.zeros(1)) == stage_signature(torch.relu, torch.zeros(1))
+    assert stage_signature(lambda x: x, torch.zeros(1)) != stage_signature(lambda x: x, torch.zeros(1))
 
 
 class Generated(nn.Module, HasKind):
@@ -65,7 +65,7 @@ class Generated(nn.Module, HasKind):
         self._does, self._reads = does, reads
 
     def kind(self, value: tuple[torch.Tensor, ...]) -> Hashable:
-        return self._does, value_kind(value[self._reads])
+        return self._does, value_signature(value[self._reads])
 
 
 def test_modules_that_say_their_kind_are_compared_by_that_and_by_their_parameters() -> None:

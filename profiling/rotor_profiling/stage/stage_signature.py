@@ -58,19 +58,19 @@ class HasKind(ABC):
         """
 
 
-def stage_kind(function: Callable[..., Any], value: Any) -> Hashable:
+def stage_signature(function: Callable[..., Any], value: Any) -> Hashable:
     """A key that is equal for stages that cost the same on `value`.
 
     Anything that cannot be compared makes a kind of its own: better one measurement too many than one too few.
     """
     if not isinstance(function, nn.Module):
-        return Unlike.any_but(function), value_kind(value)  # functions do not show what they do
+        return Unlike.any_but(function), value_signature(value)  # functions do not show what they do
     described = [module for module in function.modules() if isinstance(module, HasKind)]
-    read = tuple(module.kind(value) for module in described) if described else value_kind(value)
+    read = tuple(module.kind(value) for module in described) if described else value_signature(value)
     return _module_kind(function), read
 
 
-def value_kind(value: Any) -> Hashable:
+def value_signature(value: Any) -> Hashable:
     """The structure of a value and, for every tensor in it, shape, strides, dtype, device and need of a gradient."""
     leaves, spec = tree_flatten(value)
     return str(spec), tuple(_plain(leaf) for leaf in leaves)

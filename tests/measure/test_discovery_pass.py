@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from rotor_py import Checkpointable
+from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
-from rotor_py.measure.planning_lock import new_objects_aside, old_objects_aside
+from rotor_py.measure.discovery_pass import DiscoveryPass, WalkedChain
+from rotor_py.measure.planning_lock import freeze_gc, freeze_new_objects
 from rotor_py.measure.stepped_parameters import NONE_STEPPED
-from rotor_py.measure.walks.survey import Survey
-from rotor_py.measure.walks.walked_chain import WalkedChain
+from tests.fields import raises
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def test_a_stage_is_looked_at_in_one_run_with_a_graph_and_one_without() -> None:
     value = torch.randn(3, 4)
     cut = cut_layers([("a", Counting(4, 4))], value, CPU)
     runs.clear()
-    survey = Survey(WalkedChain(cut, value, CPU, (), None, True, (), None), NONE_STEPPED)
+    survey = DiscoveryPass(WalkedChain(cut, value, CPU, (), None, True, (), None), NONE_STEPPED)
     survey.walk()
     assert runs == [True, False]
     survey.walk()
@@ -79,16 +79,16 @@ def test_old_objects_are_aside_while_a_model_is_measured_and_not_afterwards() ->
 
 @pytest.mark.usefixtures("nothing_aside")
 def test_what_is_made_meanwhile_is_put_aside_when_asked_and_only_then() -> None:
-    new_objects_aside()
+    freeze_new_objects()
     assert gc.get_freeze_count() == 0
-    with old_objects_aside():
+    with freeze_gc():
         before = gc.get_freeze_count()
         made = [[number] for number in range(10_000)]
         assert gc.get_freeze_count() <= before
-        new_objects_aside()
+        freeze_new_objects()
         assert gc.get_freeze_count() >= before + len(made) // 2
     assert gc.get_freeze_count() == 0
-    new_objects_aside()
+    freeze_new_objects()
     assert gc.get_freeze_count() == 0
 
 
@@ -125,6 +125,78 @@ def test_stages_like_one_that_decides_nothing_are_not_watched_for_it() -> None:
 def test_what_somebody_else_has_put_aside_stays_there() -> None:
     gc.freeze()
     before = gc.get_freeze_count()
-    with old_objects_aside():
+    with freeze_gc():
         pass
     assert gc.get_freeze_count() > before // 2 > 0  # some of it may end, whoever looks
+
+
+ROWS = torch.randn(512, 8)
+
+
+class InAList(nn.Module):
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(value, self.others[0].weight)
+
+
+class AsASubmodule(nn.Module):
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(value, self.other.weight)
+
+
+class Detached(InAList):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(value, self.others[0].weight.detach())
+
+
+def chain(user: Callable[[nn.Linear], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.Linear(8, 8)
+    return nn.Sequential(first, nn.Tanh(), user(first), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), user(first))
+
+
+def least(model: nn.Module) -> Checkpointable:
+    planned = Checkpointable(model, loss=torch.sum, fresh_grads=True, cache=False)
+    planned.measure(ROWS)
+    assert planned.budget is not None
+    planned.compute_sequence(planned.budget.least_bytes())
+    return planned
+
+
+def test_it_is_refused_and_measuring_leaves_no_gradient() -> None:
+    model = chain(InAList)
+    with raises(UnsupportedModelError, "foreign_parameter", name="2"):
+        least(model)
+    assert all(each.grad is None for each in model.parameters())
+
+
+@pytest.mark.parametrize("user", [AsASubmodule, Detached])
+def test_what_has_it_or_wants_no_gradient_is_run_again_with_the_same_numbers(
+    user: Callable[[nn.Linear], nn.Module],
+) -> None:
+    plain, model = chain(user), chain(user)
+    plain(ROWS).sum().backward()
+    planned = least(model)
+    assert "CF_" in str(planned.sequence)
+    planned(ROWS).sum().backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+
+
+def test_a_tensor_of_the_users_that_needs_a_gradient_is_no_other() -> None:
+    scale = torch.ones(8, requires_grad=True)
+
+    class Scaled(nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return value * scale
+
+    with raises(UnsupportedModelError, "foreign_parameter"):
+        least(nn.Sequential(nn.Linear(8, 8), Scaled(), nn.Linear(8, 8)))
+    assert scale.grad is None

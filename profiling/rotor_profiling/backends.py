@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from rotor_profiling.memory import CpuMeter, CudaMeter, MemoryMeter
@@ -36,7 +37,7 @@ class Storages(Protocol):
         """The bytes that the device's allocator counts for a request of `size` bytes."""
 
 
-class Instruments(Protocol):
+class Backend(Protocol):
     """What memory and time of one device are read from."""
 
     @property
@@ -49,8 +50,8 @@ class Instruments(Protocol):
         """A stopwatch for what this thread runs on `device`."""
 
 
-class Prediction(Instruments, Protocol):
-    """Instruments for a device that is not there, and what else has to be known of it."""
+class Prediction(Backend, Protocol):
+    """Backend for a device that is not there, and what else has to be known of it."""
 
     @property
     def name(self) -> str:
@@ -125,7 +126,7 @@ def _wake_engine(device: torch.device) -> None:
         torch.autograd.grad(scalar.exp(), scalar)
 
 
-_MEASURED: dict[str, Instruments] = {"cpu": _MeasuredOnCpu(), "cuda": _MeasuredOnCuda()}
+_MEASURED: dict[str, Backend] = {"cpu": _MeasuredOnCpu(), "cuda": _MeasuredOnCuda()}
 _prediction: ContextVar[Prediction | None] = ContextVar("rotor_profiling.prediction", default=None)
 
 
@@ -144,7 +145,7 @@ def prediction() -> Prediction | None:
     return _prediction.get()
 
 
-def instruments_for(kind: str) -> Instruments:
+def backend_for(kind: str) -> Backend:
     """The instruments for a kind of device. ValueError for one whose allocator cannot be read."""
     found = _prediction.get() or _MEASURED.get(kind)
     if found is None:
@@ -158,12 +159,12 @@ def instruments_for(kind: str) -> Instruments:
 
 def memory_meter(device: torch.device) -> MemoryMeter:
     """A meter for what runs on `device`. ValueError for a kind of device whose allocator cannot be read."""
-    return instruments_for(device.type).memory_meter(device)
+    return backend_for(device.type).memory_meter(device)
 
 
 def stopwatch(device: torch.device) -> AbstractContextManager[Stopwatch]:
     """A stopwatch for what this thread runs on `device`."""
-    return instruments_for(device.type).stopwatch(device)
+    return backend_for(device.type).stopwatch(device)
 
 
 def storages_of(kind: str) -> Storages:
@@ -189,3 +190,45 @@ def operators_as_called() -> Iterator[None]:
     finally:
         for mode in reversed(aside):
             _push_mode(mode)
+
+
+# What libraries allocate on a CUDA device when they are first asked, and keep: there before a step is planned.
+
+
+def allocate_workspaces(model: nn.Module, device: torch.device) -> None:
+    """Have the memory allocated that matrix products take for good, if `model` has any: in forwards and in backwards.
+
+    cuBLAS and cuBLASLt have a workspace in every thread, which PyTorch allocates when the thread first asks for it
+    (`getCurrentCUDABlasHandle` and `getCUDABlasLtWorkspace` in aten/src/ATen/cuda). The engine runs backwards in a
+    thread of its own, and a linear layer that is run again there needs what so far only forwards needed: on an H200
+    with torch 2.11, 1 MiB that was not there when the step was planned. Where measurements are read from a file,
+    no backward has run at all.
+    """
+    if device.type == "cuda" and prediction() is None and any(each.dim() == 2 for each in model.parameters()):
+        _allocate(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@cache  # once for each stream, as workspaces are
+def _allocate(device: torch.device, stream: int) -> None:
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        scalar = torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)
+        _Both.apply(scalar).backward()  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Both(torch.autograd.Function):
+    """Multiplies in its forward, and again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, scalar: torch.Tensor) -> torch.Tensor:
+        return _product(scalar)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> torch.Tensor:
+        return _product(gradients[0])
+
+
+def _product(scalar: torch.Tensor) -> torch.Tensor:
+    """Of a linear layer with a bias, which cuBLASLt computes, and of two matrices."""
+    with torch.no_grad():
+        square = scalar.new_zeros(16, 16)
+        return torch.addmm(square[0], square, square).mm(square).sum()

@@ -1,0 +1,340 @@
+"""Measurements that are kept on disk, so that the same stage is not measured again in the next run."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import logging
+import operator
+import os
+import platform
+import sys
+import sysconfig
+import time
+import types
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from importlib.metadata import distributions
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from rotor_profiling import StageBytes, timing
+from rotor_profiling.stage.seconds import StageRun
+from rotor_profiling.stage.stage_signature import Unlike
+from rotor_profiling.timing import several_processes
+from rotor_py.errors import record_fields
+from rotor_solver import InvalidValueError
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What the second walk finds: bytes of the stage stored whole, then in each of the `ways`; bytes of what it
+    decides; buffers that it changes, by position; whether it is known to decide nothing.
+    """
+
+    bytes: tuple[StageBytes, ...]
+    decided_bytes: int
+    moving: frozenset[int]
+    ways: tuple[str, ...] = ()
+    undecided: bool = False
+
+
+Runs = Sequence[StageRun]
+"""What the other walks find."""
+
+
+_STARTED = time.time()
+"""When this file was read, and most others: what is written later is not what this process runs."""
+_OURS = frozenset({"rotor_py", "rotor_profiling", "rotor_solver", "rotor_cli"})
+"""Packages that have a digest of their own."""
+_LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
+def code_of(kind: type) -> str | None:
+    """A digest of the code that a class may run; None where nobody can say.
+
+    A layer calls what its file imports, and that calls other files. So all files count that the process has imported,
+    and the versions of all libraries: one measurement too many is better than one of other code. A class that was made
+    in a function or typed into a notebook has no code that a later process would find, and nor has a file that was
+    written since it was read.
+    """
+    module = sys.modules.get(kind.__module__)
+    if module is None or "<locals>" in kind.__qualname__ or not isinstance(getattr(module, "__file__", None), str):
+        return None
+    return _digest(len(sys.modules), int(time.monotonic()))
+
+
+@lru_cache(maxsize=1)  # a model has many layers
+def _digest(_modules: int, _second: int) -> str | None:
+    found = hashlib.sha256(_installed().encode())
+    for file in sorted({file for each in list(sys.modules.values()) if (file := _users_file(each)) is not None}):
+        try:
+            if file.stat().st_mtime > _STARTED:
+                return None
+            content = file.read_bytes()
+        except OSError:
+            return None
+        found.update(f"\n{file.name} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+@cache
+def _installed() -> str:
+    """The libraries that are there, whether or not they have been imported: some are, while a model is measured."""
+    return " ".join(sorted(f"{each.name} {each.version}" for each in distributions()))
+
+
+def _users_file(module: ModuleType) -> Path | None:
+    """The file of a module of the user's; None for another one."""
+    file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
+    if not isinstance(file, str) or file.startswith(_LIBRARY_FOLDERS) or name.partition(".")[0] in _OURS:
+        return None
+    return None if name.startswith("torch.") else Path(file)  # some of torch have names of files that are not there
+
+
+_OWN_TYPES = ("rotor_py.capture.graph.", "rotor_py.models.")
+"""Where classes of ours come from that say in their kind all that they do."""
+_LIBRARIES = ("torch.", "_operator.", "math.", "builtins.")
+"""Where functions and classes come from whose code changes with their version alone."""
+_NAMESPACES = ("aten", "prims")
+
+
+class UnstableKeyError(Exception):
+    """Part of a key means something in this process alone: a function of the user's, an object that is only itself."""
+
+
+def digest_of(key: Hashable) -> str:
+    """A text that is equal for equal keys, in every process. UnstableKeyError if there is none."""
+    return hashlib.sha256(_text(key).encode()).hexdigest()
+
+
+def environment(device: torch.device) -> tuple[Hashable, ...]:
+    """What seconds and bytes of a stage depend on beside the stage: versions, the device, settings of torch."""
+    cuda = device.type == "cuda"
+    autocast = tuple(
+        (kind, str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None)
+        for kind in ("cpu", "cuda")
+    )
+    return (
+        torch.__version__,
+        platform.python_version(),
+        _code(),
+        torch.cuda.get_device_name(device) if cuda else _processor(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        str(torch.get_default_dtype()),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+        (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        tuple(
+            os.environ.get(name)
+            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+        ),
+        autocast,
+    )
+
+
+@cache
+def _code() -> str:
+    """A digest of our own code: what is measured, and how, changes with it."""
+    found = hashlib.sha256()
+    for package in (Path(__file__).parents[1], Path(timing.__file__).parent):
+        for file in sorted(package.rglob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+@cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return f"{platform.machine()} {platform.processor()}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Unlike):
+        raise UnstableKeyError("an object that is equal to itself alone")
+    if isinstance(value, enum.Enum):
+        return f"{_name(type(value))}.{value.name}"
+    if value is None or value is Ellipsis or isinstance(value, bool | int | float | complex | str | bytes):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, slice):
+        return f"slice{_text((value.start, value.stop, value.step))}"
+    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if str(value).partition(".")[0] not in _NAMESPACES:
+            raise UnstableKeyError(f"the operator {value}")
+        return f"operator {value}"
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodDescriptorType):
+        return _name(value)
+    raise UnstableKeyError(f"a {type(value).__name__}")
+
+
+def _name(value: Any) -> str:
+    """The full name of a class or a function of a library."""
+    owner = getattr(value, "__self__", None)
+    # Many functions of torch are methods of a class in C, and have no module.
+    module = getattr(value, "__module__", None) or getattr(owner, "__module__", None) or ""
+    name = getattr(value, "__qualname__", "")
+    path = f"{module}.{name}"
+    if isinstance(value, types.FunctionType) and (value.__closure__ or "<" in name):
+        raise UnstableKeyError(f"the function {path}, which is bound to something")
+    known = path.startswith(_LIBRARIES) or getattr(operator, name, None) is value
+    if known or (isinstance(value, type) and path.startswith(_OWN_TYPES)):
+        return path
+    code = code_of(value) if isinstance(value, type) else None
+    if code is None:
+        raise UnstableKeyError(f"{path}, whose code may change")
+    return f"{path} of {code}"
+
+
+_log = logging.getLogger("rotor_py")
+_MOST_FILES = 20_000
+"""Of a few kilobytes each; above that, the older half is removed."""
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: `$XDG_CACHE_HOME/rotor_plan`, by default in `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rotor_plan" / "measurements"
+
+
+def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementCache | None:
+    """The measurements made on `device` with these `settings`; None where they would not mean the same elsewhere.
+
+    That is so for several processes, which measure together, and inside of a mode that changes what operators do.
+    """
+    if several_processes() or _get_current_dispatch_mode() is not None:
+        return None
+    with suppress(OSError, RuntimeError):  # no home directory, or it cannot be written to
+        return MeasurementCache(cache_folder(), (environment(device), settings))
+    return None
+
+
+class MeasurementCache:
+    """Measurements in `folder` that were made in the same `surroundings`."""
+
+    def __init__(self, folder: Path, surroundings: Hashable) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._surroundings = surroundings
+
+    def find(self, kind: Hashable) -> dict[str, Any] | None:
+        """What is kept of a kind of stage; None if nothing is, or it cannot be read."""
+        try:
+            found = json.loads(self._file(kind).read_text(encoding="utf-8"))
+        except (UnstableKeyError, OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def keep(self, kind: Hashable, data: dict[str, Any]) -> None:
+        """Keep `data` of a kind of stage, if the kind means the same in other processes, and the disk takes it."""
+        try:
+            file = self._file(kind)
+            # Written beside and moved: another process reads all of it or nothing.
+            with NamedTemporaryFile("w", dir=self._folder, suffix=".new", delete=False, encoding="utf-8") as made:
+                json.dump(data, made)
+            os.replace(made.name, file)
+        except UnstableKeyError as error:
+            _log.debug("a measurement is not kept: its stage has %s", error, extra=record_fields("not_cached"))
+        except OSError as error:
+            _log.debug("a measurement is not kept: %s", error, extra=record_fields("not_cached"))
+
+    def make_room(self) -> None:
+        """Remove the older half of the files if there are very many."""
+        with suppress(OSError):
+            files = list(self._folder.iterdir())
+            if len(files) > _MOST_FILES:
+                for file in sorted(files, key=lambda each: each.stat().st_mtime)[: len(files) // 2]:
+                    file.unlink(missing_ok=True)
+
+    def _file(self, kind: Hashable) -> Path:
+        return self._folder / f"{digest_of((self._surroundings, kind))}.json"
+
+
+# What was found of kinds of stages, kept for the next run of a program: bytes and seconds.
+#
+# What the first walk finds is not kept. Whether a stage's numbers depend on the graph may be seen with some weights and
+# not with others, so every model is looked at anew.
+
+
+_UNREADABLE = (KeyError, TypeError, ValueError)
+"""What a file raises that somebody has written into."""
+
+
+class KeptKinds:
+    """What `cache` knows of kinds of stages: nothing without one."""
+
+    def __init__(self, cache: MeasurementCache | None) -> None:
+        self._cache = cache
+        if cache is not None:
+            cache.make_room()
+
+    def measured(self, kind: Hashable) -> tuple[StageMemory, Runs] | None:
+        """What the other walks of an earlier run have found: bytes and seconds."""
+        data = self._find("measured", kind)
+        try:
+            return None if data is None else (_weighed(data), tuple(map(_run, data["runs"])))
+        except _UNREADABLE:
+            return None
+
+    def keep_measured(self, kind: Hashable, found: StageMemory, runs: Runs) -> None:
+        """Keep what the other walks have found."""
+        data = {
+            "bytes": [asdict(way) for way in found.bytes],
+            "ways": list(found.ways),
+            "decided_bytes": found.decided_bytes,
+            "moving": sorted(found.moving),
+            "undecided": found.undecided,
+            "runs": [asdict(run) for run in runs],
+        }
+        self._keep("measured", kind, data)
+
+    def _find(self, what: str, kind: Hashable) -> dict[str, Any] | None:
+        return None if self._cache is None else self._cache.find((what, kind))
+
+    def _keep(self, what: str, kind: Hashable, data: dict[str, Any]) -> None:
+        if self._cache is not None:
+            self._cache.keep((what, kind), data)
+
+
+def _weighed(data: dict[str, Any]) -> StageMemory:
+    found = tuple(
+        StageBytes(**{**way, "gradient_storage_bytes": tuple(map(int, way["gradient_storage_bytes"]))})
+        for way in data["bytes"]
+    )
+    ways = tuple(map(str, data["ways"]))
+    if len(found) != 1 + len(ways) or all(run["node"] is None for run in data["runs"]):
+        raise InvalidValueError(
+            "a stage is stored whole, and in each of its ways, and was run", kind="bad_field", name="kinds"
+        )
+    return StageMemory(
+        found, int(data["decided_bytes"]), frozenset(map(int, data["moving"])), ways, bool(data.get("undecided"))
+    )
+
+
+def _run(data: dict[str, Any]) -> StageRun:
+    ways = tuple((float(forward), float(backward)) for forward, backward in data["ways"])
+    node = data["node"]
+    if node is not None:
+        forward, backward = map(float, node)
+        node = forward, backward
+    return StageRun(ways, node)

@@ -1,0 +1,384 @@
+"""The first walks: what a run without a graph would not show, and the layouts of gradients, until these are settled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rotor_profiling import Layouts, isolated, leaves_of, stage_layouts, stage_signature, tensors_in
+from rotor_profiling.attributes import Attributes, with_gradients
+from rotor_profiling.stage.stage_signature import HasKind
+from rotor_profiling.storage import local
+from rotor_profiling.timing import several_processes
+from rotor_py.distributed.processes import anywhere
+from rotor_py.distributed.whole_parameters import gathered
+from rotor_py.errors import UnsupportedModelError, record_fields
+from rotor_py.measure.cut import Cut
+from rotor_py.measure.stepped_parameters import SteppedParameters
+from rotor_py.stage.activity import During
+from rotor_py.stage.attached_stage import edges_of, leaves_behind
+from rotor_py.stage.foreign_parameters import ForeignParameters
+from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
+from rotor_py.stage.protocol import StageOffers, offers_of
+from rotor_py.stage.runner import StageRunner
+from rotor_py.stage.steady import Steady, remember_steady
+from rotor_py.stage.ways.keeper import Keeper, Trial
+from rotor_solver.progress import Progress
+
+
+class LayerOffers(Protocol):
+    """Finds what layers offer, while they are measured."""
+
+    def look_at(
+        self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
+    ) -> None:
+        """Find out what a layer of this kind offers on the input `value`. Nothing of the layer is changed.
+
+        Beside its parameters, input and output, autograd saves `saved_bytes` of it.
+        """
+
+    def of(self, function: nn.Module) -> StageOffers | None:
+        """What was found of a layer; None if that is nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class WalkedChain:
+    """The stages of `cut` on their `device`, and the `value` that goes into the first of them.
+
+    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. The processes of
+    `group` walk through the same stages together.
+    """
+
+    cut: Cut
+    value: Any
+    device: torch.device
+    silent: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    preserve_rng_state: bool
+    keepers: tuple[Keeper, ...]
+    layer_offers: LayerOffers | None
+    """What finds ways to store layers beside those that they say themselves."""
+
+    def runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
+        """What runs the stage with this number as training does, stored whole or in one of these `ways`."""
+        name, function = self.cut.stages[number]
+        offers = None if self.layer_offers is None else self.layer_offers.of(function)
+        return StageRunner(function, name, self.preserve_rng_state, ways=ways, keepers=self.keepers, offers=offers)
+
+    def run(self, runner: StageRunner, value: Any) -> Any:
+        """The input of the following stage, with `requires_grad` where training has it."""
+        with isolated(runner.function, self.device), torch.enable_grad():
+            return leaves_of(runner.forward(leaves_of(value)))
+
+    def run_without_graph(self, runner: StageRunner, value: Any) -> Any:
+        """The output of a stage for which no graph was made: its numbers may be those of another kernel."""
+        with isolated(runner.function, self.device), torch.no_grad():
+            return runner.forward(value)
+
+    def silent_of(self, number: int) -> tuple[int, ...]:
+        """The positions of the outputs of the stage with this number that get no gradient."""
+        return self.silent if number == len(self.cut.stages) - 1 else ()
+
+
+# The layouts in which gradients arrive at the stages of a chain, as far as measuring has found them out.
+#
+# A chain is measured from its first stage on, and gradients come from the other end. So a stage is first measured with
+# gradients laid out like its output. Whether they are is known when the next stage has been measured. A copy that a
+# backward begins with is as large as the output.
+
+
+Known = Callable[[int, Layouts], Layouts | None]
+"""What a stage gives to its input if gradients arrive in these layouts; None if nobody knows yet."""
+
+
+def _nothing_known(stage: int, arriving: Layouts) -> None:
+    return None
+
+
+class GradientLayouts:
+    """For each stage of a chain, the layouts that its backward is measured with, and those that are due."""
+
+    def __init__(self, stages: int) -> None:
+        self.arriving: list[Layouts] = [()] * stages
+        """The layouts of the gradients that each stage is measured with; empty where all are like its output."""
+        self._given: list[Layouts] = [()] * (stages + 1)
+        """The layouts of the gradients that each backward, and at last the loss, gives to its input."""
+        self._outputs: list[list[tuple[torch.Size, tuple[int, ...]]]] = [[] for _ in range(stages)]
+        """Shape and strides of what each stage returns, or of the part of it that this process has."""
+
+    def give_output(self, layouts: Layouts) -> None:
+        """The gradients of the chain's output have these layouts."""
+        self._given[-1] = layouts
+
+    def note(self, stage: int, given: Layouts, output: Iterable[torch.Tensor]) -> None:
+        """A stage returns the tensors `output`, and its backward gives these layouts to the gradients of its input."""
+        self._given[stage] = given
+        self._outputs[stage] = _layouts_of(output)
+
+    def laid_out_as_noted(self, stage: int, output: Iterable[torch.Tensor]) -> bool:
+        """Whether these tensors have the shapes and strides of those that a stage was seen to return."""
+        return self._outputs[stage] == _layouts_of(output)
+
+    def differ(self) -> bool:
+        """Whether gradients arrive at any stage in other layouts than it was measured with."""
+        return self.last_that_differs() is not None
+
+    def last_that_differs(self, known: Known = _nothing_known) -> int | None:
+        """The last stage at which gradients arrive in other layouts than it was measured with.
+
+        Where what it gives for them is `known`, the stage counts as measured with them from now on.
+        """
+        last = None
+        for stage in reversed(range(len(self._outputs))):
+            due = _unlike(self._outputs[stage], self._given[stage + 1])
+            if due == self.arriving[stage]:
+                continue
+            if (given := known(stage, due)) is None:
+                last = stage if last is None else last
+            else:
+                self.arriving[stage], self._given[stage] = due, given
+        return last
+
+    def take_over(self) -> None:
+        """From now on, stages are measured with gradients in the layouts in which they arrive."""
+        self.arriving = self._due()
+
+    def _due(self) -> list[Layouts]:
+        return [_unlike(output, given) for output, given in zip(self._outputs, self._given[1:], strict=True)]
+
+
+def _layouts_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, tuple[int, ...]]]:
+    return [(tensor.shape, tensor.stride()) for tensor in map(local, tensors)]
+
+
+def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layouts) -> Layouts:
+    """`layouts`, with None where a gradient is laid out as its tensor; empty if all are."""
+    found = tuple(
+        None if strides is None or _alike(shape, own, strides) else strides
+        for (shape, own), strides in zip(output, layouts, strict=False)
+    )
+    return found if any(found) else ()
+
+
+def _alike(shape: torch.Size, own: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether both lay out a tensor of this shape alike. Along a side of length one, strides mean nothing."""
+    return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True))
+
+
+# Gradients that a stage would lose where it is run again: those of what is not its own, found by its first run.
+
+
+_log = logging.getLogger("rotor_py")
+
+
+class LostGradients:
+    """Looks at what the stage `function` makes in a run that begins from now on."""
+
+    def __init__(self, name: str, function: nn.Module) -> None:
+        self._name, self._function = name, function
+        self._attributes = Attributes(function)
+
+    def refuse(self, value: Any, output: Any, parameters: Sequence[torch.Tensor]) -> None:
+        """UnsupportedModelError if the stage uses a parameter of a layer that it only refers to, in a list for example.
+
+        `output` is what it has made of `value`, in its graph; `parameters` are those that it trains. Where it is run
+        again, its graph ends at its own parameters, and that one would get no gradient. A warning says so where an
+        attribute keeps a tensor with a gradient.
+        """
+        if kept := with_gradients(self._attributes.changes()):
+            self._warn(kept[0])
+        known = {id(tensor) for tensor in (*tensors_in(value), *parameters)}
+        lost = [each for each in leaves_behind(edges_of(output)) if id(each) not in known]
+        if lost:
+            raise UnsupportedModelError(
+                f"stage {self._name!r} ({type(self._function).__name__}) uses a parameter of shape "
+                f"{tuple(lost[0].shape)} that is not its own, and would get no gradient there when the stage is run "
+                "again; make the module that has it a submodule of the stage (an attribute, or in an nn.ModuleList)",
+                kind="foreign_parameter",
+                name=self._name,
+            )
+
+    def _warn(self, attribute: str) -> None:
+        """What is computed from such an attribute has no graph at first where the stage runs again."""
+        _log.warning(
+            "stage %r (%s) keeps a tensor with a gradient in its attribute %r. Where a plan runs the stage again, the "
+            "one that is there after the forward has none: a loss that reads it trains nothing through it. Return it "
+            "from the stage, or give a model that is no nn.Sequential, whose graph is captured.",
+            self._name, type(self._function).__name__, attribute,
+            extra=record_fields("kept_in_attribute", name=self._name, attribute=attribute),
+        )  # fmt: skip
+
+
+class DiscoveryPass:
+    """What the first walks find of the stages of a chain. The backward steps the parameters in `stepped`."""
+
+    def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
+        self._stepped = stepped
+        self._effects: dict[Hashable, tuple[GraphEffects, Steady | None]] = {}
+        self._trials: dict[Hashable, Mapping[str, Trial]] = {}
+        self._given: dict[Hashable, Layouts] = {}
+        """The layouts of the gradients of a stage's input, by its kind and those of the gradients that arrive, but of
+        tensors that it only hands on."""
+        self.needs_gradient: dict[int, list[bool]] = {}
+        """Which tensors of a stage's output need a gradient in training."""
+        self._chain = chain
+        self._stages = chain.cut.stages
+        self._layouts = GradientLayouts(len(self._stages))
+        self._alike: dict[int, Hashable] = {}
+        """The kind of each stage, whatever gradients arrive there."""
+
+    def of(self, chain: WalkedChain) -> DiscoveryPass:
+        """A survey of the same chain, run in another way, with what is known of kinds of stages."""
+        other = DiscoveryPass(chain, self._stepped)
+        other._effects, other._trials, other._given = self._effects, self._trials, self._given
+        return other
+
+    @property
+    def arriving(self) -> list[Layouts]:
+        """The layouts of the gradients that arrive at each stage."""
+        return self._layouts.arriving
+
+    def paying(self, number: int) -> set[str]:
+        """The keepers by which a stage is worth storing, by their names."""
+        return {name for name, trial in self._trials[self._alike[number]].items() if trial.pays}
+
+    def laid_out_as_with_a_graph(self, number: int, output: Any) -> bool:
+        """Whether a run of a stage without a graph has made an output that is laid out as one with a graph was."""
+        return self._layouts.laid_out_as_noted(number, tensors_in(output))
+
+    def give_output(self, layouts: Layouts) -> None:
+        """The gradients of the chain's output have these layouts."""
+        self._layouts.give_output(layouts)
+
+    def walk(self, progress: Progress | None = None, last: int | None = None) -> Any:
+        """A walk up to the stage `last`; returns its output, by default the chain's."""
+        value = self._chain.value
+        for number, (name, _) in enumerate(self._stages[: None if last is None else last + 1]):
+            if progress is not None:
+                progress(0, len(self._stages), name)
+            value = self._pass(number, value)
+        return value
+
+    def settle(self) -> bool:
+        """Walk until gradients arrive in the layouts that are known; whether they did not before."""
+        chain, before = self._chain, list(self.arriving)
+        # This ends: the gradients of a stage depend on the stages after it alone, so every walk settles one more.
+        while anywhere((last := self._layouts.last_that_differs(self._known)) is not None, chain.group, chain.device):
+            self._layouts.take_over()
+            # Processes have to run equally many stages, and others may differ at later ones.
+            self.walk(last=None if several_processes() else last)
+        return anywhere(self.arriving != before, chain.group, chain.device)
+
+    def _known(self, number: int, arriving: Layouts) -> Layouts | None:
+        """The layouts that a stage gives if gradients arrive like this; None if no stage of its kind has shown that."""
+        given = self._given.get(self._asked(number, arriving))
+        return None if given is None else self._with_handed_on(number, given, arriving)
+
+    def _asked(self, number: int, arriving: Layouts) -> Hashable:
+        """What the layouts that a stage gives are known by."""
+        passed = tuple(self._handed_on(number).items())
+        return self._alike[number], self._chain.silent_of(number), passed, self._to_run(number, arriving)
+
+    def _handed_on(self, number: int) -> Mapping[int, int]:
+        return offers_of(self._stages[number][1]).handed_on
+
+    def _to_run(self, number: int, arriving: Layouts) -> Layouts:
+        """Of the gradients that arrive, the layouts on which it depends what the stage gives."""
+        passed = self._handed_on(number)
+        found = tuple(None if position in passed else each for position, each in enumerate(arriving))
+        return found if any(found) else ()
+
+    def _with_handed_on(self, number: int, given: Layouts, arriving: Layouts) -> Layouts:
+        """The layouts that a stage gives, with those that only pass through it."""
+        found = list(given)
+        for end, begin in self._handed_on(number).items():
+            if end < len(arriving) and arriving[end] is not None and found[begin] is not None:
+                found[begin] = arriving[end]
+        return tuple(found)
+
+    def _pass(self, number: int, value: Any) -> Any:
+        """Look at a stage unless its kind is known; returns its output, the input of the next one."""
+        name, function = self._stages[number]
+        chain = self._chain
+        with gathered(function, chain.cut.sharding):
+            alike = stage_signature(function, value)
+            # Where stages wait for other processes, all of them run a stage that is new to any of them.
+            new = anywhere(alike not in self._effects, chain.group, chain.device)
+            self._alike[number] = alike
+            arriving = self.arriving[number]
+            asked = self._asked(number, arriving)
+            made = None
+            with During("measuring", name):
+                if new:
+                    self._trials[alike] = chain.runner(number).trials()
+                if new or anywhere(asked not in self._given, chain.group, chain.device):
+                    self._given[asked], made = self._run(number, value, new=new)
+                if new:
+                    recorded = chain.runner(number).recorded(value)
+                    self._effects[alike] = find_effects(function, value, made, chain.device, recorded)
+                    if self._stepped:
+                        self._refuse_foreign_parameters(number, value)
+                effects, steady = self._effects[alike]
+                remember_effects(function, effects)
+                remember_steady(function, steady)
+                if chain.layer_offers is not None:
+                    saved = max((trial.saved_bytes or 0 for trial in self._trials[alike].values()), default=0)
+                    chain.layer_offers.look_at(function, name, alike, value, chain.device, saved)
+            # A stage of a known kind did not run, and its numbers are its own.
+            value = chain.run(chain.runner(number), value) if made is None else made
+            given = self._with_handed_on(number, self._given[asked], arriving)
+            self._layouts.note(number, given, tensors_in(value))
+        self.needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
+        return value
+
+    def _run(self, number: int, value: Any, *, new: bool) -> tuple[Layouts, Any]:
+        """The layouts that a stage gives, and its output; if it is `new`, keepers are tried."""
+        chain, (name, function) = self._chain, self._stages[number]
+        runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
+        # A captured stage says all that it does, and has all parameters that it uses.
+        lost = LostGradients(name, function) if new and not isinstance(function, HasKind) else None
+        run = partial(
+            stage_layouts,
+            runner,
+            value,
+            chain.device,
+            silent=chain.silent_of(number),
+            arriving=self._to_run(number, self.arriving[number]),
+            before_backward=None if lost is None else lost.refuse,
+        )
+        # Of hooks inside of each other, autograd calls the innermost alone. And no process must run a stage again that
+        # others do not.
+        together = trials[:1] if not several_processes() else []
+        for trial in trials[len(together) :]:
+            with suppress(RuntimeError), isolated(function, chain.device), torch.enable_grad():
+                trial.watch(runner.forward)(leaves_of(value))
+        for trial in together:
+            try:
+                return run(watch=trial.watch)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                continue  # transforms of torch.func refuse hooks; what fails without hooks, too, fails again
+        return run()
+
+    def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
+        """UnsupportedModelError if a stage reads a parameter that it does not have and that the backward steps."""
+        name, function = self._stages[number]
+        with ForeignParameters(function, self._stepped.parameters) as reads:
+            self._chain.run(self._chain.runner(number), value)
+        if reads.found:
+            raise UnsupportedModelError(
+                f"stage {name!r} reads a parameter of shape {tuple(reads.found[0].shape)} that is not its own, and "
+                "step_in_backward may have stepped it before the stage is run again; make its owner a submodule of the "
+                "stage, or leave step_in_backward out",
+                kind="foreign_parameter",
+                name=name,
+            )
