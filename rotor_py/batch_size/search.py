@@ -65,11 +65,12 @@ def largest(
             return Largest(fits, known[fits], following, known[following], beyond_measured=True)
         # Only by smaller batches: bytes may jump where a library takes another kernel, and the line through larger ones
         # then says too much of those before the jump.
-        bound = _bound({batch: known[batch] for batch in known if batch <= fits}, following)
+        bound = _bound({batch: known[batch] for batch in known if batch < following}, following)
         if bound > mem_limit + slack:
             return Largest(fits, known[fits], following, bound)
-        above = min((batch for batch in known if batch > fits), default=None)
-        end = len(candidates) if above is None else bisect_left(candidates, above)
+        above = min((batch for batch in known if batch > fits and known[batch] > mem_limit), default=None)
+        # What was measured need not be a candidate: none may be left before it but the following one.
+        end = len(candidates) if above is None else max(bisect_left(candidates, above), place + 2)
         if rounds >= _PATIENCE:
             at = (place + end) // 2 if above is not None else 2 * place + 1
         else:
@@ -81,12 +82,12 @@ def largest(
 
 def _reached(known: dict[int, int], fits: int, above: int | None, mem_limit: int) -> int:
     """The batch at which lines through measured ones reach the limit, above `fits`, which does not."""
-    below = sorted(batch for batch in known if batch <= fits)
+    below = sorted(batch for batch in known if above is None or batch < above)
     ahead = _meets(known, below[-2], below[-1], mem_limit) if len(below) > 1 else None
     if above is None:
         most = _GROWTH * max(known)
         return most if ahead is None else min(ahead, most)
-    between = _meets(known, fits, above, mem_limit)
+    between = _meets(known, below[-1], above, mem_limit)
     # Between two batches the line says too much, never too little: what it leads to fits, or else to the next try.
     return max(fits, between) if between is not None and between > fits else ahead or fits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,3 +92,11 @@ def test_a_batch_that_does_not_fit_by_the_law_is_not_tried():
     found, asked = find([8, 16], [100 * batch for batch in range(20)], 799)
     assert found is None
     assert asked == []
+
+
+@pytest.mark.parametrize("limit", [35, 45, 55, 65, 89])
+def test_measured_batches_that_are_no_candidates_do_not_end_the_search(limit):
+    needs = [10 * batch for batch in range(65)]
+    found, _ = find(range(3, 65, 3), needs, limit)
+    assert found is not None
+    assert found.batch == limit // 30 * 3
