@@ -10,8 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rotor_py.batch.choose import best_batch, largest_batch
-    from rotor_py.batch.planned_batch import PlannedBatch
+    from rotor_py.batch_size.choose import PlannedBatch, best_batch, largest_batch
     from rotor_py.by_hand.checkpointer import ActivationCheckpointer, CheckpointConfig
     from rotor_py.by_hand.levels import ActivationCheckpointing, AssignedLevel, assign_levels
     from rotor_py.by_hand.network import Checkpoint, CheckpointedNetwork
@@ -61,8 +60,7 @@ if TYPE_CHECKING:
     from rotor_solver.memory_timeline import PlanMemory, StageMemory
 
 _NAMES = {
-    "rotor_py.batch.choose": ("best_batch", "largest_batch"),
-    "rotor_py.batch.planned_batch": ("PlannedBatch",),
+    "rotor_py.batch_size.choose": ("PlannedBatch", "best_batch", "largest_batch"),
     "rotor_py.by_hand.checkpointer": ("ActivationCheckpointer", "CheckpointConfig"),
     "rotor_py.by_hand.levels": ("ActivationCheckpointing", "AssignedLevel", "assign_levels"),
     "rotor_py.by_hand.strategy": ("ByLevel",),

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cli/rotor_cli", "rotor_py", "profiling/rotor_profiling", "solver/rotor_solver")
 """From the top to the bottom."""
 FLOORS = (
-    {"batch"},
+    {"batch_size"},
     {"trials", "integrations", "predict"},
     {"checkpointable", "backend"},
     {"plan"},

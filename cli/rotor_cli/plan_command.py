@@ -15,7 +15,7 @@ from rotor_cli.request import Request
 from rotor_cli.target_device import LocalTarget, limit_on, target_of
 from rotor_cli.text_report import console
 from rotor_py import Checkpointable, InfeasibleError, PlannedBatch, best_batch, largest_batch, verify
-from rotor_py.batch.choose import choose_elsewhere
+from rotor_py.batch_size.choose import choose_elsewhere
 from rotor_py.measure.device import limit_bytes
 from rotor_py.offload.offload import checked_name
 from rotor_py.plan.conflicts.step_in_backward import refuse_optimizer

@@ -7,8 +7,8 @@ from typing import Literal
 
 from rotor_py.units import format_bytes
 
-_CLOSE = 0.05
-"""A gap that the batches left out, and times that vary a little, explain. A guess."""
+_CLOSE = 0.01
+"""A gap that is not worth a word. A guess."""
 Aim = Literal["max", "best"]
 """The largest batch that fits, or the one with the most samples a second."""
 
@@ -49,7 +49,8 @@ class BatchChoice:
     """The largest batch that fits with everything stored; None if none does."""
     points: tuple[BatchPoint, ...]
     gap: float | None = None
-    """The share of samples a second that another batch may have more, for these costs: certified. None for "max"."""
+    """The share of samples a second that another batch seems to have more, by costs interpolated between the measured
+    batches. None for "max"."""
     beyond: int | None = None
     """The next batch after `largest`, which does not fit; None if none was to be looked at."""
     beyond_bytes: int = 0
@@ -100,12 +101,8 @@ class BatchChoice:
         found = []
         if self.aim == "best":
             assert self.gap is not None
-            more = f"{self.gap:.1%} more"
-            found.append(
-                f"By what its stages cost, no batch has more than {more}."
-                if self.gap <= _CLOSE
-                else f"By what its stages cost, another batch might have up to {more}: times vary here."
-            )
+            if self.gap > _CLOSE:
+                found.append(f"Between measured batches, one might have {self.gap:.1%} more: times vary here.")
             if self.largest != self.batch:
                 rate = format_rate(self.point(self.largest).samples_per_second)
                 found.append(f"The largest that fits is {self.largest}, with {rate} samples a second.")

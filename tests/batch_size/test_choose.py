@@ -17,8 +17,7 @@ from rotor_py import (
     best_batch,
     largest_batch,
 )
-from rotor_py.batch.measured_batches import MeasuredBatches
-from rotor_py.batch.real_steps import step_peak
+from rotor_py.batch_size.measured_batches import MeasuredBatches
 from rotor_py.offload.offload import Bandwidth
 from rotor_py.trials.default_loss import default_loss
 from rotor_solver import store_all
@@ -174,6 +173,8 @@ def test_accumulation_keeps_the_effective_batch():
 
 @pytest.mark.parametrize("choose", [largest_batch, best_batch])
 def test_a_step_that_takes_more_than_was_predicted_makes_the_batch_smaller(choose, monkeypatch):
+    step_peak = MeasuredBatches.step_peak
+
     def hoarded(batches: MeasuredBatches, batch: int) -> int | None:
         found = step_peak(batches, batch)
         assert found is not None
@@ -181,7 +182,7 @@ def test_a_step_that_takes_more_than_was_predicted_makes_the_batch_smaller(choos
 
     model = convolutions()
     limit = needs(model, images, 10)[0] + 100
-    monkeypatch.setattr("rotor_py.batch.real_steps.step_peak", hoarded)
+    monkeypatch.setattr(MeasuredBatches, "step_peak", hoarded)
     found = choose(model, images, limit)
     assert found.largest == 8
     assert found.batch <= 8

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from rotor_profiling import bytes_like, tensors_in
-from rotor_py.batch.agreed_costs import agreed_costs, agreed_number
-from rotor_py.batch.optimizer_seconds import optimizer_seconds
-from rotor_py.batch.step_costs import StepCosts
+from rotor_profiling.backends import stopwatch
+from rotor_profiling.timing import seconds_of, several_processes
+from rotor_py.batch_size.step_costs import StepCosts, agreed_costs
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.distributed.processes import processes
+from rotor_py.distributed.processes import processes, size_of
 from rotor_py.errors import UnsupportedModelError, record_fields
-from rotor_py.measure.device import limit_bytes
+from rotor_py.measure.device import available_bytes, limit_bytes
+from rotor_py.plan.agreement import slowest
 from rotor_py.trials.default_loss import default_loss
-from rotor_py.trials.restore import left_alone
+from rotor_py.trials.restore import left_alone, put_back
 from rotor_py.trials.step import TrainingStep
 from rotor_solver.progress import Progress
 
 _log = logging.getLogger("rotor_py")
+_SEVERAL = 3
+"""Steps of which the least peak counts, where peaks may come out too large. A guess."""
+_TURNS = 3
+"""Times that every batch has its turn. A guess."""
 
 
 class MeasuredBatches:
@@ -31,6 +36,9 @@ class MeasuredBatches:
 
     `sample_of(batch)` gives a sample of so many rows. `options` are those of `Checkpointable`.
     """
+
+    predicted: ClassVar[bool] = False
+    """Whether nothing is measured, since the device is not here."""
 
     def __init__(
         self,
@@ -89,8 +97,29 @@ class MeasuredBatches:
 
     @property
     def optimizer_seconds(self) -> float:
-        """Seconds of the optimizer's step. At least one batch is measured."""
-        return self.agreed(optimizer_seconds(self._any, self._optimizer, fresh_grads=self._fresh_grads))
+        """Seconds of `optimizer.step()` and `zero_grad()`; zero without an optimizer. At least one batch is measured.
+
+        Steps are taken on gradients of zeros. Parameters, gradients and the optimizer's state are put back.
+        """
+        network, optimizer = self._any, self._optimizer
+        if optimizer is None:
+            return self.agreed(0.0)
+        trained = [parameter for parameter in network.model.parameters() if parameter.requires_grad]
+
+        def give_gradients() -> None:
+            for parameter in trained:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+        def run() -> None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=self._fresh_grads)
+
+        with left_alone(network, optimizer), put_back(trained):
+            give_gradients()
+            optimizer.step()  # the first step makes the state
+            with stopwatch(network.device) as watch:
+                return self.agreed(seconds_of(run, watch, before=give_gradients))
 
     @property
     def on_cuda(self) -> bool:
@@ -99,10 +128,42 @@ class MeasuredBatches:
 
     def agreed(self, number: float) -> float:
         """The most that any process says; all have to call this. At least one batch is measured."""
-        return agreed_number(number, self._group, self._any.device)
+        group = self._group
+        return number if group is None or size_of(group) == 1 else slowest(number, group, self._any.device)
+
+    def step_peak(self, batch: int) -> int | None:
+        """The measured peak of a real step of a batch by its plan, in bytes; of several processes, the largest.
+
+        None if the machine has no room for such a step now. InfeasibleError if it has no plan.
+        """
+        network = self.network(batch)
+        sequence = network.compute_sequence()
+        assert network.budget is not None
+        if self.agreed(network.budget.peak_bytes(sequence) - available_bytes(network.device)) > 0:
+            return None
+        # On the CPU, the profiler misses a free if a thread of the backend is the last to let go of what was sent: what
+        # is found is never less than the peak, and the least of several is closest.
+        peaks = []
+        for _ in range(_SEVERAL if network.device.type == "cpu" and several_processes() else 1):
+            with self._stepping(batch) as step, step.taken(network) as peak:
+                peaks.append(peak)
+        return int(self.agreed(min(peaks)))
+
+    def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
+        """The seconds of forward, loss and backward in real steps, for each batch; of several processes, the slowest's.
+
+        They take turns, so that what disturbs the machine disturbs all of them, and the best turn of each counts: to be
+        disturbed only takes longer. A step of each has been taken.
+        """
+        found: dict[int, list[float]] = {batch: [] for batch in among}
+        for _ in range(_TURNS):
+            for batch, seconds in found.items():
+                with self._stepping(batch) as step:
+                    seconds.append(step.seconds(self.network(batch)))
+        return {batch: self.agreed(min(seconds)) for batch, seconds in found.items()}
 
     @contextmanager
-    def stepping(self, batch: int) -> Iterator[TrainingStep]:
+    def _stepping(self, batch: int) -> Iterator[TrainingStep]:
         """For real steps of a batch, which leave no trace, and the plan as it is."""
         network = self.network(batch)
         step = TrainingStep(

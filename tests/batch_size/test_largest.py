@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rotor_py.batch.largest import Largest, at_least, largest
+from rotor_py.batch_size.search import Largest, largest
 
 LINES = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60)), min_size=1, max_size=4)
 """What a step needs is the largest of sums, each with a part that is there for any batch and one for every sample."""
@@ -94,9 +94,9 @@ def test_a_batch_that_does_not_fit_by_the_law_is_not_tried():
     assert asked == []
 
 
-@pytest.mark.parametrize(
-    "known", [{2: 10, 4: 20}, {8: 40, 16: 100}, {2: 10, 16: 100}, {2: 10, 4: 20, 16: 100, 32: 260}]
-)
-def test_a_bound_never_exceeds_what_is_needed(known):
-    needs = [max(5 * batch, 10 * batch - 60) for batch in range(33)]
-    assert all(at_least(known, batch) <= needs[batch] for batch in range(1, 33))
+@pytest.mark.parametrize("limit", [35, 45, 55, 65, 89])
+def test_measured_batches_that_are_no_candidates_do_not_end_the_search(limit):
+    needs = [10 * batch for batch in range(65)]
+    found, _ = find(range(3, 65, 3), needs, limit)
+    assert found is not None
+    assert found.batch == limit // 30 * 3

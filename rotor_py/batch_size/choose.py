@@ -6,9 +6,8 @@
 #     line through them leads to the next one to measure, until the largest batch is known that fits, and the largest
 #     that fits with everything stored (`largest`). No step is tried to see whether it runs out of memory: that would
 #     leave other processes waiting.
-#  2. The best batch is looked for between the measured ones, where costs are affine (`cost_law`, `search`). It is
-#     measured, which may bend the lines: then it is looked for again, a few times. The answer is always a batch that
-#     was measured.
+#  2. The best batch is looked for by costs interpolated between the measured ones (`Curve`). It is measured, which may
+#     bend the lines: then it is looked for again, a few times. The answer is always a batch that was measured.
 #  3. A real step is taken. If its peak is over the limit, only smaller batches are candidates, and all of it is done
 #     again with what is known. To be the best, a batch also has to be as fast in real steps as the two largest.
 #  4. Processes that train together see the same costs (`agreed_costs`), and nothing else decides. So all of them
@@ -20,25 +19,23 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from rotor_py.batch.candidates import MOST, candidates
-from rotor_py.batch.chooser import Chooser
-from rotor_py.batch.largest import Largest
-from rotor_py.batch.measured_batches import MeasuredBatches
-from rotor_py.batch.planned_batch import PlannedBatch, planned_batch
-from rotor_py.batch.predicted.batches import Followed, NoTrial, PredictedBatches
-from rotor_py.batch.real_steps import Trial
-from rotor_py.batch.search import Rate
+from rotor_py.batch_size.measured_batches import MeasuredBatches
+from rotor_py.batch_size.predicted_batches import Followed, PredictedBatches
+from rotor_py.batch_size.search import Curve, Largest, Rate, largest
+from rotor_py.batch_size.step_costs import interpolated
+from rotor_py.checkpointable import Checkpointable
 from rotor_py.devices.device import Device, Devices
 from rotor_py.devices.table import find_devices
-from rotor_py.errors import InvalidValueError, record_fields
+from rotor_py.errors import InfeasibleError, InvalidValueError, record_fields
 from rotor_py.predict.elsewhere import Elsewhere
-from rotor_py.report.batch_choice import Aim
+from rotor_py.report.batch_choice import Aim, BatchChoice
+from rotor_py.units import format_bytes, limit_text
 from rotor_solver.progress import Progress
 
 P = ParamSpec("P")
@@ -49,8 +46,24 @@ _ELSEWHERE = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "
 """Options of `Checkpointable` that leave nothing to choose, or that are about one batch; and an optimizer that each of
 the plans would have step the same parameters."""
 _AMONG = ("multiple", "effective_batch", "most")
-_ROUNDS = 3
+_MOST = 2**16
+"""The largest batch that is asked about, unless another is given."""
+_LOWERED = 3
 """How often the limit is lowered for what is reserved. A guess: that follows the limit closely."""
+_ROUNDS = 4
+"""Batches that are measured because they may be best, at most. A guess: times vary from one to the next."""
+_TOLERANCE = 0.005
+"""The share of time that another batch would have to save to be measured: as much as the solver's gap may be."""
+_ROUNDED = 4 * 512
+"""Bytes for each stage by which rounding may bend the line of a size on CUDA, whose blocks have multiples of 512 bytes.
+A guess: four blocks that grow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch(BatchChoice):
+    """A batch that was chosen, with the model planned for it and ready to be trained: `network`."""
+
+    network: Checkpointable
 
 
 def choose_batch(
@@ -65,7 +78,7 @@ def choose_batch(
     fresh_grads: bool = False,
     multiple: int = 1,
     effective_batch: int | None = None,
-    most: int = MOST,
+    most: int = _MOST,
     progress: Progress | None = None,
     device: str | Device | Devices | None = None,
     autocast: torch.dtype | None = None,
@@ -122,7 +135,7 @@ def choose_elsewhere(
     slots = options.get("mem_slots", 500)
     keeping = mem_limit is not None if keep_limit is None else keep_limit
     found = _chosen(aim, batches, slots, fresh_grads=fresh_grads, **among)
-    for _ in range(_ROUNDS):
+    for _ in range(_LOWERED):
         missing = batches.missing_bytes(found.batch, found.mem_limit)
         if keeping or not missing:
             break
@@ -139,39 +152,145 @@ def _chosen(
     fresh_grads: bool,
     multiple: int = 1,
     effective_batch: int | None = None,
-    most: int = MOST,
+    most: int = _MOST,
 ) -> PlannedBatch:
-    among: Sequence[int] = candidates(multiple, effective_batch, most, fresh_grads=fresh_grads)
+    among: Sequence[int] = _candidates(multiple, effective_batch, most, fresh_grads=fresh_grads)
     if not _probe(batches) and among[0] == 1 and len(among) > 1:
         among = among[1:]
+    limit = batches.mem_limit
     rate: Rate | None = None
     over: Largest | None = None  # whose step is over the limit, though it was predicted to fit
     while True:
-        chooser = Chooser(batches, batches.mem_limit, among, slots)
-        fits, stored = chooser.largest(stored=False), chooser.largest(stored=True)
+        fits, stored = _largest(batches, among, limit, stored=False), _largest(batches, among, limit, stored=True)
         if fits is None:
-            raise chooser.infeasible()
+            raise _infeasible(batches, among[0], limit)
         if over is not None:
             fits = replace(fits, beyond=over.batch, beyond_bytes=over.needs, beyond_measured=True)
         if rate is None:  # not before it is known that a batch fits, and so does the optimizer's step
             rate = Rate(batches.optimizer_seconds, effective_batch)
-        found = None if aim == "max" else chooser.best(rate, fits.batch)
-        batch = fits.batch if found is None else found.batch
-        predicted = isinstance(batches, PredictedBatches)
-        trial = NoTrial(rate, batch) if predicted else Trial(batches, rate, chooser.mem_limit, batch)
-        if found is not None:
-            trial.compare({fits.batch, *(() if stored is None else (stored.batch,))})
-        if trial.over is None:
-            return planned_batch(aim, chooser, trial, fits, stored, found)
-        batch, over = trial.over.batch, trial.over
+        chosen, gap, tried = fits.batch, None, {fits.batch}
+        if aim == "best":
+            inside = [batch for batch in among if batch <= fits.batch]
+            chosen, gap = _best(batches, inside, Curve(batches.costs, limit, rate, slots))
+            tried |= {chosen} if stored is None else {chosen, stored.batch}
+        peaks = {batch: batches.step_peak(batch) for batch in sorted(tried)}
+        beyond = [(batch, peak) for batch, peak in peaks.items() if peak is not None and peak > limit]
+        if not beyond:
+            break
+        over = Largest(*beyond[0])
         _log.warning(
             "a step of %d samples has a peak of %d bytes, beyond the limit of %d: looking for smaller batches",
-            batch, over.needs, chooser.mem_limit,
-            extra=record_fields("over_limit", batch=batch, peak_bytes=over.needs, mem_limit=chooser.mem_limit),
+            over.batch, over.needs, limit,
+            extra=record_fields("over_limit", batch=over.batch, peak_bytes=over.needs, mem_limit=limit),
         )  # fmt: skip
-        if batch == among[0]:
-            raise chooser.infeasible()
-        among = among[: among.index(batch)]
+        if over.batch == among[0]:
+            raise _infeasible(batches, among[0], limit)
+        among = among[: among.index(over.batch)]
+    rates: dict[int, float] = {}
+    if len(peaks) > 1 and None not in peaks.values():
+        seconds = batches.seconds_in_turns(peaks)
+        rates = {batch: 1 / rate.per_sample(each, batch) for batch, each in seconds.items()}
+        chosen = max(rates, key=rates.__getitem__)
+    curve = Curve(batches.costs, limit, rate, slots)
+    points = curve.points(among, fits.batch, {chosen, *((stored.batch,) if stored else ())})
+    stored_seconds = batches.of(chosen).stored_seconds
+    return PlannedBatch(
+        aim=aim,
+        batch=chosen,
+        mem_limit=limit,
+        step_seconds=curve.seconds(chosen),
+        optimizer_seconds=rate.optimizer_seconds,
+        overhead=curve.seconds(chosen) / stored_seconds if stored_seconds else 1.0,
+        samples_per_second=1 / curve.per_sample(chosen),
+        largest=fits.batch,
+        largest_stored=None if stored is None else stored.batch,
+        points=tuple(replace(each, measured=each.measured and not batches.predicted) for each in points),
+        gap=gap,
+        beyond=fits.beyond,
+        beyond_bytes=fits.beyond_bytes,
+        beyond_measured=fits.beyond_measured and not batches.predicted,
+        predicted=batches.predicted,
+        effective_batch=effective_batch,
+        measured_peak_bytes=peaks[chosen],
+        measured_per_second=tuple(sorted(rates.items())),
+        network=batches.network(chosen),
+    )
+
+
+def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, stored: bool) -> Largest | None:
+    """The largest batch that fits; with everything `stored`, or else by any plan."""
+
+    def needs(batch: int) -> int:
+        costs = batches.of(batch)
+        return costs.stored_bytes if stored else costs.least_bytes
+
+    known = {batch: needs(batch) for batch in batches.costs}
+    slack = _ROUNDED * len(next(iter(batches.costs.values())).chain) if batches.on_cuda else 0
+    return largest(among, needs, known, mem_limit, slack)
+
+
+def _best(batches: MeasuredBatches, inside: list[int], curve: Curve) -> tuple[int, float]:
+    """The best batch of those `inside` the limit, measured; and by what share an interpolated one seems better."""
+    for left in range(_ROUNDS, -1, -1):
+        curve.planned.clear()  # what was measured since has bent the lines
+        seen = curve.best(inside)
+        best = min((batch for batch in batches.costs if batch in inside), key=curve.per_sample)
+        gap = max(0.0, curve.per_sample(best) / curve.per_sample(seen) - 1)
+        # What is measured is preferred to what is no better than two plans may differ.
+        if gap <= _TOLERANCE or not left:
+            return best, gap
+        if not batches.trains_on(seen):
+            inside.remove(seen)
+    raise AssertionError
+
+
+def _infeasible(batches: MeasuredBatches, batch: int, mem_limit: int) -> InfeasibleError:
+    """The error where not even the smallest `batch` fits."""
+    costs = interpolated(batches.costs, batch) or batches.of(batch)
+    least = costs.least_bytes
+    return InfeasibleError(
+        f"not even a batch of {batch} fits: it needs at least {format_bytes(least)} ({least} bytes), of which "
+        f"{costs.budget.split()}; the limit is {format_bytes(mem_limit)} ({mem_limit} bytes). Try a limit of "
+        f"{limit_text(least)}.",
+        min_bytes=least,
+        mem_limit=mem_limit,
+        kind="no_batch_fits",
+    )
+
+
+def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_grads: bool) -> Sequence[int]:
+    """The batches to choose from, which increase. ValueError for numbers that leave none."""
+    for name, number in (("multiple", multiple), ("effective_batch", effective_batch), ("most", most)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise InvalidValueError(
+                f"{name} is {number!r}; it has to be a whole number, one at least", kind="not_a_count", name=name
+            )
+    if effective_batch is None:
+        if multiple > most:
+            raise InvalidValueError(
+                f"multiple is {multiple} and most is {most}, so there is no batch to choose",
+                kind="no_batch",
+                name="multiple",
+                multiple=multiple,
+                most=most,
+            )
+        return range(multiple, most + 1, multiple)
+    if fresh_grads:
+        raise InvalidValueError(
+            "fresh_grads=True frees gradients between batches, and effective_batch adds them up over several; leave "
+            "one of them out",
+            kind="excluded_together",
+            name="fresh_grads",
+        )
+    found = [b for b in range(multiple, min(most, effective_batch) + 1, multiple) if effective_batch % b == 0]
+    if not found:
+        raise InvalidValueError(
+            f"no multiple of {multiple} up to {most} divides effective_batch, which is {effective_batch}; batches of "
+            "one size could not make it",
+            kind="not_divisible",
+            name="effective_batch",
+        )
+    return found
 
 
 def _refuse_others(options: dict[str, Any]) -> None:
@@ -237,8 +356,8 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
 def best_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     """The batch with the most samples a second inside `mem_limit`, recomputation and the optimizer's step included.
 
-    Arguments and errors are those of `largest_batch`. `gap` of the result is a certificate: for the measured costs, no
-    batch has more samples a second by more than that share.
+    Arguments and errors are those of `largest_batch`. `gap` of the result is the share of samples a second that another
+    batch seems to have more, by costs interpolated between the measured batches.
     """
     return choose_batch("best", *args, **kwargs)
 

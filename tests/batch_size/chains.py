@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from rotor_py.batch.cost_law import CostLaw
-from rotor_py.batch.step_costs import StepCosts
+from rotor_py.batch_size.step_costs import StepCosts
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_solver import Chain, Option, Stage
@@ -75,6 +74,6 @@ def costs_of(stages: list[dict[str, int]], batch: int, disturbed: float = 1.0) -
     return StepCosts(budget, before_chain_seconds=seconds(1, 0.2))
 
 
-def law_of(stages: list[dict[str, int]], measured: dict[int, float]) -> CostLaw:
-    """The law through batches that were measured, each with its disturbance."""
-    return CostLaw({batch: costs_of(stages, batch, disturbed) for batch, disturbed in measured.items()})
+def measured(stages: list[dict[str, int]], batches: dict[int, float]) -> dict[int, StepCosts]:
+    """The costs of batches that were measured, each with its disturbance."""
+    return {batch: costs_of(stages, batch, disturbed) for batch, disturbed in batches.items()}

@@ -6,16 +6,14 @@ What stands for a real step is a step that follows the plan without memory: it s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.optimizer import stepping_as_on_cuda
-from rotor_py.batch.largest import Largest
-from rotor_py.batch.measured_batches import MeasuredBatches
-from rotor_py.batch.search import Rate
+from rotor_py.batch_size.measured_batches import MeasuredBatches
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.devices.reservation import Reservation
 from rotor_py.predict.operators.autocast import region
@@ -37,6 +35,8 @@ class PredictedBatches(MeasuredBatches):
 
     Other arguments are those of `MeasuredBatches`. Steps are taken under `autocast`, if that is a dtype.
     """
+
+    predicted: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -73,9 +73,8 @@ class PredictedBatches(MeasuredBatches):
         """Whether sizes are those of CUDA's allocator, which rounds them."""
         return True
 
-    def agreed(self, number: float) -> float:
-        """The same: there is one process, which stands for all."""
-        return number
+    def step_peak(self, batch: int) -> None:
+        """None: no step can be taken, and the prediction has the last word."""
 
     def missing_bytes(self, batch: int, mem_limit: int) -> int:
         """What the device lacks for what a step of a batch reserves, by the plan within `mem_limit` bytes."""
@@ -100,17 +99,3 @@ class PredictedBatches(MeasuredBatches):
     @property
     def _group(self) -> None:
         return None
-
-
-class NoTrial:
-    """What stands for real steps of a batch where none can be taken: the prediction has the last word."""
-
-    over: Largest | None = None
-
-    def __init__(self, rate: Rate, batch: int) -> None:
-        self.batch, self.rate = batch, rate
-        self.peaks: dict[int, int | None] = {batch: None}
-        self.rates: dict[int, float] = {}
-
-    def compare(self, others: set[int]) -> None:
-        """Nobody can say which of them is really the fastest."""

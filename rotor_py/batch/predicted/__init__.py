@@ -1,1 +1,0 @@
-"""How large a batch on a device that is not there."""

@@ -1,0 +1,191 @@
+"""The largest batch inside a limit, and the one with the most samples a second, from few measured batches."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from rotor_py.batch_size.step_costs import StepCosts, interpolated
+from rotor_py.report.batch_choice import BatchPoint
+
+_GROWTH = 4
+"""By how much a batch that is measured may be larger than any before it. A guess: where more memory is needed than the
+line says, that is to show while there is room."""
+_PATIENCE = 8
+"""Measurements led by lines, before the range is halved each time: for sizes that are not convex. A guess."""
+_POINTS = 24
+"""Batches at equal ratios that are planned for, to find the best one and to draw the curve. A guess."""
+_CLOSER = 8
+"""The same, between the neighbours of the best one of them. A guess."""
+_FINE = 0.01
+"""The part of the best batch by which its neighbours may differ when the search ends. A guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest batch that fits, measured; `needs` are its bytes.
+
+    `beyond` is the next one that was asked about and does not fit, with `beyond_bytes`: measured, or predicted by the
+    line through smaller ones. None if there is no larger one to ask about.
+    """
+
+    batch: int
+    needs: int
+    beyond: int | None = None
+    beyond_bytes: int = 0
+    beyond_measured: bool = False
+
+
+def largest(
+    candidates: Sequence[int], needs: Callable[[int], int], known: dict[int, int], mem_limit: int, slack: int = 0
+) -> Largest | None:
+    """The largest of `candidates`, which increase, that needs at most `mem_limit` bytes; None if the least does not.
+
+    `needs` measures a batch; `known` has the bytes of those that were measured, two at least, and is added to. The
+    bytes of a step are convex in the batch: a peak is the largest of sums that are affine. So the line through two
+    batches is a lower bound beyond them, and an upper bound between them. A prediction within `slack` bytes of the
+    limit is not relied on.
+    """
+    for rounds in count():
+        fitting = [batch for batch in known if batch in candidates and known[batch] <= mem_limit]
+        if not fitting:
+            first = candidates[0]
+            if first in known or _bound(known, first) > mem_limit + slack:
+                return None
+            known[first] = needs(first)
+            continue
+        fits = max(fitting)
+        place = bisect_left(candidates, fits)
+        if place + 1 == len(candidates):
+            return Largest(fits, known[fits])
+        following = candidates[place + 1]
+        if following in known:
+            return Largest(fits, known[fits], following, known[following], beyond_measured=True)
+        # Only by smaller batches: bytes may jump where a library takes another kernel, and the line through larger ones
+        # then says too much of those before the jump.
+        bound = _bound({batch: known[batch] for batch in known if batch < following}, following)
+        if bound > mem_limit + slack:
+            return Largest(fits, known[fits], following, bound)
+        above = min((batch for batch in known if batch > fits and known[batch] > mem_limit), default=None)
+        # What was measured need not be a candidate: none may be left before it but the following one.
+        end = len(candidates) if above is None else max(bisect_left(candidates, above), place + 2)
+        if rounds >= _PATIENCE:
+            at = (place + end) // 2 if above is not None else 2 * place + 1
+        else:
+            at = bisect_right(candidates, _reached(known, fits, above, mem_limit)) - 1
+        guess = candidates[min(max(at, place + 1), end - 1)]
+        known[guess] = needs(guess)
+    raise AssertionError
+
+
+def _reached(known: dict[int, int], fits: int, above: int | None, mem_limit: int) -> int:
+    """The batch at which lines through measured ones reach the limit, above `fits`, which does not."""
+    below = sorted(batch for batch in known if above is None or batch < above)
+    ahead = _meets(known, below[-2], below[-1], mem_limit) if len(below) > 1 else None
+    if above is None:
+        most = _GROWTH * max(known)
+        return most if ahead is None else min(ahead, most)
+    between = _meets(known, below[-1], above, mem_limit)
+    # Between two batches the line says too much, never too little: what it leads to fits, or else to the next try.
+    return max(fits, between) if between is not None and between > fits else ahead or fits
+
+
+def _meets(known: dict[int, int], low: int, high: int, mem_limit: int) -> int | None:
+    """The last batch at which the line through two is inside the limit; None if it does not rise."""
+    rise = known[high] - known[low]
+    return low + (mem_limit - known[low]) * (high - low) // rise if rise > 0 else None
+
+
+def _bound(known: dict[int, int], batch: int) -> int:
+    """A lower bound for the bytes of a batch that was not measured, if they are convex and do not fall."""
+    below = sorted(each for each in known if each < batch)
+    above = sorted(each for each in known if each > batch)
+    bounds = [known[each] for each in below[-1:]]
+    for pair in (below[-2:], above[:2]):
+        if len(pair) == 2:
+            low, high = pair
+            bounds.append(known[low] + (known[high] - known[low]) * (batch - low) // (high - low))
+    return max(bounds, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What a step is worth: `optimizer_seconds` are shared by its samples, or by those of an effective batch."""
+
+    optimizer_seconds: float = 0.0
+    effective_batch: int | None = None
+
+    def per_sample(self, seconds: float, batch: int) -> float:
+        """Seconds for each sample, if forward, loss and backward of a batch take `seconds`."""
+        return seconds / batch + self.optimizer_seconds / (self.effective_batch or batch)
+
+
+@dataclass(slots=True)
+class Curve:
+    """Plans for batches within `mem_limit`, each solved for once, by costs interpolated between `measured` batches."""
+
+    measured: dict[int, StepCosts]
+    mem_limit: int
+    rate: Rate
+    slots: int = 500
+    planned: dict[int, float] = field(default_factory=dict)
+    """Seconds of forward, loss and backward by the fastest plan, by batch; infinite where none fits."""
+
+    def seconds(self, batch: int) -> float:
+        """Seconds of forward, loss and backward by the fastest plan for a batch; infinite if none fits."""
+        if batch not in self.planned:
+            costs = interpolated(self.measured, batch)
+            sequence = None if costs is None else costs.plan(self.mem_limit, self.slots)
+            found = costs.seconds_of(sequence) if costs is not None and sequence is not None else float("inf")
+            self.planned[batch] = found
+        return self.planned[batch]
+
+    def per_sample(self, batch: int) -> float:
+        """Seconds for each sample; infinite if no plan fits."""
+        return self.rate.per_sample(self.seconds(batch), batch)
+
+    def best(self, candidates: Sequence[int]) -> int:
+        """The candidate with the least seconds for each sample, of some at equal ratios, and of more around the best.
+
+        Seconds for each sample have no simple shape: a larger batch shares what a step costs in any case among more
+        samples, and has to recompute more. Between two looks the best may be missed by what the curve bends there.
+        """
+        looked = sorted({*_spread(candidates, _POINTS), *(batch for batch in self.measured if batch in candidates)})
+        while True:
+            best = min(looked, key=self.per_sample)
+            at = looked.index(best)
+            low, high = looked[max(0, at - 1)], looked[min(len(looked) - 1, at + 1)]
+            around = candidates[bisect_left(candidates, low) : bisect_right(candidates, high)]
+            more = {*_spread(around, _CLOSER), low, best, high}
+            if more <= {*looked} or high - low <= _FINE * best:
+                return best
+            looked = sorted({*looked, *more})
+
+    def points(self, candidates: Sequence[int], most: int, wanted: Iterable[int]) -> tuple[BatchPoint, ...]:
+        """Points up to the batch `most`: the `wanted` ones, those that were measured, and some at equal ratios."""
+        inside = [batch for batch in candidates if batch <= most]
+        batches = {*_spread(inside, _POINTS), *wanted, *(batch for batch in self.measured if batch in inside)}
+        found = (self._point(batch) for batch in sorted(batches))
+        return tuple(point for point in found if point is not None)
+
+    def _point(self, batch: int) -> BatchPoint | None:
+        costs = interpolated(self.measured, batch)
+        if costs is None or self.per_sample(batch) in (0.0, float("inf")):
+            return None
+        stored = None
+        if costs.stored_bytes <= self.mem_limit and costs.stored_seconds > 0:
+            stored = 1 / self.rate.per_sample(costs.stored_seconds, batch)
+        return BatchPoint(batch, 1 / self.per_sample(batch), stored, batch in self.measured)
+
+
+def _spread(candidates: Sequence[int], points: int) -> set[int]:
+    """Candidates, which increase, at equal ratios from the first to the last."""
+    ratio = candidates[-1] / candidates[0]
+    found = set()
+    for at in range(points + 1):
+        wanted = candidates[0] * ratio ** (at / points)
+        place = min(bisect_left(candidates, wanted), len(candidates) - 1)
+        found.add(min(candidates[max(0, place - 1) : place + 1], key=lambda batch: abs(batch - wanted)))
+    return found
