@@ -13,13 +13,14 @@ from torch.distributed import ProcessGroup
 from rotor_profiling import tensors_in
 from rotor_profiling.devices import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.graph.graph_stage import in_context
+from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
 from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.capture.variants import compiled_variants
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import around
 from rotor_py.errors import InvalidValueError
 from rotor_py.execute.program import Program, program
+from rotor_py.execute.runners import Runners
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
@@ -117,7 +118,7 @@ class GraphPlanner:
         """The spec of the input that the plan is for."""
         self._forwards = Forwards()
         self._compiler = None if settings.inductor is None else StageCompiler(settings.inductor)
-        self._read: tuple[Sequence, Program] | None = None
+        self._read: tuple[Sequence, Program, Runners] | None = None
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Run the graph on its inputs, and return its outputs: by the plan if gradients are on."""
@@ -135,11 +136,14 @@ class GraphPlanner:
         sequence = self._forwards.sequence_beside(flying, plan, model) if flying else plan.sequence
         for _, layer in plan.cut.prefix:
             value = layer(value)
-        rng, ways, keepers = self.settings.preserve_rng_state, plan.measurement.way_names, self.settings.keepers
-        runners, value = in_context(plan.cut.stages, value, rng, ways, keepers)
+        value, context = shared_apart(plan.cut.stages, value)
         if self._read is None or self._read[0] is not sequence:
-            self._read = sequence, program(len(runners), sequence)
-        made = replay(runners, self._read[1], value)
+            rng, ways, keepers = self.settings.preserve_rng_state, plan.measurement.way_names, self.settings.keepers
+            instructions = program(len(plan.cut.stages), sequence)
+            runners = runners_of(plan.cut.stages, rng, ways, keepers).by(instructions.options)
+            self._read = sequence, instructions, runners
+        _, instructions, runners = self._read
+        made = replay(runners, instructions, value, context=context)
         self._forwards.watch(made, plan, sequence, model)
         return graph.leave(made, values)
 

@@ -60,8 +60,14 @@ class GuardedTape(Tape):
 
     hidden_because = 'which on_oom="replan" may have to run again; leave on_oom out'
 
-    def __init__(self, runners: Operations[StageRunner], instructions: Program, plans: SmallerPlans) -> None:
-        super().__init__(runners, instructions)
+    def __init__(
+        self,
+        runners: Operations[StageRunner],
+        instructions: Program,
+        plans: SmallerPlans,
+        context: tuple[Any, ...] = (),
+    ) -> None:
+        super().__init__(runners, instructions, context=context)
         self._plans = plans
         self._stored = _stored(instructions)
         self._begin_anew(in_nodes(instructions))
@@ -74,7 +80,7 @@ class GuardedTape(Tape):
     def forward(self, value: Any) -> Any:
         """Run the operations before the loss; return the output, in the caller's graph."""
         self._input = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
-        self._devices = self.runners[0].devices(value)
+        self._devices = self.runners[0].devices(value, self.context)
         self._then = self._written(len(self.runners))
         while True:
             try:
@@ -88,7 +94,7 @@ class GuardedTape(Tape):
 
     def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
         """Run a stage inside its node: for the first time, or once more if it has come to its end before."""
-        before = self._versions(stage, value)
+        before = self._versions(value)
         made = self._run_stored(stage, value) if stage in self._stored else self._run_without_graph(stage, value)
         self._refuse_overwritten(stage, value, before)
         return made
@@ -96,7 +102,7 @@ class GuardedTape(Tape):
     def _run_stored(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
         runner = self.runners[stage].by(self._stored[stage])
         if stage in self.surroundings:
-            attached, output = runner.attach(value, self.surroundings[stage])
+            attached, output = runner.attach(value, self.surroundings[stage], self.context)
         else:
             attached, output, self.surroundings[stage] = self._undone_on_error(runner, runner.attach_first, value)
         self._held.attached[stage] = attached
@@ -107,15 +113,15 @@ class GuardedTape(Tape):
     def _run_without_graph(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
         runner = self.runners[stage]
         if stage in self.surroundings:
-            output = runner.again(value, self.surroundings[stage])
+            output = runner.again(value, self.surroundings[stage], self.context)
         else:
             output, self.surroundings[stage] = self._undone_on_error(runner, runner.first, value)
         return output, self._without_gradient(stage, value, output)
 
     def _undone_on_error(self, runner: StageRunner, run: Any, value: Any) -> Any:
-        undo = runner.undo(value)
+        undo = runner.undo(value, self.context)
         try:
-            return run(value)
+            return run(value, self.context)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 self._not_undone = undo.restore()
@@ -153,16 +159,17 @@ class GuardedTape(Tape):
         """Why stages 0 … `stage` cannot be run again as if nothing had happened; None if they can."""
         if self._written(stage + 1) != self._then[: stage + 2]:
             return "the input or a parameter was written to after the forward"
-        for runner in self.runners[: stage + 1]:
-            if runner.earlier.switched:
+        for number, runner in enumerate(self.runners[: stage + 1]):
+            found = self.surroundings.get(number)
+            if found is not None and found.earlier is not None and found.earlier.switched:
                 return f"stage {runner.name!r} was switched between training and evaluation after the forward"
         if self.runners[stage].hooks_gradients:
             return f"stage {self.runners[stage].name!r} has hooks on gradients, which may have been called"
         return None
 
     def _written(self, stages: int) -> list[list[int]]:
-        given = [tensor._version for tensor in self.runners[0].read(self._input)]
-        return [given, *([p._version for p in runner.all_parameters()] for runner in self.runners[:stages])]
+        parameters = [runner.all_parameters() for runner in self.runners[:stages]]
+        return [self._versions(self._input), *([each._version for each in found] for found in parameters)]
 
 
 def _stored(instructions: Program) -> dict[int, int]:

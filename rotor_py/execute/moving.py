@@ -38,11 +38,11 @@ class Moving:
             # Last: after an error, whoever comes here again is to find it again.
             self.position += 1
 
-    def forward(self, runner: StageRunner, stage: int, value: Any) -> Any:
+    def forward(self, runner: StageRunner, stage: int, value: Any, context: tuple[Any, ...]) -> Any:
         """Run a stage in the graph of plain training; what it saves begins to leave, if the plan moves it."""
         if stage not in self.moves.stages:
-            return runner.forward(value)
-        output, leaving = run_leaving(runner, value)
+            return runner.forward(value, context)
+        output, leaving = run_leaving(runner, value, context)
         leaving.leave(self.tier)
         self._away[stage] = leaving
         return output

@@ -12,7 +12,8 @@
 #  3. All nodes of one forward share a tape. A node's backward makes the tape run the operations up to and including
 #     the `B` of its stage.
 #  4. The first run of a stage moves buffers and the random state. What it found around it (random state, autocast,
-#     buffers) is recorded; a later run finds the same, and leaves no trace.
+#     buffers) is recorded; a later run finds the same, and leaves no trace. All that is known of one forward is here:
+#     runners are those of the plan, and serve other forwards in flight as well.
 #  5. Inputs that the tape keeps are detached: the tape holds values, the graph holds history. Nothing that the tape
 #     holds refers to the graph, so there are no cycles, and dropping the output drops everything.
 #  6. The tape lets go of an input as soon as no later operation reads it.
@@ -54,8 +55,8 @@ from rotor_py.execute.node import Frame, StageNode
 from rotor_py.execute.program import Program, Step, program
 from rotor_py.execute.runners import Runners
 from rotor_py.execute.store import ActivationStore
-from rotor_py.execute.whole_runs import run_through
 from rotor_py.offload.tier import Tier
+from rotor_py.stage.activity import is_watched
 from rotor_py.stage.restored.other_streams import draws
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
@@ -102,7 +103,9 @@ class Tape:
         instructions: Program,
         store: ActivationStore | None = None,
         tier: Tier | None = None,
+        context: tuple[Any, ...] = (),
     ) -> None:
+        self.context = context
         # By their options from the start: of some stages, runs without a graph differ by option, too.
         self.runners = Runners.of(runners).by(instructions.options)
         self.program = instructions
@@ -130,13 +133,13 @@ class Tape:
         """the first stage that has not run"""
         position = 0
         for steps in self.program.pieces:
-            stages = slice(frontier, frontier + len(steps))
-            run = run_through(self.runners.stages[stages], self.runners.context) if len(steps) > 1 else None
+            stop = frontier + len(steps)
+            run = self.runners.joined(frontier, stop) if len(steps) > 1 and not is_watched() else None
             if run is not None:  # Rule 16: as one function
                 values = list(value)
                 del value
-                value = run(values)
-                frontier, position = stages.stop, position + len(steps)
+                value = run(values, self.context)
+                frontier, position = stop, position + len(steps)
                 continue
             for step in steps:
                 self._come_to(position)
@@ -168,7 +171,9 @@ class Tape:
         return value
 
     def _run_in_graph(self, runner: StageRunner, stage: int, value: Any) -> Any:
-        return runner.forward(value) if self._moving is None else self._moving.forward(runner, stage, value)
+        if self._moving is None:
+            return runner.forward(value, self.context)
+        return self._moving.forward(runner, stage, value, self.context)
 
     def _come_to(self, position: int) -> None:
         """The operation at this position of the sequence is about to begin: something may move first (Rule 15)."""
@@ -198,8 +203,8 @@ class Tape:
         self._passes.know(stage, node)
 
     def _first(self, runner: StageRunner, stage: int, value: Any, kept: Any) -> Any:
-        before = self._versions(stage, kept)
-        output, self.surroundings[stage] = runner.first(value)
+        before = self._versions(kept)
+        output, self.surroundings[stage] = runner.first(value, self.context)
         self._refuse_overwritten(stage, kept, before)
         return output
 
@@ -248,14 +253,16 @@ class Tape:
         stage = step.operation.stage  # type: ignore[union-attr] # a forward
         runner, value = self.runners[stage], held.inputs[stage]
         surroundings = self.surroundings[stage]  # Rule 4: as in the first run
-        before = self._versions(stage, value)
+        before = self._versions(value)
         if isinstance(step.operation, ForwardEnable):
             # What the tape keeps is detached, and has forgotten which gradients are wanted.
             for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
                 tensor.requires_grad_(needed)
-            held.attached[stage], output = self._runner(step).attach(value, surroundings, skip_output=step.skips_output)
+            held.attached[stage], output = self._runner(step).attach(
+                value, surroundings, self.context, skip_output=step.skips_output
+            )
         else:
-            output = runner.again(value, surroundings)
+            output = runner.again(value, surroundings, self.context)
         if stage + 1 in step.live:
             held.inputs.keep_first(stage + 1, output)
         self._refuse_overwritten(stage, value, before)
@@ -273,13 +280,13 @@ class Tape:
         assert isinstance(step.operation, ForwardEnable)
         return self.runners[step.operation.stage].by(step.operation.option)
 
-    def _versions(self, stage: int, value: Any) -> list[int]:
-        """How often each tensor that a stage reads was written to."""
-        return [tensor._version for tensor in self.runners[stage].read(value)]
+    def _versions(self, value: Any) -> list[int]:
+        """How often each tensor was written to that a stage reads, its parameters and buffers aside."""
+        return [tensor._version for tensor in tensors_in((value, self.context))]
 
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None:
         """RuntimeError if the run of a stage wrote into its own input, which a later run would read."""
-        if self._versions(stage, value) != before:
+        if self._versions(value) != before:
             raise InvalidStateError(
                 f"stage {self.runners[stage].name!r} overwrites its own input, which is needed again; use the layer "
                 "without inplace=True, or make it one stage with the layer before it",
@@ -295,12 +302,15 @@ def replay(
     value: Any,
     store: ActivationStore | None = None,
     tier: Tier | None = None,
+    context: tuple[Any, ...] = (),
 ) -> Any:
     """Run a chain forward on `value`; what it returns is part of the caller's graph.
 
     Inputs of stages are kept in `store` for the backward, if one is given; it has to be empty. What the sequence moves
-    goes to `tier`. RuntimeError if a stage overwrites its own input and has to be run again from it, OffloadError if
-    something cannot be moved.
+    goes to `tier`. All stages share `context`.
+
+    RuntimeError if a stage overwrites its own input and has to be run again from it, OffloadError if something cannot
+    be moved.
     """
-    tape = Tape(runners, instructions, store, tier)
+    tape = Tape(runners, instructions, store, tier, context)
     return tape.forward(value)

@@ -54,6 +54,8 @@ class Settings:
     keep: str | None = None
     inductor: Config | None = field(init=False, default=None)
     """what Inductor is told; None where nothing is to be compiled"""
+    keepers: tuple[Keeper, ...] = field(init=False, default=())
+    """ways to store a stage, beside its own, that may be planned with"""
 
     def __post_init__(self) -> None:
         """TypeError if `optimizer` or `step_in_backward` is no optimizer: its class, for example.
@@ -89,6 +91,7 @@ class Settings:
         if self.step_in_backward is not None:
             self.optimizer = self.step_in_backward
         self.inductor = config_of(self.compile)
+        self.keepers = self._keepers()
 
     def _refuse_on_oom(self) -> None:
         if self.on_oom not in ("raise", "replan"):
@@ -133,9 +136,7 @@ class Settings:
         """Whether a step that runs out of memory is undone, and runs again by a plan that needs less."""
         return self.on_oom == "replan"
 
-    @property
-    def keepers(self) -> tuple[Keeper, ...]:
-        """Ways to store a stage, beside its own, that may be planned with."""
+    def _keepers(self) -> tuple[Keeper, ...]:
         if self.by_hand is not None:  # what is kept is settled
             return ()
         fewer = () if self.keep is None else (FormKeeper(FEWER_BITS[self.keep]),)

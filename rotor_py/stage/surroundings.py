@@ -21,6 +21,7 @@ from rotor_profiling.attributes import Attributes, Change
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
 from rotor_profiling.values import equal
 from rotor_py.errors import InvalidStateError
+from rotor_py.stage.earlier_runs import EarlierRuns
 from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
 from rotor_py.stage.restored.decisions import Decisions, decisions_recorded, decisions_repeated
 from rotor_py.stage.restored.other_streams import Drawn, other_draws
@@ -53,6 +54,8 @@ class Surroundings:
     drawn: Drawn = ()
     changes: Callable[[], Sequence[Change]] = tuple
     """Finds the attributes that are not as they were any more, and what they were."""
+    earlier: EarlierRuns | None = None
+    """What must not change until a later run; None if there has been no run."""
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
@@ -132,6 +135,7 @@ def recorded(
             tuple(slots),
             drawn[0],
             (lambda: changes) if changes else tuple,
+            EarlierRuns(function, name),
         )
     )
 

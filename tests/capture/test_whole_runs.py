@@ -16,7 +16,7 @@ from torch import nn
 from rotor_py import Checkpointable
 from rotor_py.capture import tracing
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.execute.whole_runs import run_through
+from rotor_py.execute.whole_runs import joined_run
 from rotor_py.plan.inputs.input_spec import equal_at_sight, spec_of
 from rotor_py.plan.steps.step_plans import StepPlans
 from rotor_py.plan.steps.step_spec import StepSpec
@@ -69,9 +69,9 @@ def stages_called(monkeypatch: Any) -> list[str]:
     found: list[str] = []
     run = StageRunner.forward
 
-    def noted(self: StageRunner, value: Any, **options: Any) -> Any:
+    def noted(self: StageRunner, *given: Any, **options: Any) -> Any:
         found.append(self.name)
-        return run(self, value, **options)
+        return run(self, *given, **options)
 
     monkeypatch.setattr(StageRunner, "forward", noted)
     return found
@@ -128,7 +128,7 @@ def test_torchdynamo_has_settings_of_ours_only_while_it_makes_a_graph(monkeypatc
 
 def test_layers_that_do_nothing_are_run_too() -> None:
     network = Checkpointable(nn.Sequential(nn.Sequential(), nn.Sequential(), nn.Linear(4, 4)), mem_limit="1GB")
-    assert run_through([("nothing", nn.Sequential()), ("nothing", nn.Sequential())], ()) is None
+    assert joined_run([("nothing", nn.Sequential()), ("nothing", nn.Sequential())]) is None
     network(torch.randn(2, 4)).sum().backward()
 
 

@@ -17,7 +17,7 @@ def runners(count: int = 3) -> tuple[Runners, list[int]]:
         made.append(stage)
         return StageRunner(nn.Identity(), str(stage))
 
-    return Runners([(str(stage), nn.Identity()) for stage in range(count)], (), make), made
+    return Runners([(str(stage), nn.Identity()) for stage in range(count)], make), made
 
 
 def test_a_runner_is_made_once_and_when_it_is_asked_for() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.whole_parameters import as_entered
 from rotor_py.errors import record_fields
+from rotor_py.execute.runners import Runners
 from rotor_py.measure.cut import Cut, Layer
 from rotor_py.plan.inputs.input_spec import describe, reaches, spec_of
 from rotor_py.plan.saved.plan import Plan
@@ -83,14 +84,18 @@ class GraphSource:
 
     def _run_stages(self, cut: Cut, value: Any) -> Any:
         """Run the stages of the main graph, for the shapes that TorchDynamo found this time: `cut` is theirs."""
-        from rotor_py.capture.graph.graph_stage import in_context
+        from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
 
         how = self._following
         assert how is not None
         for _, layer in cut.prefix:
             value = layer(value)
-        runners, value = in_context(cut.stages, value, how.preserve_rng_state, how.ways, how.keepers)
-        return self._replay(runners, value, how)
+        value, context = shared_apart(cut.stages, value)
+
+        def make(how: Following) -> Runners:
+            return runners_of(cut.stages, how.preserve_rng_state, how.ways, how.keepers)
+
+        return self._replay(cut.stages, make, value, how, context)
 
 
 def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, layers: list[Layer]) -> Cut:

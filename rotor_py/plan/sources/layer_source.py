@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Container, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from rotor_profiling.instruments import operators
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_classes import is_fsdp_module
 from rotor_py.distributed.whole_parameters import is_sharded
+from rotor_py.execute.runners import Runners
 from rotor_py.measure.cut import Cut, cut
 from rotor_py.measure.stages import MeasuredCut, measure
 from rotor_py.plan.inputs.input_spec import covers
@@ -143,7 +145,8 @@ class LayerSource:
                 layer_offers=parts,
                 **measuring_options(self._model, how),
             )
-        self._parts = parts  # only now: after an error, the plan that there was goes on
+        # Only now: after an error, the plan that there was goes on.
+        self._parts, self._replay = parts, Replay(self._model)
         return Measured([MeasuredCut(found, measurement)], value)
 
     def follow(self, cut: Cut) -> None:
@@ -159,8 +162,11 @@ class LayerSource:
         assert cut is not None
         for _, layer in cut.prefix:
             value = layer(value)
+        return self._replay(cut.stages, partial(self._runners, cut), value, how)
+
+    def _runners(self, cut: Cut, how: Following) -> Runners:
         kept = [keeper.name for keeper in how.keepers]
-        runners = [
+        made = [
             StageRunner(
                 function,
                 name,
@@ -171,4 +177,4 @@ class LayerSource:
             )
             for (name, function), ways in zip(cut.stages, how.ways, strict=True)
         ]
-        return self._replay(runners, value, how)
+        return Runners.of(made)
