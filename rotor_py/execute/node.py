@@ -25,13 +25,16 @@ class Frame:
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
+    tensors: int
+    """how many of its leaves are tensors"""
 
     @classmethod
     def of(cls, value: Any) -> tuple[Frame, list[torch.Tensor]]:
         """The frame of `value`, and the tensors in it, in order."""
         flat, spec = tree_flatten(value)
         leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
-        return cls(spec, leaves), [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        return cls(spec, leaves, len(tensors)), tensors
 
     def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The value with these tensors in it."""
@@ -73,6 +76,7 @@ class StageNode(torch.autograd.Function):
         owner.know(stage, ctx)
         ctx.set_materialize_grads(False)  # a gradient that does not exist is not made, as in plain training
         value = frame.filled(tensors)
+        ctx.input_tensors = frame.tensors
         output, without_gradient = owner.run_first(stage, value)
         ctx.mark_non_differentiable(*without_gradient)
         output_frame, made = Frame.of(output)
@@ -102,13 +106,12 @@ def _gradients(ctx: Any, arrived: tuple[torch.Tensor | None, ...]) -> Sequence[t
     sources = [node for node, _ in ctx.next_functions]
     if all(gradient is None for gradient in arrived):
         return [None] * len(sources)
-    parameters = len(ctx.owner.runners[ctx.stage].parameters())
-    inputs = len(sources) - parameters
+    inputs: int = ctx.input_tensors
     kept = ctx.unclaimed.take(arrived, leave=retains_graph())
     if kept is not None and not _any_wanted(sources[:inputs]):
         return [None] * inputs + list(kept)
     found: list[torch.Tensor | None] = ctx.owner.backward(ctx.stage, arrived)
-    if parameters and retains_graph() and not _any_wanted(sources[inputs:]):
+    if len(sources) > inputs and retains_graph() and not _any_wanted(sources[inputs:]):
         ctx.unclaimed.keep(arrived, found[inputs:])
     return found
 

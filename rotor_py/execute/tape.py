@@ -142,14 +142,16 @@ class Tape:
                 frontier, position = stop, position + len(steps)
                 continue
             for step in steps:
-                self._come_to(position)
+                if self._moving is not None:  # Rule 15
+                    self._moving.come_to(position)
                 position += 1
                 if step.operation.stage < frontier:  # type: ignore[union-attr] # no loss here
                     self._run_again(held, step)
                 else:
                     value = self._run_next(held, step, frontier, value)
                     frontier += 1
-        self._come_to(position)
+        if self._moving is not None:
+            self._moving.come_to(position)
         return value
 
     def _run_next(self, held: Held, step: Step, stage: int, value: Any) -> Any:
@@ -175,13 +177,10 @@ class Tape:
             return runner.forward(value, self.context)
         return self._moving.forward(runner, stage, value, self.context)
 
-    def _come_to(self, position: int) -> None:
-        """The operation at this position of the sequence is about to begin: something may move first (Rule 15)."""
-        if self._moving is not None:
-            self._moving.come_to(position)
-
     def _come_to_replay(self, position: int) -> None:
-        self._come_to(len(self.program.forward) + 1 + position)  # the loss is between them
+        """The operation at this position after the loss is about to begin: something may move first (Rule 15)."""
+        if self._moving is not None:
+            self._moving.come_to(len(self.program.forward) + 1 + position)
 
     def _add_node(self, stage: int, value: Any) -> Any:
         """Run a stage as a node of the caller's graph."""
@@ -239,7 +238,8 @@ class Tape:
         """Run the operations before `B` of `stage`."""
         begin, end = current.position, self.program.backward_at[stage]
         for position, step in enumerate(self.program.replay[begin:end], begin):
-            self._come_to_replay(position)
+            if self._moving is not None:
+                self._come_to_replay(position)
             if isinstance(step.operation, Backward):
                 # Either the engine ran it, or no gradient reached the stage, and nobody has taken what it holds.
                 current.held.attached.pop(step.operation.stage, None)
@@ -278,7 +278,8 @@ class Tape:
 
     def _runner(self, step: Step) -> StageRunner:
         assert isinstance(step.operation, ForwardEnable)
-        return self.runners[step.operation.stage].by(step.operation.option)
+        runner = self.runners[step.operation.stage]
+        return runner if runner.option == step.operation.option else runner.by(step.operation.option)
 
     def _versions(self, value: Any) -> list[int]:
         """How often each tensor was written to that a stage reads, its parameters and buffers aside."""

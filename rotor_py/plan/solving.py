@@ -114,8 +114,9 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
 
     InfeasibleError if nothing fits, PlanMismatchError if a process has another plan.
     """
-    group = model.group
+    alone = model.alone
     # As objects: a sequence that was set since is not agreed upon, though it may say the same.
+    group = None if alone else model.group
     open_question = size_of(group) > 1 and plan.agreed is not plan.sequence
     if plan.file is not None:
         if group is not None and open_question:
@@ -128,9 +129,9 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
     forwards = model.settings.forwards_in_flight
     if forwards > grown.forwards:  # asked in every step, and finding the device takes longer
         grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
-    if not model.alone:
+    if not alone:
         grown = grown.with_backward_order(plan.order.to_plan_for(model.settings, alone=False))
-    if grown != plan.budget:
+    if grown is not plan.budget and grown != plan.budget:
         plan.budget, plan.sequence = grown, None
     if plan.sequence is None or open_question:
         try:

@@ -429,7 +429,7 @@ class TestSettings:
         ("given", "kind", "name"),
         [
             ({"on_oom": "retry"}, "unknown_value", "on_oom"),
-            ({"on_oom": "replan", "preserve_rng_state": False}, "excluded_together", "preserve_rng_state"),
+            ({"on_oom": "replan", "preserve_rng_state": False}, "excluded_together", "on_oom"),
             ({"on_oom": "replan", "level": 1}, "excluded_together", "on_oom"),
             ({"on_oom": "replan", "every_n_layers": 2}, "excluded_together", "on_oom"),
         ],
@@ -441,7 +441,7 @@ class TestSettings:
 
     def test_several_processes_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         network = planned(dropping())
-        monkeypatch.setattr("rotor_py.plan.trained_model.size_of", lambda group: 2)
+        monkeypatch.setattr("rotor_py.plan.trained_model.TrainedModel.alone", False)
         with raises(UnsupportedModelError, "one_process_only", name="on_oom='replan'"):
             step(network)
         monkeypatch.undo()

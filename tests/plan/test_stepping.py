@@ -62,9 +62,9 @@ class Own(torch.optim.SGD):
             "excluded_together",
             "differentiable",
         ),
-        (sgd, {"forwards_in_flight": 2}, "excluded_together", "forwards_in_flight"),
-        (sgd, {"on_oom": "replan"}, "excluded_together", "on_oom"),
-        (sgd, {"optimizer": torch.optim.SGD([nn.Parameter(BATCH)])}, "excluded_together", "optimizer"),
+        (sgd, {"forwards_in_flight": 2}, "excluded_together", "step_in_backward"),
+        (sgd, {"on_oom": "replan"}, "excluded_together", "step_in_backward"),
+        (sgd, {"optimizer": torch.optim.SGD([nn.Parameter(BATCH)])}, "excluded_together", "step_in_backward"),
     ],
 )
 def test_settings_that_exclude_each_other(make: Any, options: dict[str, Any], kind: str, name: str) -> None:

@@ -45,6 +45,9 @@ class _Forward:
         """whether its backward has been looked at"""
 
 
+Flying = list[_Forward]
+
+
 class Forwards:
     """The forwards of one model that are in flight."""
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from rotor_py.errors import record_fields
 from rotor_py.plan.steps.step_plan import StepPlan
-from rotor_py.plan.steps.step_spec import ModelState
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import format_bytes
 from rotor_solver import InfeasibleError
@@ -23,13 +22,13 @@ class KeptGradients:
         self._known: tuple[object, ...] = ()
         """the sequence and the limit that were looked at last"""
 
-    def notice(self, plan: StepPlan, state: ModelState, plan_again: Callable[[], None]) -> None:
-        """Look whether a step by `plan` has room for gradients that are there when it begins: `state` says if any are.
+    def notice(self, plan: StepPlan, plan_again: Callable[[], None]) -> None:
+        """Look whether a step by `plan` has room for gradients that are there when it begins.
 
         If not, `plan_again` is called, which raises InfeasibleError if no plan has, and a line in the log says so.
         Where the plan is not ours to change, the line is a warning, and training goes on beyond the limit.
         """
-        if not state.has_gradients or not plan.fresh_gradients or plan.unlimited(self._model.settings):
+        if not plan.fresh_gradients or plan.unlimited(self._model.settings):
             return
         assert plan.sequence is not None
         device = self._model.device_of(plan.input_spec)

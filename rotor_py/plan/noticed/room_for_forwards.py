@@ -20,9 +20,11 @@ def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
     logged if there is none: training then goes on with the sequence in use, beyond the limit. Where several processes
     have to plan together, they do so for what they were told, and sequences by hand or from a file stay.
     """
-    order = plan.order.to_plan_for(model.settings, alone=model.alone)
+    if not model.alone:
+        return
+    order = plan.order.to_plan_for(model.settings, alone=True)
     more = plan.most_in_flight > plan.budget.forwards
-    if not (more or order != plan.budget.backward_order) or not plan.found_for(model.settings) or not model.alone:
+    if not (more or order != plan.budget.backward_order) or not plan.found_for(model.settings):
         return
     device = model.device_of(plan.input_spec)
     plan.budget = model.with_forwards(plan.budget, plan.measurement, device, plan.most_in_flight)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -59,6 +61,15 @@ class WatchedStep:
         self._one_plan = self._one_plan and plan is self._plan
         self.watch.mark(f"forward {self.forwards + 1}")
         return True
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A forward of it runs in this context. After an error, it is not watched any longer."""
+        try:
+            yield
+        except BaseException:
+            self.watch.stop()
+            raise
 
     def forward_returned(self, outputs: list[torch.Tensor]) -> None:
         """A forward has returned these tensors, which need gradients."""

@@ -8,9 +8,7 @@ forward that begins while others are in flight joins their step, which ends with
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,26 +36,18 @@ class WatchedSteps:
         self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
         """of the last step that was watched"""
 
-    @contextmanager
-    def watched(self, plan: StepPlan, value: Any, *, in_flight: int) -> Iterator[Callable[[Any], None]]:
-        """Watch the step that begins with the forward on `value`, which runs in the context, or which that one joins.
+    def begin(self, plan: StepPlan, value: Any, *, in_flight: int) -> WatchedStep | None:
+        """Watch the step that begins with a forward by `plan` on `value`, or that it joins; None if it is not watched.
 
-        It joins it if others are `in_flight`. Gives a function to be called with the output.
+        It joins the last step if others are `in_flight`.
         """
         step = None if self._step is None or not in_flight else self._step()
         if step is None or not step.joined(plan, in_flight + 1):
-            self._stop()  # it has come to its end long ago, or nobody knows where it will
+            if self._watch is not None:
+                self._watch.stop()  # it has come to its end long ago, or nobody knows where it will
             step = None if in_flight else self._begin(plan, value)
             self._step, self._watch = (None, None) if step is None else (weakref.ref(step), step.watch)
-        try:
-            yield partial(self._forward_returned, step)
-        except BaseException:
-            self._stop()
-            raise
-
-    def _stop(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
+        return step
 
     def _begin(self, plan: StepPlan, value: Any) -> WatchedStep | None:
         asked = self._model.settings.watch
@@ -92,9 +82,8 @@ class WatchedSteps:
             return here + outputs + optimizer_cost(self._model.settings.step_in_backward).present_bytes
         return here + outputs + plan.budget.fixed.optimizer
 
-    def _forward_returned(self, step: WatchedStep | None, output: Any) -> None:
-        if step is None:
-            return
+    def forward_returned(self, step: WatchedStep, output: Any) -> None:
+        """A forward of this step has returned `output`."""
         tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         self._outputs = [*(self._outputs if step.forwards else ()), *_weakly(tensors)]
         step.forward_returned(tensors)

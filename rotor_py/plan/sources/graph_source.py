@@ -33,9 +33,8 @@ class GraphSource:
         self._model = model
         self._granularity = granularity
         self._compiler = compiler
-        self._session = CaptureSession(model, self._run_stages, granularity)
+        self._session = CaptureSession(model, granularity)
         self._replay = Replay(model)
-        self._following: Following | None = None
 
     @property
     def answers(self) -> tuple[bool, ...] | None:
@@ -78,16 +77,14 @@ class GraphSource:
 
     def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
         arguments, keywords = value
-        # Dynamo calls `_run_stages` in the course of the forward, and hands over nothing of ours.
-        self._following = how
-        return self._session.run(arguments, keywords, partial(_tell_of_capture, value))
+        # Dynamo calls `_run_stages` in the course of the forward.
+        by_plan = partial(self._run_stages, how)
+        return self._session.run(arguments, keywords, by_plan, partial(_tell_of_capture, value))
 
-    def _run_stages(self, cut: Cut, value: Any) -> Any:
+    def _run_stages(self, how: Following, cut: Cut, value: Any) -> Any:
         """Run the stages of the main graph, for the shapes that TorchDynamo found this time: `cut` is theirs."""
         from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
 
-        how = self._following
-        assert how is not None
         for _, layer in cut.prefix:
             value = layer(value)
         value, context = shared_apart(cut.stages, value)

@@ -31,7 +31,7 @@ from rotor_profiling import tensors_in
 from rotor_profiling.step.alone import plain_step
 from rotor_py.errors import InvalidStateError
 from rotor_py.execute.graph_task import current_task
-from rotor_py.plan.conflicts.step_in_backward import refuse_optimizer
+from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.plan.stepping.scaled_losses import begins_at_scaled_loss, notice_scalers
 from rotor_py.plan.stepping.spent_gradient import SpentGradient
 from rotor_py.plan.trained_model import TrainedModel
